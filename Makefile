@@ -1,0 +1,82 @@
+# make setup | check | test | test-long | bench | demo | docs | compat      (what they need is installed by setup)
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := build/.stamps
+JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew -name '*.scala' -o -name '*.java' -o -name '*.py' 2>/dev/null)
+JAR := $(STAMPS)/jar
+unexport PYSPARK_PYTHON
+
+.PHONY: help setup jar check format test test-unit test-jvm test-spark test-long docs bench demo compat clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMPS)/installed ## the environment in .venv, the jar, the package
+
+$(STAMPS)/venv: pyproject.toml
+	@mkdir -p $(STAMPS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "stagecrew needs Python >= 3.11: make PYTHON=python3.11"; exit 1; }
+	@command -v java >/dev/null || { echo "Spark needs a JDK 17 or newer (Debian: apt-get install openjdk-17-jdk-headless)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
+	  wanted = {r for k in ("spark", "postgres", "demo", "docs", "dev") for r in x[k] if not r.startswith("stagecrew[")}; \
+	  print("\n".join(sorted(wanted | set(p["project"]["dependencies"]))))' > $(STAMPS)/requirements.txt
+	$(BIN)/python -m pip install -q -r $(STAMPS)/requirements.txt
+	@touch $@
+
+jar: $(JAR) ## the jar, when its sources changed
+
+$(JAR): $(STAMPS)/venv $(JAR_SOURCES)
+	build/sbt shim/package
+	@touch $@
+
+$(STAMPS)/installed: $(JAR)
+	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+format: setup ## formats the Python sources
+	$(BIN)/ruff format python tests
+	$(BIN)/ruff check --fix python tests
+
+check: setup ## format, lint, types and unit tests: under two minutes
+	$(BIN)/ruff format --check python tests
+	$(BIN)/ruff check python tests
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/unit
+
+test-unit: setup ## the tests without Spark
+	$(BIN)/pytest -q tests/unit
+
+test-jvm: setup ## the shim's own tests
+	build/sbt shim/test
+
+test-spark: setup ## the tests with real Spark
+	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit
+
+test: setup ## every test but the long seeded runs: under 20 minutes
+	$(MAKE) check
+	$(MAKE) docs
+	$(MAKE) test-jvm
+	$(MAKE) test-spark
+
+test-long: setup ## the long seeded runs
+	$(BIN)/pytest -q tests -m long
+
+docs: setup ## the documentation, strictly, into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: setup ## the figures, as JSON and a table
+	$(BIN)/python tests/benchmarks/run.py
+
+demo: setup ## the main job, with and without stagecrew
+	$(BIN)/stagecrew demo
+
+compat: setup ## PySpark's own tests out of SPARK_SOURCE, plugin on and off
+	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
+
+clean: ## what was built
+	rm -rf $(STAMPS) site dist jvm-shim/target target python/stagecrew/jars

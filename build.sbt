@@ -1,0 +1,58 @@
+// The shim is compiled and tested against the jars of the PySpark that is installed in the project's
+// environment: that one place pins the Spark version and the Scala version (see DESIGN: Build).
+
+val pysparkHome: File = {
+  val given = sys.env.get("STAGECREW_PYSPARK_HOME").map(file)
+  given.filter(home => (home / "jars").isDirectory).getOrElse(
+    sys.error(
+      "STAGECREW_PYSPARK_HOME must name the folder of an installed PySpark (it holds jars/). " +
+        "Run `make jar`, or `build/sbt`, which look it up in .venv."))
+}
+
+val pysparkJars: Seq[File] = (pysparkHome / "jars" ** "*.jar").get().sortBy(_.getName)
+
+val pysparkScalaVersion: String = {
+  val Library = """scala-library-(.+)\.jar""".r
+  pysparkJars.map(_.getName).collectFirst { case Library(version) => version }
+    .getOrElse(sys.error(s"no scala-library jar in $pysparkHome/jars"))
+}
+
+// One version for wheel and jar: it stands in python/stagecrew/_version.py.
+val stagecrewVersion: String = {
+  val Line = """__version__ = "(.+)"""".r
+  IO.readLines(file("python/stagecrew/_version.py")).collectFirst { case Line(version) => version }
+    .getOrElse(sys.error("python/stagecrew/_version.py holds no __version__"))
+}
+
+lazy val shim = (project in file("jvm-shim"))
+  .settings(
+    name := "stagecrew",
+    organization := "io.stagecrew",
+    version := stagecrewVersion,
+    scalaVersion := pysparkScalaVersion,
+    scalaModuleInfo := scalaModuleInfo.value.map(_.withOverrideScalaVersion(true)),
+    autoScalaLibrary := false,
+    Compile / unmanagedJars := pysparkJars.classpath,
+    Test / unmanagedJars := pysparkJars.classpath,
+    libraryDependencies += "org.scalatest" %% "scalatest" % "3.2.19" % Test,
+    dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,
+    scalacOptions ++= Seq("-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
+    javacOptions ++= Seq("--release", "17", "-Xlint:all", "-Werror"),
+    Compile / doc / sources := Nil,
+    // The Python package travels inside the jar, so that executors need nothing but PySpark.
+    Compile / packageBin / mappings ++= {
+      val root = (ThisBuild / baseDirectory).value / "python"
+      (root / "stagecrew" ** "*.py").get().map(source => source -> IO.relativize(root, source).get)
+    },
+    Compile / packageBin / packageOptions += Package.ManifestAttributes("Implementation-Version" -> stagecrewVersion),
+    Compile / packageBin / artifactPath := (ThisBuild / baseDirectory).value / "python" / "stagecrew" / "jars" /
+      s"stagecrew_${scalaBinaryVersion.value}-$stagecrewVersion.jar",
+    Test / fork := true,
+    Test / javaOptions ++= Seq(
+      "java.lang", "java.lang.invoke", "java.net", "java.nio", "java.util", "java.util.concurrent", "java.util.concurrent.atomic"
+    ).map(p => s"--add-opens=java.base/$p=ALL-UNNAMED") ++ Seq(
+      "--add-opens=java.base/sun.nio.ch=ALL-UNNAMED", "--add-opens=java.base/sun.security.action=ALL-UNNAMED",
+      "-Xmx1g", "-Dlog4j.configurationFile=log4j2-test.properties"),
+    Test / testOptions += Tests.Argument(TestFrameworks.ScalaTest, "-oDF"))
+
+lazy val root = (project in file(".")).aggregate(shim).settings(publish / skip := true)

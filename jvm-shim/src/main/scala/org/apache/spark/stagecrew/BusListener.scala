@@ -1,0 +1,24 @@
+package org.apache.spark.stagecrew
+
+import org.apache.spark.scheduler._
+import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkListenerSQLExecutionStart}
+import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
+
+/** Hands Spark's events to the driver's loop. The bus may drop events: they make things quick, they are not the truth. */
+private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
+  override def onJobStart(event: SparkListenerJobStart): Unit = crew.jobStarted(
+    event.jobId, event.stageIds,
+    Option(event.properties).flatMap(p => Option(p.getProperty(ExecutorCrew.TopologyProperty))))
+
+  override def onJobEnd(event: SparkListenerJobEnd): Unit = crew.jobEnded(event.jobId)
+
+  override def onExecutorRemoved(event: SparkListenerExecutorRemoved): Unit = crew.executorRemoved(event.executorId)
+
+  override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
+    case start: SparkListenerSQLExecutionStart => crew.executionStarted(start.executionId, start.jobTags)
+    case end: SparkListenerSQLExecutionEnd => crew.executionEnded(end.executionId)
+    case started: QueryStartedEvent => crew.queryStarted(started.id.toString, started.runId.toString, started.jobTags)
+    case ended: QueryTerminatedEvent => crew.queryEnded(ended.id.toString, ended.runId.toString)
+    case _ => ()
+  }
+}

@@ -1,0 +1,412 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent._
+import java.util.concurrent.atomic.AtomicBoolean
+import scala.collection.mutable
+import scala.util.control.NonFatal
+import org.apache.spark.SparkContext
+
+/**
+ * The driver's part: knows every topology, describes them to executors, ends them, and keeps the executors' counts.
+ *
+ * `loop` is the one thread that owns the truth: RPC threads, the listener bus and Python's calls enqueue.
+ */
+final class DriverCrew(sc: SparkContext) extends Handler {
+  import DriverCrew._
+
+  val settings = new Settings(SparkInternals.conf(sc))
+  private val loop = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-driver"))
+  private val topologies = mutable.LinkedHashMap.empty[String, Topology]
+  private val executors = mutable.LinkedHashMap.empty[String, ExecutorOf]
+  private val queries = mutable.HashMap.empty[String, String] // query id -> run id
+  private val jobOfStage = mutable.HashMap.empty[Int, Int]
+  private val waitingForStage = mutable.HashMap.empty[Int, List[Option[String] => Unit]]
+  private val endpoint = SparkInternals.endpoint(EndpointName, this)
+  private val drained = new AtomicBoolean(false)
+  @volatile private var published = Snapshot(Vector.empty)
+
+  /** What the UI, metrics and reports read: as of the last change. */
+  def snapshot: Snapshot = published
+
+  def start(application: Description): Unit = {
+    call(topologies(application.id) = new Topology(application, ApplicationKind))
+    SparkInternals.addListener(sc, new BusListener(this))
+    loop.scheduleWithFixedDelay(() => Log.contained("the driver's check of executions")(checkExecutions()), 1, 1, TimeUnit.SECONDS)
+    ()
+  }
+
+  // -- What Python asks for (any thread)
+
+  /** Adds listeners to the application's topology; before its first task. */
+  def registerApplication(listeners: Vector[Entry], python: PythonCommand): Unit = call {
+    val application = topologies(Description.Application)
+    val before = application.description.listeners
+    val renumbered = listeners.zipWithIndex.map { case (entry, i) => entry.copy(index = before.size + i) }
+    application.description = application.description.copy(listeners = before ++ renumbered, python = python)
+    publish()
+  }
+
+  def begin(description: Description): Unit = call {
+    description.parent.foreach { parent =>
+      if (!topologies.get(parent).exists(_.state == "active")) {
+        throw new IllegalStateException(s"topology '${description.name}' cannot begin inside one that has ended")
+      }
+    }
+    topologies(description.id) = new Topology(description, NamedKind)
+    publish()
+  }
+
+  /** Ends a topology, those inside it first. What it answers is done when every executor has answered, or is late. */
+  def end(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
+    val done = new CompletableFuture[Unit]()
+    inLoop {
+      val inside = topologies.values.filter(t => t.description.parent.contains(id) && t.state == "active").map(_.description.id).toSeq
+      def itself(): Unit = endOne(id, timeoutMs, done)
+      if (inside.isEmpty) itself()
+      else CompletableFuture.allOf(inside.map(end(_, timeoutMs)): _*).whenComplete((_, _) => inLoop(itself()))
+      ()
+    }
+    done
+  }
+
+  /** Everything ends, before the SparkContext stops. Bounded. */
+  def drain(timeoutMs: Long): Unit = if (drained.compareAndSet(false, true)) {
+    val deadline = System.nanoTime() + timeoutMs * 1000000L
+    def left: Long = math.max(1L, (deadline - System.nanoTime()) / 1000000L)
+    def active = call(topologies.values.filter(t => t.state == "active").map(_.description).toSeq)
+    val outermost = active.filter(d => d.id != Description.Application && d.parent.isEmpty)
+    val ends = outermost.map(d => end(d.id, left))
+    try CompletableFuture.allOf(ends: _*).get(left, TimeUnit.MILLISECONDS) catch { case NonFatal(_) => () }
+    try end(Description.Application, left).get(left, TimeUnit.MILLISECONDS) catch { case NonFatal(_) => () }
+    ()
+  }
+
+  /** Cancels what runs of a topology, and each new job of it until it has ended. */
+  def cancel(id: String, reason: String): Unit = call(topologies.get(id).foreach { topology =>
+    topology.cancelled = Some(reason)
+    cancelNow(topology)
+  })
+
+  /** What runs of a topology: jobs, SQL executions and streaming queries. */
+  def activity(id: String): Activity = call {
+    val jobs = SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty)
+    val mine = jobs.collect { case (job, topology) if within(topology, id) => job }.toSeq.sorted
+    topologies.get(id) match {
+      case None => Activity(mine, Nil, Nil)
+      case Some(topology) =>
+        topology.executions.filterInPlace(SparkInternals.executionRuns)
+        topology.queries.filterInPlace(SparkInternals.queryRuns)
+        if (topology.cancelled.nonEmpty && mine.nonEmpty) cancelNow(topology)
+        Activity(mine, topology.executions.toSeq.sorted, topology.queries.toSeq.sorted)
+    }
+  }
+
+  def stopQueries(id: String): Unit = call(topologies.get(id).toSeq.flatMap(_.queries)).foreach { run =>
+    Log.contained(s"stopping streaming query $run")(SparkInternals.stopQuery(run))
+  }
+
+  def stop(): Unit = {
+    Log.contained("stopping the driver's endpoint")(SparkInternals.stopEndpoint(endpoint))
+    loop.shutdownNow()
+    ()
+  }
+
+  // -- What Spark's listener bus tells (its thread)
+
+  def jobStarted(job: Int, stages: Seq[Int], topology: Option[String]): Unit = inLoop {
+    stages.foreach { stage =>
+      jobOfStage.getOrElseUpdate(stage, job)
+      waitingForStage.remove(stage).foreach(_.foreach(_.apply(Some(jobExecution(job)))))
+    }
+    topology.flatMap(topologies.get).foreach { t =>
+      t.jobs += job
+      // An AQE query that is cancelled between two of its jobs goes on with the next.
+      chainOf(t).find(_.cancelled.nonEmpty).foreach(cancelled => sc.cancelJob(job, cancelled.cancelled.get))
+    }
+    publish()
+  }
+
+  def jobEnded(job: Int): Unit = inLoop {
+    jobOfStage.filterInPlace((_, j) => j != job)
+    endExecution(jobExecution(job))
+  }
+
+  def executionStarted(id: Long, tags: Set[String]): Unit = inLoop(tagged(tags).foreach(_.executions += id))
+
+  def executionEnded(id: Long): Unit = inLoop {
+    topologies.values.foreach(_.executions -= id)
+    endExecution(s"${Description.ExecutionPrefix}sql-$id")
+  }
+
+  def queryStarted(id: String, run: String, tags: Set[String]): Unit = inLoop {
+    queries(id) = run
+    tagged(tags).foreach(_.queries += run)
+  }
+
+  def queryEnded(id: String, run: String): Unit = inLoop {
+    topologies.values.foreach(_.queries -= run)
+    if (queries.get(id).contains(run)) queries -= id
+    endExecution(queryExecution(run))
+  }
+
+  def executorRemoved(id: String): Unit = inLoop(lost(id))
+
+  // -- What executors ask (RPC threads)
+
+  override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
+    val frame = Frames.decodeMessage(message)
+    inLoop {
+      from.foreach { peer =>
+        val id = frame.text("executor")
+        executors.get(id) match {
+          case Some(known) => known.peer = peer; known.address = address
+          case None => executors(id) = new ExecutorOf(id, peer, address)
+        }
+      }
+      frame.kind match {
+        case "ASK_DESCRIPTION" => describe(frame.text("topology"), frame.text("executor"), reply)
+        case "ASK_EXECUTION" => execution(frame.text("key"), found => reply.answer(Frames.encode("EXECUTION", found.getOrElse(""))))
+        case "OPEN_FAILED" => openFailed(frame)
+        case "REPORT" =>
+          reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
+          reply.answer(Frames.encode("OK"))
+        case other => reply.fail(new FrameException(s"an executor does not send $other"))
+      }
+    }
+  }
+
+  override def disconnected(address: String): Unit = inLoop {
+    executors.values.filter(e => e.address == address && e.id != SparkContext.DRIVER_IDENTIFIER).map(_.id).toSeq.foreach(lost)
+  }
+
+  // -- The loop's own
+
+  private def describe(id: String, executor: String, reply: Reply): Unit = {
+    if (id.startsWith(Description.ExecutionPrefix) && !topologies.contains(id)) beginExecution(id)
+    topologies.get(id).filter(_.state == "active") match {
+      case Some(topology) =>
+        topology.executors += executor
+        val (body, blobs) = topology.description.encoded
+        reply.answer(Frames.encode("DESCRIPTION", id, body, blobs))
+      case None => reply.answer(Frames.encode("DESCRIPTION", id, "", Vector.empty))
+    }
+  }
+
+  private def execution(key: String, answer: Option[String] => Unit): Unit = key.split(":", 2) match {
+    case Array("query", id) => answer(queries.get(id).map(queryExecution))
+    case Array("stage", number) =>
+      val stage = number.toInt
+      jobOfStage.get(stage) match {
+        case Some(job) => answer(Some(jobExecution(job)))
+        case None =>
+          // The event of the job's start is on its way, or was dropped by a full queue: then the scheduler knows.
+          waitingForStage(stage) = answer :: waitingForStage.getOrElse(stage, Nil)
+          loop.schedule((() => Log.contained("a stage's job") {
+            waitingForStage.remove(stage).foreach { waiting =>
+              val found = SparkInternals.jobOfStage(sc, stage).map(jobExecution)
+              waiting.foreach(_.apply(found))
+            }
+          }): Runnable, 500, TimeUnit.MILLISECONDS)
+          ()
+      }
+    case _ => answer(None)
+  }
+
+  /** An execution is a topology of its own, with those of the application's listeners that have this lifetime. */
+  private def beginExecution(id: String): Unit = if (executionRuns(id)) {
+    val application = topologies(Description.Application).description
+    val name = id.stripPrefix(Description.ExecutionPrefix).replaceFirst("-", " ")
+    topologies(id) = new Topology(application.copy(id = id, name = name, parent = None), ExecutionKind)
+    publish()
+  }
+
+  private def executionRuns(id: String): Boolean = id.stripPrefix(Description.ExecutionPrefix).split("-", 2) match {
+    case Array("sql", n) => SparkInternals.executionRuns(n.toLong)
+    case Array("query", run) => queries.values.exists(_ == run)
+    case Array("job", n) => SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty).contains(n.toInt)
+    case _ => false
+  }
+
+  private def endExecution(id: String): Unit = {
+    if (topologies.get(id).exists(_.state == "active")) end(id, settings.closeTimeoutMs)
+    publish()
+  }
+
+  /** Events may be dropped: what has ended by Spark's own books is ended here too. */
+  private def checkExecutions(): Unit = {
+    val over = topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
+      .filterNot { id => if (id.startsWith(s"${Description.ExecutionPrefix}query-")) SparkInternals.queryRuns(id.split("query-", 2)(1)) else executionRuns(id) }
+    over.toSeq.foreach(endExecution)
+  }
+
+  private def endOne(id: String, timeoutMs: Long, done: CompletableFuture[Unit]): Unit = topologies.get(id) match {
+    case None => done.complete(()); ()
+    case Some(topology) if topology.state == "closed" => done.complete(()); ()
+    case Some(topology) =>
+      topology.waiters ::= done
+      if (topology.state == "active") {
+        topology.state = "closing"
+        // Executions lie inside the application's topology: they end before it.
+        val asked = topology.executors.toSeq.flatMap(executors.get)
+        topology.pending ++= asked.map(_.id)
+        val message = Frames.encode("END_TOPOLOGY", id, timeoutMs)
+        asked.foreach { executor =>
+          executor.peer.ask(message, timeoutMs + AnswerMs) {
+            case Right(bytes) => inLoop {
+              val frame = Frames.decodeMessage(bytes)
+              val body = Json.parse(frame.text("body"))
+              reported(executor.id, frame.long("sequence"), body)
+              topology.unclosed ++= Json.strings(body.get("unclosed"))
+              answered(topology, executor.id)
+            }
+            case Left(error) => inLoop {
+              if (topology.pending(executor.id)) {
+                if (!topology.lostExecutors(executor.id)) topology.unclosed += s"executor ${executor.id} did not answer: ${error.getMessage}"
+                answered(topology, executor.id)
+              }
+            }
+          }
+        }
+      }
+      settle(topology)
+      publish()
+  }
+
+  private def answered(topology: Topology, executor: String): Unit = {
+    topology.pending -= executor
+    settle(topology)
+    publish()
+  }
+
+  private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty) {
+    topology.state = "closed"
+    topology.ended = System.currentTimeMillis()
+    val waiters = topology.waiters
+    topology.waiters = Nil
+    if (topology.unclosed.nonEmpty) {
+      Log.log.warn(s"topology '${topology.description.name}' has ended, but these have not closed: ${topology.unclosed.mkString("; ")}")
+    }
+    // Closed ones keep no pickled listeners, and only so many are remembered.
+    topology.description = topology.description.copy(listeners = topology.description.listeners.map(_.copy(blob = None)))
+    val closed = topologies.values.filter(_.state == "closed").map(_.description.id).toSeq
+    closed.take(closed.size - settings.retainedTopologies).foreach(topologies.remove)
+    publish()
+    waiters.foreach(_.complete(()))
+  }
+
+  private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
+    topologies.values.filter(_.executors(executor)).foreach { topology =>
+      if (topology.state != "closed") {
+        topology.lostExecutors += executor
+        if (topology.pending(executor)) answered(topology, executor)
+      }
+    }
+    publish()
+  }
+
+  private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit = {
+    val reports = body.get("topologies")
+    reports.fieldNames.forEachRemaining { id =>
+      topologies.get(id).foreach { topology =>
+        if (sequence > topology.counts.get(executor).map(_._1).getOrElse(0L)) {
+          topology.counts(executor) = sequence -> ExecutorCounts.of(reports.get(id).asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
+        }
+      }
+    }
+    publish()
+  }
+
+  /** Spark retries these attempts without end: at the limit of the task's retries its stage is cancelled with the cause. */
+  private def openFailed(frame: Frame): Unit = {
+    val key = (frame.long("stage").toInt, frame.long("partition").toInt)
+    val attempts = openFailures.getOrElseUpdate(key, mutable.HashSet.empty)
+    attempts += frame.long("attempt")
+    if (attempts.size >= SparkInternals.maxTaskFailures(sc)) {
+      openFailures.filterInPlace((other, _) => other._1 != key._1)
+      sc.cancelStage(key._1, frame.text("error"))
+    }
+  }
+  private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
+
+  private def cancelNow(topology: Topology): Unit =
+    topology.cancelled.foreach(reason => sc.cancelJobsWithTag(tag(topology.description.id), reason))
+
+  private def tagged(tags: Set[String]): Seq[Topology] = topologies.values.filter(t => tags(tag(t.description.id))).toSeq
+
+  private def chainOf(topology: Topology): Seq[Topology] =
+    topology +: topology.description.parent.flatMap(topologies.get).toSeq.flatMap(chainOf)
+
+  private def within(inner: String, outer: String): Boolean =
+    inner == outer || topologies.get(inner).exists(t => chainOf(t).exists(_.description.id == outer))
+
+  private def publish(): Unit = published = Snapshot(topologies.values.map(_.view).toVector)
+
+  private def inLoop(f: => Unit): Unit =
+    try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
+
+  private def call[T](f: => T): T = {
+    val task = loop.submit((() => f): Callable[T])
+    try task.get(60, TimeUnit.SECONDS) catch { case failed: ExecutionException => throw failed.getCause }
+  }
+}
+
+object DriverCrew {
+  val EndpointName = "stagecrew"
+
+  /** How much longer than a topology's own time-out the driver waits for the answer of an executor. */
+  private val AnswerMs = 2000L
+
+  val ApplicationKind = "application"
+  val NamedKind = "named"
+  val ExecutionKind = "execution"
+
+  /** The job tag of a topology. */
+  def tag(id: String): String = s"stagecrew-$id"
+
+  private def jobExecution(job: Int): String = s"${Description.ExecutionPrefix}job-$job"
+  private def queryExecution(run: String): String = s"${Description.ExecutionPrefix}query-$run"
+
+  final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String])
+
+  private final class ExecutorOf(val id: String, var peer: Peer, var address: String)
+
+  private final class Topology(var description: Description, val kind: String) {
+    var state = "active"
+    val started: Long = System.currentTimeMillis()
+    var ended = 0L
+    var cancelled = Option.empty[String]
+    val executors = mutable.LinkedHashSet.empty[String] // which asked for it
+    val pending = mutable.LinkedHashSet.empty[String] // which have not said that it is closed there
+    val lostExecutors = mutable.LinkedHashSet.empty[String]
+    val unclosed = mutable.ArrayBuffer.empty[String]
+    var waiters = List.empty[CompletableFuture[Unit]]
+    val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]
+    val jobs = mutable.LinkedHashSet.empty[Int]
+    val executions = mutable.LinkedHashSet.empty[Long]
+    val queries = mutable.LinkedHashSet.empty[String]
+
+    def view: TopologyView = TopologyView(
+      description.id, description.name, kind, description.parent, state, started, ended, jobs.size,
+      counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+  }
+}
+
+/** What is shown of one topology: an immutable copy. */
+final case class TopologyView(
+    id: String,
+    name: String,
+    kind: String,
+    parent: Option[String],
+    state: String,
+    started: Long,
+    ended: Long,
+    jobs: Int,
+    executors: Vector[(String, ExecutorCounts)],
+    lostExecutors: Vector[String],
+    unclosed: Vector[String])
+
+/** What the UI, metrics and reports read. */
+final case class Snapshot(topologies: Vector[TopologyView]) {
+  def total(f: ListenerCounts => Long): Long =
+    topologies.iterator.flatMap(_.executors).flatMap(_._2.listeners.values).map(f).sum
+}

@@ -1,0 +1,24 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
+import com.fasterxml.jackson.databind.node.{ArrayNode, ObjectNode}
+import scala.jdk.CollectionConverters._
+
+/** JSON by Spark's own Jackson: what travels between Python and the shim as text. */
+private[stagecrew] object Json {
+  private val mapper = new ObjectMapper()
+
+  def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
+  def obj(): ObjectNode = mapper.createObjectNode()
+  def arr(values: Iterable[String] = Nil): ArrayNode = {
+    val node = mapper.createArrayNode()
+    values.foreach(value => node.add(value))
+    node
+  }
+  def write(node: JsonNode): String = mapper.writeValueAsString(node)
+  def items(node: JsonNode): Seq[ObjectNode] =
+    if (node == null) Nil else node.elements.asScala.map(_.asInstanceOf[ObjectNode]).toSeq
+  def strings(node: JsonNode): Seq[String] = if (node == null) Nil else node.elements.asScala.map(_.asText).toSeq
+  def fields(node: JsonNode): Map[String, String] =
+    if (node == null) Map.empty else node.properties.asScala.map(entry => entry.getKey -> entry.getValue.asText).toMap
+}

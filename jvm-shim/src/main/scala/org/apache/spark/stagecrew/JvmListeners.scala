@@ -1,0 +1,124 @@
+package org.apache.spark.stagecrew
+
+import java.util.{Map => JMap}
+import java.util.concurrent.{ExecutionException, ExecutorService, TimeUnit, TimeoutException}
+import org.apache.spark.TaskContext
+import stagecrew.{TopologyContext, TopologyListener}
+
+/** What listeners in the JVM are told. */
+final case class Where(
+    application: String,
+    topology: String,
+    topologyId: String,
+    executor: String,
+    host: String,
+    configuration: JMap[String, String])
+  extends TopologyContext
+
+/** A listener that could not be opened, or did not in time; the cause is what it threw. */
+final class OpenFailedException(val listener: String, message: String, cause: Throwable) extends Exception(message, cause)
+
+/** The JVM listeners of one topology on one executor, opened in order. Hooks run in `pool`, bounded in time. */
+final class JvmListeners(
+    entries: Vector[Entry], where: Where, settings: Settings, ledger: Ledger, pool: ExecutorService) {
+
+  private var opened = Vector.empty[(Entry, TopologyListener)]
+
+  /** Opens all of them, or throws `OpenFailedException` with what was opened closed again. */
+  def open(): Unit = entries.foreach { entry =>
+    val listener = instance(entry)
+    count(entry)(c => c.copy(opens = c.opens + 1))
+    opened = opened :+ (entry -> listener)
+    try {
+      val micros = called(entry, "open", settings.openTimeoutMs)(listener.open(where))
+      count(entry)(c => c.copy(openMicros = c.openMicros + micros))
+    } catch {
+      case failed: OpenFailedException =>
+        close()
+        throw failed
+    }
+  }
+
+  /** Enters the decorations of a task; what they answered, the innermost first. */
+  def decorate(task: TaskContext): List[(Entry, AutoCloseable)] = {
+    var scopes = List.empty[(Entry, AutoCloseable)]
+    opened.foreach { case (entry, listener) =>
+      try Option(listener.decorate(where, task)).foreach(scope => scopes = (entry -> scope) :: scopes)
+      catch {
+        case error: Throwable =>
+          leave(scopes)
+          failed(entry, error)
+          throw new OpenFailedException(entry.name, s"decorate of ${what(entry)} failed: $error", error)
+      }
+    }
+    scopes
+  }
+
+  def leave(scopes: List[(Entry, AutoCloseable)]): Unit = scopes.foreach { case (entry, scope) =>
+    try scope.close() catch {
+      case error: Throwable =>
+        failed(entry, error)
+        Log.log.warn(s"decorate of ${what(entry)} failed at its end", error)
+    }
+  }
+
+  /** Closes what is open in reverse order; one that fails does not stop the others. */
+  def close(): Unit = {
+    val closing = opened.reverse
+    opened = Vector.empty
+    closing.foreach { case (entry, listener) =>
+      try {
+        val micros = called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
+        count(entry)(c => c.copy(closes = c.closes + 1, closeMicros = c.closeMicros + micros))
+      } catch {
+        case error: OpenFailedException =>
+          count(entry)(c => c.copy(closes = c.closes + 1))
+          Log.log.warn(error.getMessage, error.getCause)
+      }
+    }
+  }
+
+  private def instance(entry: Entry): TopologyListener =
+    try {
+      val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
+      Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
+        case listener: TopologyListener => listener
+        case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
+      }
+    } catch {
+      case error: Throwable =>
+        failed(entry, error)
+        throw new OpenFailedException(entry.name,
+          s"${what(entry)} cannot be created: $error. Is the class in a jar that the executors have, with a public " +
+            "constructor without parameters?", error)
+    }
+
+  private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Long = {
+    val started = System.nanoTime()
+    val call = pool.submit((() => f): Runnable)
+    try {
+      call.get(timeoutMs, TimeUnit.MILLISECONDS)
+      (System.nanoTime() - started) / 1000
+    } catch {
+      case error: Throwable =>
+        call.cancel(true)
+        val (message, cause) = error match {
+          case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${failed.getCause}" -> failed.getCause
+          case late: TimeoutException =>
+            s"$hook of ${what(entry)} took longer than $timeoutMs ms and was interrupted" -> late
+          case other => s"$hook of ${what(entry)} was interrupted" -> other
+        }
+        failed(entry, cause)
+        throw new OpenFailedException(entry.name, message, cause)
+    }
+  }
+
+  private def failed(entry: Entry, error: Throwable): Unit =
+    count(entry)(c => c.copy(failures = c.failures + 1, lastError = error.toString))
+
+  private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
+    ledger.listener(where.topologyId, entry.index, entry.name, "jvm")(f)
+
+  private def what(entry: Entry): String =
+    s"listener ${entry.name} (topology ${where.topology}, executor ${where.executor}, host ${where.host})"
+}

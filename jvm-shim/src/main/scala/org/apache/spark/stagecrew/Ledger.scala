@@ -1,0 +1,115 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.collection.mutable
+
+/** What happened to the listeners of one topology on one executor, counted since it began. */
+final case class ListenerCounts(
+    name: String,
+    scope: String,
+    opens: Long = 0, // attempted
+    closes: Long = 0, // attempted
+    failures: Long = 0, // of open, close or decorate
+    lost: Long = 0, // opened in a process that is gone without a close
+    openMicros: Long = 0,
+    closeMicros: Long = 0,
+    lastError: String = "") {
+
+  def stillOpen: Long = opens - closes - lost
+
+  private[stagecrew] def json(index: Int): ObjectNode = Json.obj()
+    .put("index", index).put("name", name).put("scope", scope)
+    .put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
+    .put("openMicros", openMicros).put("closeMicros", closeMicros).put("lastError", lastError)
+}
+
+object ListenerCounts {
+  private[stagecrew] def of(node: ObjectNode): (Int, ListenerCounts) =
+    node.get("index").asInt -> ListenerCounts(
+      node.get("name").asText, node.get("scope").asText, node.get("opens").asLong, node.get("closes").asLong,
+      node.get("failures").asLong, node.get("lost").asLong, node.get("openMicros").asLong,
+      node.get("closeMicros").asLong, node.get("lastError").asText)
+}
+
+/** One topology on one executor. */
+final case class ExecutorCounts(
+    listeners: Map[Int, ListenerCounts] = Map.empty,
+    processes: Set[String] = Set.empty, // Python processes that opened something, by id
+    lostProcesses: Set[String] = Set.empty,
+    deferred: Set[String] = Set.empty) {
+
+  private[stagecrew] def json: ObjectNode = {
+    val node = Json.obj()
+    val entries = node.putArray("listeners")
+    listeners.toSeq.sortBy(_._1).foreach { case (index, counts) => entries.add(counts.json(index)) }
+    node.set[ObjectNode]("processes", Json.arr(processes))
+    node.set[ObjectNode]("lostProcesses", Json.arr(lostProcesses))
+    node.set[ObjectNode]("deferred", Json.arr(deferred))
+    node
+  }
+}
+
+object ExecutorCounts {
+  private[stagecrew] def of(node: ObjectNode): ExecutorCounts = ExecutorCounts(
+    Json.items(node.get("listeners")).map(ListenerCounts.of).toMap,
+    Json.strings(node.get("processes")).toSet,
+    Json.strings(node.get("lostProcesses")).toSet,
+    Json.strings(node.get("deferred")).toSet)
+}
+
+/**
+ * The counts of one executor. Reports carry the counts themselves, not changes, and a sequence number: the driver replaces
+ * what it has, so that a report that is lost or doubled changes nothing.
+ */
+final class Ledger {
+  private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
+  private val dirty = mutable.LinkedHashSet.empty[String]
+  private var sequence = 0L
+
+  def change(topology: String)(f: ExecutorCounts => ExecutorCounts): Unit = synchronized {
+    topologies(topology) = f(topologies.getOrElse(topology, ExecutorCounts()))
+    dirty += topology
+  }
+
+  def listener(topology: String, index: Int, name: => String, scope: => String)(f: ListenerCounts => ListenerCounts): Unit =
+    change(topology) { counts =>
+      val before = counts.listeners.getOrElse(index, ListenerCounts(name, scope))
+      counts.copy(listeners = counts.listeners.updated(index, f(before)))
+    }
+
+  def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
+
+  /** All that changed since the last report, and its number; None when nothing did. */
+  def report(): Option[(Long, String)] = synchronized {
+    if (dirty.isEmpty) None
+    else {
+      val body = Json.obj()
+      dirty.foreach(topology => body.set[ObjectNode](topology, topologies(topology).json))
+      dirty.clear()
+      sequence += 1
+      Some(sequence -> Json.write(body))
+    }
+  }
+
+  /** Says again what a report said that did not arrive. */
+  def notDelivered(body: String): Unit = synchronized {
+    Json.parse(body).fieldNames.forEachRemaining(topology => if (topologies.contains(topology)) dirty += topology)
+  }
+
+  /** One topology, whether it changed or not. */
+  def full(topology: String): (Long, String) = synchronized {
+    sequence += 1
+    dirty -= topology
+    val body = Json.obj()
+    topologies.get(topology).foreach(counts => body.set[ObjectNode](topology, counts.json))
+    sequence -> Json.write(body)
+  }
+
+  /** A closed topology whose counts the driver has. */
+  def forget(topology: String): Unit = synchronized {
+    if (!dirty.contains(topology)) topologies -= topology
+  }
+
+  /** Sums over all topologies that are remembered, for the executor's metrics. */
+  def total(f: ListenerCounts => Long): Long = synchronized(topologies.valuesIterator.flatMap(_.listeners.values).map(f).sum)
+}

@@ -1,0 +1,131 @@
+package org.apache.spark.stagecrew
+
+import scala.collection.mutable
+
+/**
+ * The book of an executor's Python processes: what each has open, which attempt it runs, which hook it is in.
+ *
+ * Guarded by its own lock, and calls nothing while it holds it: what is to be done is answered.
+ */
+final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String), clock: () => Long) {
+  import Processes._
+
+  private val book = mutable.LinkedHashMap.empty[Link, Process]
+
+  def connected(link: Link): Unit = synchronized(book(link) = new Process)
+
+  /** The link is gone: what it had open and did not close is lost. */
+  def disconnected(link: Link): Unit = synchronized {
+    book.remove(link).foreach { process =>
+      process.open.groupBy(_._1).foreach { case (topology, keys) =>
+        keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
+        ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + link.process))
+      }
+      process.deferred.foreach(undefer(_, link))
+    }
+  }
+
+  def began(link: Link, attempt: Long): Unit = synchronized(book.get(link).foreach(_.attempt = Some(attempt)))
+
+  def ended(link: Link): Unit = synchronized(book.get(link).foreach(_.attempt = None))
+
+  /** The link was told of a topology: from now on it is asked to close it. */
+  def touched(link: Link, topology: String): Unit = synchronized(book.get(link).foreach(_.touched += topology))
+
+  def closed(link: Link, topology: String): Unit = synchronized {
+    book.get(link).foreach { process =>
+      process.touched -= topology
+      if (process.deferred.remove(topology)) undefer(topology, link)
+    }
+  }
+
+  /** A hook begins; it is overdue at this time. */
+  def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit = synchronized {
+    book.get(link).foreach { process =>
+      process.hook = Some(Hook(topology, index, hook, overdueAt))
+      if (hook == "open") {
+        process.open += topology -> index
+        ledger.change(topology)(c => c.copy(processes = c.processes + link.process))
+        count(topology, index)(c => c.copy(opens = c.opens + 1))
+      }
+    }
+  }
+
+  def hookEnded(link: Link, topology: String, index: Int, hook: String, failed: Boolean, micros: Long, error: String): Unit =
+    synchronized {
+      book.get(link).foreach { process =>
+        if (hook != "decorate") process.hook = None
+        if (hook == "close") process.open -= topology -> index
+        count(topology, index) { before =>
+          val timed = hook match {
+            case "open" => before.copy(openMicros = before.openMicros + micros)
+            case "close" => before.copy(closes = before.closes + 1, closeMicros = before.closeMicros + micros)
+            case _ => before
+          }
+          if (failed) timed.copy(failures = timed.failures + 1, lastError = error) else timed
+        }
+      }
+    }
+
+  /** Links whose hook is overdue: they are to be killed. Answered once. */
+  def overdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
+    val now = clock()
+    book.toSeq.collect {
+      case (link, process) if process.hook.exists(_.overdueAt <= now) =>
+        val hook = process.hook.get
+        process.hook = None
+        count(hook.topology, hook.index) { before =>
+          before.copy(failures = before.failures + 1, lastError = s"${hook.name} ignored its timeout; its process was ended")
+        }
+        (link, hook, process.attempt)
+    }
+  }
+
+  /** Links that know this topology; `true` for those that are busy with a task. */
+  def touching(topology: String): Seq[(Link, Boolean)] = synchronized {
+    book.toSeq.collect { case (link, process) if process.touched(topology) => link -> process.attempt.nonEmpty }
+  }
+
+  /** Links of workers that run this attempt. */
+  def running(attempt: Long): Seq[Link] = synchronized {
+    book.toSeq.collect { case (link, process) if process.attempt.contains(attempt) && link.role == "worker" => link }
+  }
+
+  /** Whether the link knows any topology. */
+  def touchesAny(link: Link): Boolean = synchronized(book.get(link).exists(_.touched.nonEmpty))
+
+  def busy: Seq[Link] = synchronized(book.toSeq.collect { case (link, process) if process.attempt.nonEmpty => link })
+
+  def defer(link: Link, topology: String): Unit = synchronized {
+    book.get(link).foreach { process =>
+      if (process.deferred.add(topology)) ledger.change(topology)(c => c.copy(deferred = c.deferred + link.process))
+    }
+  }
+
+  def all: Seq[Link] = synchronized(book.keys.toSeq)
+
+  /** What a link has not closed of a topology, for messages. */
+  def unclosed(link: Link, topology: String): Seq[String] = synchronized {
+    book.get(link).toSeq.flatMap(_.open.toSeq).collect { case (`topology`, index) => nameOf(topology, index)._1 }
+  }
+
+  private def undefer(topology: String, link: Link): Unit =
+    ledger.change(topology)(c => c.copy(deferred = c.deferred - link.process))
+
+  private def count(topology: String, index: Int)(f: ListenerCounts => ListenerCounts): Unit = {
+    lazy val (name, scope) = nameOf(topology, index)
+    ledger.listener(topology, index, name, scope)(f)
+  }
+}
+
+object Processes {
+  final case class Hook(topology: String, index: Int, name: String, overdueAt: Long)
+
+  private final class Process {
+    val open = mutable.LinkedHashSet.empty[(String, Int)]
+    val touched = mutable.LinkedHashSet.empty[String]
+    val deferred = mutable.LinkedHashSet.empty[String]
+    var attempt = Option.empty[Long]
+    var hook = Option.empty[Hook]
+  }
+}

@@ -1,0 +1,54 @@
+package org.apache.spark.stagecrew
+
+import java.util.{LinkedHashMap => JLinkedHashMap, Map => JMap}
+import scala.jdk.CollectionConverters._
+import org.apache.spark.SparkConf
+
+/** The values of stagecrew's configuration keys. `conf.py` documents the same keys; a test compares both. */
+final class Settings(conf: SparkConf) {
+  import Settings._
+
+  val listeners: Seq[String] = names(Listeners)
+  val jvmListeners: Seq[String] = names(JvmListeners)
+  val openTimeoutMs: Long = conf.getTimeAsMs(OpenTimeout, defaults(OpenTimeout))
+  val closeTimeoutMs: Long = conf.getTimeAsMs(CloseTimeout, defaults(CloseTimeout))
+  val shutdownTimeoutMs: Long = conf.getTimeAsMs(ShutdownTimeout, defaults(ShutdownTimeout))
+  val channelTimeoutMs: Long = conf.getTimeAsMs(ChannelTimeout, defaults(ChannelTimeout))
+  val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
+  val reportIntervalMs: Long = conf.getTimeAsMs(ReportInterval, defaults(ReportInterval))
+  val retainedTopologies: Int = conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt)
+
+  private def names(key: String): Seq[String] =
+    conf.get(key, defaults(key)).split(",").map(_.trim).filter(_.nonEmpty).toSeq
+}
+
+object Settings {
+  val Prefix = "spark.stagecrew."
+  val Listeners = "spark.stagecrew.listeners"
+  val JvmListeners = "spark.stagecrew.jvmListeners"
+  val OpenTimeout = "spark.stagecrew.open.timeout"
+  val CloseTimeout = "spark.stagecrew.close.timeout"
+  val ShutdownTimeout = "spark.stagecrew.shutdown.timeout"
+  val ChannelTimeout = "spark.stagecrew.channel.timeout"
+  val MaxFrame = "spark.stagecrew.channel.maxFrame"
+  val ReportInterval = "spark.stagecrew.report.interval"
+  val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
+
+  private val defaults = Map(
+    Listeners -> "",
+    JvmListeners -> "",
+    OpenTimeout -> "60s",
+    CloseTimeout -> "10s",
+    ShutdownTimeout -> "5s",
+    ChannelTimeout -> "10s",
+    MaxFrame -> "64m",
+    ReportInterval -> "1s",
+    RetainedTopologies -> "1000")
+
+  /** Every key with its default, for the test that compares them with `conf.py`. */
+  def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
+
+  /** Keys that begin as ours do and are none: likely misspelt. */
+  def unknown(conf: SparkConf): Seq[String] =
+    conf.getAll.toSeq.map(_._1).filter(key => key.startsWith(Prefix) && !defaults.contains(key)).sorted
+}

@@ -1,0 +1,202 @@
+package org.apache.spark.stagecrew
+
+import java.io.File
+import java.util.{Collections, Map => JMap}
+import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
+import scala.util.control.NonFatal
+import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext, SparkEnv, TaskContext}
+import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, PluginContext}
+
+/** What both sides of the plugin need to know of this jar. */
+object Shim {
+  /** The version of this jar, and so of the Python package in it. */
+  val version: String = {
+    val in = getClass.getClassLoader.getResourceAsStream("stagecrew/_version.py")
+    if (in == null) "unknown"
+    else try """__version__ = "(.+)"""".r.findFirstMatchIn(new String(in.readAllBytes(), "UTF-8")).map(_.group(1)).getOrElse("unknown")
+    finally in.close()
+  }
+
+  /** Where this jar lies on this host. */
+  def jar: String = new File(getClass.getProtectionDomain.getCodeSource.getLocation.toURI).getAbsolutePath
+
+  /** The Spark that this jar was built for, as major.minor. */
+  val SparkLine = "4.3"
+
+  def checkSpark(running: String): Unit = if (!running.startsWith(SparkLine + ".")) {
+    throw new IllegalStateException(
+      s"stagecrew $version is built for Spark $SparkLine, and this is Spark $running: install pyspark $SparkLine, or a stagecrew for Spark $running")
+  }
+
+  private val drivers = new ConcurrentHashMap[String, DriverFacade]()
+
+  /** For Python: the driver's part of an application; null when the plugin does not run in it. */
+  def driver(application: String): DriverFacade = drivers.get(application)
+
+  private[stagecrew] def running(application: String, facade: DriverFacade): Unit = { drivers.put(application, facade); () }
+  private[stagecrew] def ended(facade: DriverFacade): Unit = { drivers.values.remove(facade); () }
+}
+
+/** The plugin's driver side: everything that can be refused is refused here, before executors exist. */
+final class DriverShim extends DriverPlugin {
+  private var crew: DriverCrew = _
+  private var facade: DriverFacade = _
+  private var hook: AnyRef = _
+  private var sc: SparkContext = _
+
+  override def init(context: SparkContext, plugin: PluginContext): JMap[String, String] = {
+    Shim.checkSpark(SPARK_VERSION)
+    sc = context
+    val conf = SparkInternals.conf(sc)
+    DriverShim.configure(conf)
+    crew = new DriverCrew(sc)
+    crew.start(DriverShim.application(conf, crew.settings))
+    facade = new DriverFacade(crew)
+    DriverMetrics.register(plugin.metricRegistry(), crew)
+    Collections.emptyMap()
+  }
+
+  override def registerMetrics(application: String, plugin: PluginContext): Unit = {
+    Shim.running(application, facade)
+    hook = SparkInternals.addShutdownHook(() => crew.drain(crew.settings.shutdownTimeoutMs))
+  }
+
+  override def shutdown(): Unit = {
+    if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
+    if (facade != null) Shim.ended(facade)
+    if (crew != null) crew.stop()
+  }
+}
+
+object DriverShim {
+  val DaemonModuleKey = "spark.python.daemon.module"
+  val DaemonModule = "stagecrew.worker.daemon"
+  private val UseDaemonKey = "spark.python.use.daemon"
+  private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
+  private val PythonPathKey = "spark.executorEnv.PYTHONPATH"
+
+  /** Sets what the plugin needs in Spark's configuration; refuses what cannot work. */
+  def configure(conf: SparkConf): Unit = {
+    conf.getOption(DaemonModuleKey).filter(_ != DaemonModule).foreach { module =>
+      throw new IllegalArgumentException(
+        s"$DaemonModuleKey=$module: stagecrew has to be Spark's Python daemon module; take this setting away, or the plugin")
+    }
+    if (!conf.getBoolean(UseDaemonKey, defaultValue = true)) {
+      throw new IllegalArgumentException(s"$UseDaemonKey=false: stagecrew works inside Spark's Python daemon; take this setting away")
+    }
+    if (conf.getBoolean(UnifiedKey, defaultValue = false)) throw new IllegalArgumentException(ExecutorCrew.UnifiedMessage)
+    Settings.unknown(conf).foreach(key => Log.log.warn(s"$key is no setting of stagecrew ${Shim.version}; is it misspelt?"))
+    conf.set(DaemonModuleKey, DaemonModule)
+    // PySpark hands these to every Python worker. The jar is here by its path (local masters, spark.driver.extraClassPath),
+    // and by its name in the executors' working folder (spark.jars).
+    val jar = Shim.jar
+    val ours = Seq(jar, new File(jar).getName).mkString(File.pathSeparator)
+    conf.set(PythonPathKey, conf.getOption(PythonPathKey).filter(_.nonEmpty).fold(ours)(path => s"$ours${File.pathSeparator}$path"))
+    ()
+  }
+
+  /** The application's topology as the configuration alone describes it. */
+  def application(conf: SparkConf, settings: Settings): Description = {
+    val named = settings.listeners.map { target =>
+      Entry(0, "name", target.substring(target.indexOf(':') + 1), target, None, None, required = true, None)
+    }
+    val jvm = settings.jvmListeners.map { name =>
+      Entry(0, "jvm", name.substring(name.lastIndexOf('.') + 1), name, Some("jvm"), Some("application"), required = true, None)
+    }
+    val executable = conf.getOption("spark.pyspark.python").orElse(sys.env.get("PYSPARK_PYTHON")).getOrElse("python3")
+    val environment = conf.getAll.collect { case (key, value) if key.startsWith("spark.executorEnv.") =>
+      key.stripPrefix("spark.executorEnv.") -> value
+    }.toMap
+    val files = conf.get("spark.submit.pyFiles", "").split(",").filter(_.nonEmpty).map(path => new File(path).getName).toSeq
+    Description(Description.Application, Description.Application, None,
+      (jvm ++ named).zipWithIndex.map { case (entry, i) => entry.copy(index = i) }.toVector,
+      PythonCommand(executable, environment, files))
+  }
+}
+
+/** The plugin's executor side. `init` returns at once and never throws: Spark would relaunch executors without end. */
+final class ExecutorShim extends ExecutorPlugin {
+  @volatile private var crew: ExecutorCrew = _
+  private var hook: AnyRef = _
+
+  override def init(plugin: PluginContext, extra: JMap[String, String]): Unit =
+    try {
+      val env = SparkEnv.get
+      linkJar()
+      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar)
+      ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
+      hook = SparkInternals.addShutdownHook(() => end())
+    } catch { case NonFatal(error) => Log.log.error("stagecrew does not run on this executor", error) }
+
+  override def onTaskStart(): Unit = if (crew != null) crew.taskStarted(TaskContext.get())
+
+  override def shutdown(): Unit = {
+    end()
+    if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
+  }
+
+  private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
+
+  /** Python workers look for the jar by its name in the working folder: there it is, wherever it was loaded from. */
+  private def linkJar(): Unit = Log.contained("linking the jar into the working folder") {
+    val jar = new File(Shim.jar)
+    val here = new File(jar.getName)
+    val driver = SparkEnv.get.executorId == SparkContext.DRIVER_IDENTIFIER
+    if (!driver && jar.isFile && !here.exists()) {
+      java.nio.file.Files.createSymbolicLink(here.toPath, jar.toPath)
+      here.deleteOnExit()
+    }
+  }
+}
+
+/** What Python calls over py4j: simple types only, each call short. */
+final class DriverFacade(crew: DriverCrew) {
+  def version(): String = Shim.version
+  def settings(): JMap[String, String] = Settings.known
+  def closeTimeoutMs(): Long = crew.settings.closeTimeoutMs
+
+  private def message(bytes: Array[Byte]): Description = {
+    val frame = Frames.decodeMessage(bytes)
+    if (bytes.length > crew.settings.maxFrame) {
+      throw new IllegalArgumentException(s"the listeners take ${bytes.length} bytes, more than ${Settings.MaxFrame} allows")
+    }
+    Description.decode(frame.text("body"), frame.blobs("blobs"))
+  }
+
+  def registerApplication(frame: Array[Byte]): Unit = {
+    val description = message(frame)
+    crew.registerApplication(description.listeners, description.python)
+  }
+
+  def begin(frame: Array[Byte]): Unit = crew.begin(message(frame))
+
+  private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
+
+  /** Begins to end a topology; `awaitEnd` says when it is over. */
+  def end(id: String, timeoutMs: Long): Unit = { ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)); () }
+
+  def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
+    try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
+  }
+
+  def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
+
+  def stopQueries(id: String): Unit = crew.stopQueries(id)
+
+  def drain(timeoutMs: Long): Unit = crew.drain(timeoutMs)
+
+  def activity(id: String): String = {
+    val activity = crew.activity(id)
+    val node = Json.obj()
+    val jobs = node.putArray("jobs")
+    activity.jobs.foreach(job => jobs.add(job))
+    val executions = node.putArray("executions")
+    activity.executions.foreach(execution => executions.add(execution))
+    node.set[com.fasterxml.jackson.databind.JsonNode]("queries",
+      Json.arr(activity.queries.map(run => SparkInternals.queryName(run).getOrElse(run))))
+    Json.write(node)
+  }
+
+  /** All that is known of one topology, or of all when `id` is empty. */
+  def report(id: String): String = Json.write(Views.json(crew.snapshot.topologies.filter(t => id.isEmpty || t.id == id)))
+}

@@ -1,0 +1,3 @@
+"""The one version of package, wheel and jar."""
+
+__version__ = "0.1.0"

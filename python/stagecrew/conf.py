@@ -1,0 +1,131 @@
+"""Every configuration key of stagecrew, typed and documented.
+
+The table in the documentation is made from `KEYS`. The same keys with the same defaults stand in `Settings.scala`;
+a test compares both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Final
+
+from stagecrew.errors import ConfigurationError
+
+__all__ = ["KEYS", "PLUGIN", "Key", "closest", "parse_bytes", "parse_seconds", "table"]
+
+PLUGIN: Final = "stagecrew.StagecrewPlugin"
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One configuration key: its name, the type of its value, its default as text and what it does."""
+
+    name: str
+    type: str
+    default: str
+    doc: str
+
+
+KEYS: Final[tuple[Key, ...]] = (
+    Key(
+        "spark.stagecrew.listeners",
+        "names",
+        "",
+        "Python listeners for the whole application, `module:name` separated by commas. A name is a listener, a "
+        "`Listener` class without arguments or a resource without arguments. The modules are imported on the executors.",
+    ),
+    Key(
+        "spark.stagecrew.jvmListeners",
+        "classes",
+        "",
+        "JVM listeners for the whole application: classes that implement `stagecrew.TopologyListener`, separated by commas.",
+    ),
+    Key(
+        "spark.stagecrew.open.timeout",
+        "duration",
+        "60s",
+        "How long one `open` of a listener may take. Then it is interrupted, and its process ended if it ignores that.",
+    ),
+    Key(
+        "spark.stagecrew.close.timeout",
+        "duration",
+        "10s",
+        "How long one `close` of a listener may take, and how long the exit of a topology waits for all of them.",
+    ),
+    Key(
+        "spark.stagecrew.shutdown.timeout",
+        "duration",
+        "5s",
+        "How long an executor that ends, and a driver that ends without `stop`, wait for listeners to close.",
+    ),
+    Key(
+        "spark.stagecrew.channel.timeout",
+        "duration",
+        "10s",
+        "How long a connection to an executor's channel may take to say who it is, and a Python process waits for an "
+        "answer of its executor.",
+    ),
+    Key(
+        "spark.stagecrew.channel.maxFrame",
+        "bytes",
+        "64m",
+        "The largest frame on a channel; a listener larger than this cannot be registered.",
+    ),
+    Key(
+        "spark.stagecrew.report.interval",
+        "duration",
+        "1s",
+        "How often an executor sends its counts of opens, closes and failures to the driver, when they changed.",
+    ),
+    Key(
+        "spark.stagecrew.ui.retainedTopologies",
+        "count",
+        "1000",
+        "How many closed topologies the driver remembers for the UI and for reports.",
+    ),
+)
+
+_DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|min|h|d)?\s*")
+_UNITS: Final = {"ms": 0.001, None: 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE: Final = re.compile(r"\s*(\d+)\s*([kmgt]?)b?\s*", re.IGNORECASE)
+_POWERS: Final = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_seconds(text: str) -> float:
+    """A duration as Spark writes it, in seconds; a bare number is in milliseconds, as in Spark.
+
+    >>> parse_seconds("90s"), parse_seconds("1500ms"), parse_seconds("2m")
+    (90.0, 1.5, 120.0)
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(f"{text!r} is no duration; write a number with one of ms, s, m, h, d, such as '30s'")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_bytes(text: str) -> int:
+    """A size as Spark writes it, in bytes.
+
+    >>> parse_bytes("64m")
+    67108864
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(f"{text!r} is no size; write a number with one of k, m, g, such as '64m'")
+    return int(match[1]) << _POWERS[match[2].lower()]
+
+
+def closest(name: str) -> str | None:
+    """The known key that looks most like an unknown one."""
+    import difflib
+
+    found = difflib.get_close_matches(name, [key.name for key in KEYS], n=1)
+    return found[0] if found else None
+
+
+def table() -> str:
+    """The keys as a Markdown table, for the documentation."""
+    rows = ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]
+    rows += [f"| `{key.name}` | {key.type} | {f'`{key.default}`' if key.default else ''} | {key.doc} |" for key in KEYS]
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,131 @@
+"""Every error that stagecrew raises.
+
+    StagecrewError
+    ├── ConfigurationError          a setting or an argument is wrong, or refused
+    │   ├── NotActive               the plugin does not run in this SparkContext
+    │   ├── UnsupportedSession      Spark Connect: there is no JVM to talk to
+    │   ├── UnsupportedSpark        this Spark version is not one that the jar was built for
+    │   ├── JarMissing              the jar is not where it should be
+    │   └── VersionMismatch         jar and Python package are of different versions
+    ├── ListenerError               something is wrong with one listener
+    │   ├── ListenerNotPicklable    it cannot travel to the executors
+    │   ├── ListenerNotImportable   a name in the configuration cannot be imported there
+    │   └── HookTimeout             open or close took longer than allowed
+    ├── TopologyError
+    │   ├── TopologyClosed          it was used after it closed
+    │   └── ResourceNotOpen         `get()` outside the listener's topology
+    └── ChannelError                the socket between worker and executor
+        ├── FrameError              bytes that are no frame
+        └── ChannelClosed           the other side is gone
+
+    TaskKilled                      (a BaseException) Spark asked this task to end
+
+Catch `StagecrewError` to catch them all; `TaskKilled` is not among them, as `KeyboardInterrupt` is no `Exception`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ChannelClosed",
+    "ChannelError",
+    "ConfigurationError",
+    "FrameError",
+    "HookTimeout",
+    "JarMissing",
+    "ListenerError",
+    "ListenerNotImportable",
+    "ListenerNotPicklable",
+    "NotActive",
+    "ResourceNotOpen",
+    "StagecrewError",
+    "TaskKilled",
+    "TopologyClosed",
+    "TopologyError",
+    "UnsupportedSession",
+    "UnsupportedSpark",
+    "VersionMismatch",
+]
+
+
+class StagecrewError(Exception):
+    """The root of all errors of this package."""
+
+
+class ConfigurationError(StagecrewError):
+    """A setting or an argument is wrong, or is one that stagecrew refuses. The message names it and the remedy."""
+
+
+class NotActive(ConfigurationError):
+    """The plugin does not run in this SparkContext.
+
+    Spark reads `spark.plugins` only while a SparkContext starts: stop the session and build it again through
+    `stagecrew.configure`, or start it by `spark-submit --conf spark.plugins=stagecrew.StagecrewPlugin`.
+    """
+
+
+class UnsupportedSession(ConfigurationError):
+    """This is a Spark Connect session. stagecrew needs a classic session, whose driver has a JVM beside it."""
+
+
+class UnsupportedSpark(ConfigurationError):
+    """This Spark is not one that stagecrew's jar was built for. Install a supported PySpark."""
+
+
+class JarMissing(ConfigurationError):
+    """The jar does not travel in this installation. Reinstall the package, or run `make jar` in a checkout."""
+
+
+class VersionMismatch(ConfigurationError):
+    """The jar that Spark loaded and the Python package are of different versions. Use `stagecrew.jar_path()`."""
+
+
+class ListenerError(StagecrewError):
+    """Something is wrong with one listener; the message names it."""
+
+
+class ListenerNotPicklable(ListenerError):
+    """A listener cannot be pickled. Create what cannot travel in `open`, not in `__init__`."""
+
+
+class ListenerNotImportable(ListenerError):
+    """A name in `spark.stagecrew.listeners` cannot be imported on an executor. Ship its module with `--py-files`."""
+
+
+class HookTimeout(ListenerError, TimeoutError):
+    """`open` or `close` of a listener ran longer than its timeout and was interrupted."""
+
+
+class TopologyError(StagecrewError):
+    """A topology was used in a way that its state does not allow."""
+
+
+class TopologyClosed(TopologyError):
+    """A topology was used after it closed. Create a new one: a topology runs once."""
+
+
+class ResourceNotOpen(TopologyError):
+    """`get()` was called where the listener is not open.
+
+    Run the action inside `with crew.topology(..., listeners=[...])`: a lazy dataset that is run after the `with` has
+    no open listeners. In a thread of the driver, carry the topology along with `topology.wrap(f)`.
+    """
+
+
+class ChannelError(StagecrewError):
+    """The channel between a Python process and its executor failed."""
+
+
+class FrameError(ChannelError):
+    """Bytes that are no frame, or a frame that is larger than allowed. The connection is closed."""
+
+
+class ChannelClosed(ChannelError):
+    """The other side of the channel is gone."""
+
+
+class TaskKilled(BaseException):
+    """Spark asked this task to end, and its worker was interrupted.
+
+    Let it propagate: a `BaseException`, so that `except Exception` in a task does not swallow it. A worker that goes
+    on is killed after `spark.python.task.killTimeout`.
+    """

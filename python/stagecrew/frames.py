@@ -1,0 +1,201 @@
+"""The wire format of both channels and of the messages between JVMs: one codec.
+
+A frame is `length:u32 | kind:u8 | fields`, big-endian; `length` counts everything after itself. Each kind has a
+fixed list of fields, each of one of four types:
+
+    q  signed 64-bit integer            8 bytes
+    s  text                             u32 length, UTF-8
+    b  bytes, never looked into         u32 length, bytes
+    l  list of bytes                    u32 count, then each as b
+
+The same table stands in `Frames.scala`; a test compares both byte for byte. A frame that is cut short, has bytes left
+over, an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `FrameError`: the reader closes the
+connection, because after it nothing can be trusted.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from stagecrew.errors import FrameError
+
+__all__ = ["KINDS", "Decoder", "Field", "Frame", "decode", "encode"]
+
+Field: TypeAlias = int | str | bytes | list[bytes]
+
+#: name -> (number, fields). Numbers are never used again.
+KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
+    # A Python process and its executor.
+    "HELLO": (1, (("token", "s"), ("role", "s"), ("process", "s"), ("pid", "q"), ("version", "s"))),
+    "WELCOME": (2, (("body", "s"),)),
+    "DESCRIBE": (3, (("topology", "s"),)),
+    "DESCRIPTION": (4, (("topology", "s"), ("body", "s"), ("blobs", "l"))),
+    "BEGIN": (5, (("attempt", "q"),)),
+    "END": (6, (("attempt", "q"),)),
+    "HOOK": (7, (("topology", "s"), ("listener", "q"), ("hook", "s"), ("timeout", "q"))),
+    "HOOK_DONE": (
+        8,
+        (("topology", "s"), ("listener", "q"), ("hook", "s"), ("outcome", "s"), ("micros", "q"), ("error", "s")),
+    ),
+    "CLOSE": (9, (("topology", "s"),)),
+    "CLOSED": (10, (("topology", "s"),)),
+    "OPEN": (11, (("topology", "s"), ("body", "s"), ("blobs", "l"))),
+    "OPENED": (12, (("topology", "s"), ("body", "s"), ("blobs", "l"))),
+    "GOODBYE": (13, (("reason", "s"),)),
+    "REFUSED": (14, (("reason", "s"),)),
+    # An executor and the driver.
+    "ASK_DESCRIPTION": (32, (("executor", "s"), ("host", "s"), ("topology", "s"))),
+    "ASK_EXECUTION": (33, (("executor", "s"), ("key", "s"))),
+    "EXECUTION": (34, (("topology", "s"),)),
+    "OPEN_FAILED": (
+        35,
+        (
+            ("executor", "s"),
+            ("topology", "s"),
+            ("listener", "s"),
+            ("stage", "q"),
+            ("partition", "q"),
+            ("attempt", "q"),
+            ("error", "s"),
+        ),
+    ),
+    "REPORT": (36, (("executor", "s"), ("sequence", "q"), ("body", "s"))),
+    "END_TOPOLOGY": (37, (("topology", "s"), ("timeout", "q"))),
+    "OK": (38, ()),
+}
+
+_BY_NUMBER: Final = {number: (name, fields) for name, (number, fields) in KINDS.items()}
+_U32: Final = struct.Struct(">I")
+_HEAD: Final = struct.Struct(">IB")
+_Q: Final = struct.Struct(">q")
+
+
+class Frame(NamedTuple):
+    """One decoded frame."""
+
+    kind: str
+    fields: dict[str, Any]
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.fields[name] if isinstance(name, str) else tuple.__getitem__(self, name)
+
+
+def encode(kind: str, **fields: Field) -> bytes:
+    """The bytes of one frame.
+
+    Raises `FrameError` when the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
+
+    >>> encode("BEGIN", attempt=7).hex()
+    '00000009050000000000000007'
+    """
+    try:
+        number, table = KINDS[kind]
+    except KeyError:
+        raise FrameError(f"unknown kind of frame {kind!r}; known are {', '.join(KINDS)}") from None
+    if len(fields) != len(table):
+        raise FrameError(f"a {kind} frame has the fields {[name for name, _ in table]}, not {list(fields)}")
+    parts: list[bytes] = [b""]
+    try:
+        for name, type_ in table:
+            value = fields[name]
+            if type_ == "q":
+                parts.append(_Q.pack(value))
+            elif type_ == "s":
+                data = value.encode("utf-8", "surrogatepass")  # type: ignore[union-attr]
+                data.decode("utf-8")
+                parts += (_U32.pack(len(data)), data)
+            elif type_ == "b":
+                parts += (_U32.pack(len(value)), bytes(value))  # type: ignore[arg-type]
+            else:
+                parts.append(_U32.pack(len(value)))  # type: ignore[arg-type]
+                for item in value:  # type: ignore[union-attr]
+                    parts += (_U32.pack(len(item)), bytes(item))  # type: ignore[arg-type]
+    except (KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
+        raise FrameError(f"a {kind} frame cannot be made of {sorted(fields)}: {error}") from error
+    parts[0] = _HEAD.pack(1 + sum(map(len, parts)), number)
+    return b"".join(parts)
+
+
+def decode(frame: bytes | memoryview) -> Frame:
+    """The frame that these bytes are: `kind | fields`, without the length in front. Raises `FrameError`."""
+    view = memoryview(frame)
+    if not view:
+        raise FrameError("an empty frame")
+    try:
+        kind, table = _BY_NUMBER[view[0]]
+    except KeyError:
+        raise FrameError(f"unknown kind of frame {view[0]}") from None
+    at, end = 1, len(view)
+    fields: dict[str, Any] = {}
+
+    def chunk() -> bytes:
+        nonlocal at
+        start = at + 4
+        if start > end:
+            raise FrameError(f"a {kind} frame is cut short")
+        at = start + _U32.unpack_from(view, at)[0]
+        if at > end:
+            raise FrameError(f"a {kind} frame is cut short")
+        return bytes(view[start:at])
+
+    for name, type_ in table:
+        if type_ == "q":
+            if at + 8 > end:
+                raise FrameError(f"a {kind} frame is cut short")
+            fields[name] = _Q.unpack_from(view, at)[0]
+            at += 8
+        elif type_ == "s":
+            try:
+                fields[name] = chunk().decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise FrameError(f"field {name} of a {kind} frame is not UTF-8") from error
+        elif type_ == "b":
+            fields[name] = chunk()
+        else:
+            if at + 4 > end:
+                raise FrameError(f"a {kind} frame is cut short")
+            (count,) = _U32.unpack_from(view, at)
+            at += 4
+            if count * 4 > end - at:
+                raise FrameError(f"a {kind} frame is cut short")
+            fields[name] = [chunk() for _ in range(count)]
+    if at != end:
+        raise FrameError(f"{end - at} bytes are left over behind a {kind} frame")
+    return Frame(kind, fields)
+
+
+class Decoder:
+    """Puts frames together from bytes as they arrive, in pieces of any size.
+
+    `limit` is the largest allowed frame in bytes; a longer one is a `FrameError` as soon as its length is known,
+    before memory is taken for it.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Takes what arrived and yields each frame that is complete now. Raises `FrameError`."""
+        self._buffer += data
+        while (frame := self._next()) is not None:
+            yield frame
+
+    def _next(self) -> Frame | None:
+        if len(self._buffer) < 4:
+            return None
+        (length,) = _U32.unpack_from(self._buffer)
+        if length > self._limit:
+            raise FrameError(f"a frame of {length} bytes is larger than the {self._limit} bytes allowed")
+        if len(self._buffer) < 4 + length:
+            return None
+        frame = decode(bytes(self._buffer[4 : 4 + length]))
+        del self._buffer[: 4 + length]
+        return frame
+
+    @property
+    def pending(self) -> int:
+        """How many bytes of an unfinished frame are here."""
+        return len(self._buffer)

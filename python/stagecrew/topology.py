@@ -1,0 +1,296 @@
+"""Topologies: a run with a lifecycle that spans any number of Spark jobs, stages and streaming queries."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+
+from stagecrew.errors import TopologyClosed, TopologyError
+from stagecrew.listeners import Listener
+
+if TYPE_CHECKING:
+    from stagecrew.session import Crew
+
+__all__ = ["ListenerReport", "Topology", "TopologyReport"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+#: The local property by which a task finds its topology.
+PROPERTY: Final = "spark.stagecrew.topology"
+
+_log = logging.getLogger("stagecrew")
+
+
+@dataclasses.dataclass(frozen=True)
+class ListenerReport:
+    """One listener of a topology on one executor. `opens` and `closes` count attempts, `lost` opens without a close."""
+
+    name: str
+    scope: str
+    executor: str
+    opens: int
+    closes: int
+    failures: int
+    lost: int
+    open_seconds: float
+    close_seconds: float
+    last_error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyReport:
+    """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
+
+    `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
+    they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
+    closed when the exit gave up waiting.
+    """
+
+    id: str
+    name: str
+    kind: str
+    state: str
+    started: datetime.datetime
+    ended: datetime.datetime | None
+    jobs: int
+    listeners: tuple[ListenerReport, ...]
+    processes: dict[str, int]
+    lost_processes: dict[str, int]
+    deferred: dict[str, int]
+    lost_executors: tuple[str, ...]
+    unclosed: tuple[str, ...]
+
+    @property
+    def opens(self) -> int:
+        """How often a listener's `open` was called."""
+        return sum(listener.opens for listener in self.listeners)
+
+    @property
+    def closes(self) -> int:
+        """How often a listener's `close` was called."""
+        return sum(listener.closes for listener in self.listeners)
+
+    @property
+    def failures(self) -> int:
+        """How often a hook raised or was interrupted."""
+        return sum(listener.failures for listener in self.listeners)
+
+    @property
+    def lost(self) -> int:
+        """How many opens have no close, because their process is gone."""
+        return sum(listener.lost for listener in self.listeners)
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> TopologyReport:
+        """From the driver's JSON."""
+        executors: dict[str, Any] = node["executors"]
+        listeners = [
+            ListenerReport(
+                name=entry["name"],
+                scope=entry["scope"],
+                executor=executor,
+                opens=entry["opens"],
+                closes=entry["closes"],
+                failures=entry["failures"],
+                lost=entry["lost"],
+                open_seconds=entry["openMicros"] / 1e6,
+                close_seconds=entry["closeMicros"] / 1e6,
+                last_error=entry["lastError"],
+            )
+            for executor, counts in executors.items()
+            for entry in counts["listeners"]
+        ]
+
+        def sizes(name: str) -> dict[str, int]:
+            return {executor: len(counts[name]) for executor, counts in executors.items() if counts[name]}
+
+        return cls(
+            id=node["id"],
+            name=node["name"],
+            kind=node["kind"],
+            state=node["state"],
+            started=_time(node["started"]),
+            ended=_time(node["ended"]) if node["ended"] else None,
+            jobs=node["jobs"],
+            listeners=tuple(listeners),
+            processes=sizes("processes"),
+            lost_processes=sizes("lostProcesses"),
+            deferred=sizes("deferred"),
+            lost_executors=tuple(node["lostExecutors"]),
+            unclosed=tuple(node["unclosed"]),
+        )
+
+
+def _time(milliseconds: int) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(milliseconds / 1000, tz=datetime.UTC)
+
+
+class Topology:
+    """A run with a lifecycle: its listeners open before the first task on each worker and close after the last.
+
+    Made by `Crew.topology`. Use it as a context manager, or with `start` and `close` in a notebook:
+
+        with crew.topology("enrich", listeners=[orders]) as topology:
+            flights.mapInArrow(enrich, schema).write.parquet(path)
+        print(topology.report)
+
+    What the thread starts between `start` and `close` belongs to it: jobs, SQL queries, streaming queries and what these
+    start. Another thread takes part with `wrap`. A lazy dataset belongs to the topology in which its *action* runs.
+
+    A normal exit waits for the jobs and streaming queries of the topology, and says every 10 s for whom. An exit by an
+    exception or Ctrl-C, and `close(cancel=True)`, stop the queries and cancel the jobs; the exception is unchanged. Then
+    the exit waits until every executor has closed what it can, at most `spark.stagecrew.close.timeout`, and names who has
+    not. It does **not** wait for workers that are busy with a task of another topology: these close right after it.
+    """
+
+    def __init__(self, crew: Crew, name: str, listeners: Sequence[Listener], jvm_listeners: Sequence[str]) -> None:
+        self._crew = crew
+        self.name = name
+        self.id = f"{name.replace(' ', '-').replace(',', '-')}-{uuid.uuid4().hex[:12]}"
+        self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
+        self._state = "new"
+        self._active = contextlib.ExitStack()
+        self._last_report: TopologyReport | None = None
+
+    def __repr__(self) -> str:
+        return f"<topology {self.name!r} ({self._state})>"
+
+    def start(self) -> Topology:
+        """Begins the topology in this thread. Raises `TopologyClosed` when it began before."""
+        if self._state != "new":
+            raise TopologyClosed(
+                f"topology {self.name!r} is {self._state}: a topology runs once; create another with crew.topology({self.name!r})"
+            )
+        sc = self._crew.context
+        self._crew.begin(self.id, self.name, sc.getLocalProperty(PROPERTY), self._listeners, self._jvm_listeners)
+        for listener in self._listeners:
+            listener._stagecrew.topologies.append(f"topology {self.name!r}")
+        self._state = "active"
+        self._active.enter_context(self._carried())
+        return self
+
+    def close(self, cancel: bool = False) -> None:
+        """Ends the topology; a second call does nothing.
+
+        `cancel` stops its streaming queries and cancels its jobs instead of waiting for them.
+        """
+        if self._state in ("closing", "closed"):
+            return
+        if self._state == "new":
+            self._state = "closed"
+            return
+        self._state = "closing"
+        try:
+            if self._crew.running:
+                self._finish(cancel)
+        finally:
+            self._state = "closed"
+            self._active.close()
+
+    def __enter__(self) -> Topology:
+        return self.start()
+
+    def __exit__(
+        self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(cancel=True)
+        except Exception:
+            _log.warning("closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True)
+
+    def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
+        """`f` as a function that takes part in this topology in whatever thread it is called.
+
+        Calling it after the topology closed raises `TopologyClosed`.
+        """
+
+        @functools.wraps(f)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            if self._state != "active":
+                raise TopologyClosed(
+                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}; "
+                    f"call it inside the `with`"
+                )
+            with self._carried():
+                return f(*args, **kwargs)
+
+        return wrapped
+
+    @property
+    def report(self) -> TopologyReport:
+        """What happened so far; after the session has stopped, what was known last. Raises `TopologyError` before `start`."""
+        if self._crew.running and (found := self._crew.report(self.id)) is not None:
+            self._last_report = found
+        if self._last_report is None:
+            raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
+        return self._last_report
+
+    @contextlib.contextmanager
+    def _carried(self) -> Iterator[None]:
+        """This thread belongs to the topology inside."""
+        sc, tag = self._crew.context, f"stagecrew-{self.id}"
+        before = sc.getLocalProperty(PROPERTY)
+        sc.setLocalProperty(PROPERTY, self.id)
+        sc.addJobTag(tag)
+        try:
+            yield
+        finally:
+            if self._crew.running and sc.getLocalProperty(PROPERTY) == self.id:
+                sc.setLocalProperty(PROPERTY, before)  # type: ignore[arg-type]
+                sc.removeJobTag(tag)
+
+    def _finish(self, cancel: bool) -> None:
+        if not cancel:
+            try:
+                self._wait_for_activity(None)
+            except BaseException:
+                self._cancel()
+                self._end()
+                raise
+        else:
+            self._cancel()
+        self._end()
+
+    def _cancel(self) -> None:
+        self._crew.facade.cancel(self.id, f"topology {self.name!r} was cancelled")
+        self._crew.facade.stopQueries(self.id)
+        self._wait_for_activity(self._crew.close_timeout)
+
+    def _wait_for_activity(self, seconds: float | None) -> None:
+        """Until nothing of the topology runs; at most so long."""
+        started = said = time.monotonic()
+        pause = 0.01
+        while True:
+            activity: dict[str, list[Any]] = json.loads(self._crew.facade.activity(self.id))
+            waiting = [f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}" for kind, ones in activity.items() for one in ones]
+            now = time.monotonic()
+            if not waiting:
+                return
+            if seconds is not None and now - started > seconds:
+                _log.warning("topology %r was cancelled, and after %g s still runs: %s", self.name, seconds, ", ".join(waiting))
+                return
+            if now - said >= 10:
+                said = now
+                _log.warning("topology %r waits for %s", self.name, ", ".join(waiting))
+            time.sleep(pause)
+            pause = min(pause * 2, 0.2)
+
+    def _end(self) -> None:
+        timeout = self._crew.close_timeout
+        self._crew.end(self.id, timeout)
+        unclosed = self.report.unclosed
+        if unclosed:
+            _log.warning("topology %r has ended; not closed after %g s: %s", self.name, timeout, "; ".join(unclosed))

@@ -1,0 +1,117 @@
+"""The socket between a Python process and its executor, seen from Python.
+
+The executor's shim listens on a loopback port. Where, and the token that it expects, stand in a file that only the
+application's user can read; its path reaches the process by a local property (a worker) or an argument (the agent).
+No thread: whoever owns the channel reads it.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import select
+import socket
+import time
+import uuid
+from typing import Any
+
+from stagecrew._version import __version__
+from stagecrew.errors import ChannelClosed, ChannelError
+from stagecrew.frames import Decoder, Field, Frame, encode
+
+__all__ = ["Channel"]
+
+
+class Channel:
+    """One authenticated connection. Not thread-safe."""
+
+    def __init__(self, connection: socket.socket, limit: int, timeout: float) -> None:
+        self._socket = connection
+        self._decoder = Decoder(limit)
+        self._timeout = timeout
+        self._arrived: collections.deque[Frame] = collections.deque()
+        self.welcome: dict[str, Any] = {}
+
+    @classmethod
+    def connect(cls, place: str, role: str) -> Channel:
+        """Connects to the executor whose place file this is, and says who we are.
+
+        Raises `ChannelError` when there is no such executor, or it refuses us.
+        """
+        try:
+            with open(place, encoding="utf-8") as file:
+                where = json.load(file)
+            connection = socket.create_connection(("127.0.0.1", where["port"]), timeout=where["timeout"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ChannelError(f"the executor's channel cannot be reached through {place}: {error}") from error
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = cls(connection, where["maxFrame"], where["timeout"])
+        process = uuid.uuid4().hex
+        try:
+            channel.send(
+                "HELLO", token=where["token"], role=role, process=process, pid=os.getpid(), version=__version__
+            )
+            channel.welcome = json.loads(channel.wait_for("WELCOME")["body"])
+        except BaseException:
+            connection.close()
+            raise
+        return channel
+
+    def fileno(self) -> int:
+        """For poll."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, **fields: Field) -> None:
+        """Sends one frame. Raises `ChannelClosed`."""
+        try:
+            self._socket.sendall(encode(kind, **fields))
+        except OSError as error:
+            raise ChannelClosed(f"the executor no longer reads: {error}") from error
+
+    def wait_for(self, kind: str, **matching: Field) -> Frame:
+        """The next frame of this kind whose fields match; frames of other kinds are kept for `take`.
+
+        Raises `ChannelError` when none came within the channel's timeout, `ChannelClosed` when the executor is gone.
+        """
+        deadline = time.monotonic() + self._timeout
+        while True:
+            for frame in self._arrived:
+                if frame.kind == kind and all(frame[name] == value for name, value in matching.items()):
+                    self._arrived.remove(frame)
+                    return frame
+                if frame.kind == "REFUSED":
+                    raise ChannelError(f"the executor refuses this process: {frame['reason']}")
+            if not self._read(deadline - time.monotonic()):
+                raise ChannelError(f"the executor sent no {kind} within {self._timeout} s")
+
+    def next(self) -> Frame:
+        """The next frame, however long it takes. Raises `ChannelClosed`."""
+        while not self._arrived:
+            self._read(None)
+        return self._arrived.popleft()
+
+    def take(self) -> list[Frame]:
+        """All frames that are here now. Raises `ChannelClosed`."""
+        while self._read(0.0):
+            pass
+        frames, self._arrived = list(self._arrived), collections.deque()
+        return frames
+
+    def close(self) -> None:
+        """Closes the socket; a second call does nothing."""
+        self._socket.close()
+
+    def _read(self, seconds: float | None) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        if not poller.poll(None if seconds is None else max(0, int(seconds * 1000))):
+            return False
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError as error:
+            raise ChannelClosed(f"the connection to the executor broke: {error}") from error
+        if not data:
+            raise ChannelClosed("the executor closed the channel")
+        self._arrived.extend(self._decoder.feed(data))
+        return True

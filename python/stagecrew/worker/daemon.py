@@ -1,0 +1,101 @@
+"""The entry of Spark's Python daemon with stagecrew: `python -m stagecrew.worker.daemon pyspark.worker`.
+
+Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It *is* pyspark's
+daemon, with one function replaced: `worker`, which the forked worker calls once per task. Around it the listeners of
+this process are closed; inside it, `setup_broadcasts` (the last thing before the user's function is read, where raising
+is a failure that Spark counts) is where a task begins, and `main` is where it ends.
+
+Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import pyspark.daemon
+
+from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
+
+_original_worker = pyspark.daemon.worker
+_process: WorkerProcess | None = None
+_hooked = False
+
+
+def worker(sock: socket.socket, authenticated: bool) -> int:
+    """Replaces `pyspark.daemon.worker`: called by the forked process once per task."""
+    global _process
+    if _process is not None:
+        _process.wait_for_task(sock)
+        if not _process.anything_open and _process._channel.fileno() < 0:
+            _process = None
+    _hook_pyspark()
+    code = 1
+    try:
+        code = _original_worker(sock, authenticated)
+    finally:
+        if _process is not None and (code != 0 or not os.environ.get("SPARK_REUSE_WORKER")):
+            process, _process = _process, None
+            process.leave("the worker ends")
+            flush_standard_streams()
+    return code
+
+
+def _begin_task() -> None:
+    global _process
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    chain = context.getLocalProperty(CHAIN) if context is not None else None
+    if not chain:
+        return
+    if _process is None:
+        place = context.getLocalProperty(PLACE)  # type: ignore[union-attr]
+        assert place is not None, "the executor's shim sets both properties"
+        _process = WorkerProcess(place)
+    _process.begin(context, chain.split(" "))
+
+
+def _hook_pyspark() -> None:
+    """Wraps two functions of `pyspark.worker`; after the fork, as importing it may start threads."""
+    global _hooked
+    if _hooked or (len(sys.argv) > 1 and sys.argv[1] != "pyspark.worker"):
+        return
+    # What the original does first thing: until then the daemon's own handlers would be in force.
+    for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    import pyspark.worker
+
+    original_main, original_setup = pyspark.worker.main, pyspark.worker.setup_broadcasts
+
+    def main(infile: Any, outfile: Any) -> None:
+        if _process is not None:
+            _process.resumed()
+        error: BaseException | None = None
+        try:
+            original_main(infile, outfile)
+        except SystemExit as exit_:
+            error = exit_.__context__ or exit_
+            raise
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if _process is not None:
+                _process.end(error)
+
+    def setup_broadcasts(*args: Any, **kwargs: Any) -> None:
+        original_setup(*args, **kwargs)
+        _begin_task()
+
+    pyspark.worker.main = main
+    pyspark.worker.setup_broadcasts = setup_broadcasts
+    _hooked = True
+
+
+if __name__ == "__main__":
+    pyspark.daemon.worker = worker
+    pyspark.daemon.manager()

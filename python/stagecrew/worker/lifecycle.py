@@ -1,0 +1,219 @@
+"""The lifecycle of listeners in one process, as a pure state machine: no Spark, no socket, no clock.
+
+The worker and the executor's agent drive it; user code is called through `Hooks`. What must hold:
+
+* a listener is opened at most once until it is closed, and closed exactly once for each attempted open;
+* listeners open in the order of their topologies in the chain, and within one as registered; they close in reverse;
+* decorations are entered in that order and left in reverse, exactly once, whatever happened between;
+* a topology that is in use by the current task is not closed before that task has ended;
+* one hook that fails does not keep the others from being called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from stagecrew.listeners import Identity, Listener, decorates, opened_value
+
+__all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
+
+Leave = Callable[[BaseException | None], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    """One listener of one topology. `index` is its place in the registration; `value` what another process opened."""
+
+    index: int
+    name: str
+    identity: Identity
+    required: bool
+    #: None for a listener of the executor's scope in a worker: it was opened elsewhere.
+    listener: Listener | None
+    value: Callable[[], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A topology as a process knows it."""
+
+    id: str
+    name: str
+    listeners: tuple[Registered, ...]
+
+
+class State(enum.Enum):
+    """Of one listener in one process."""
+
+    NEW = "new"
+    OPEN = "open"
+    #: Its open failed and it is not required: tasks go on without it.
+    OFF = "off"
+
+
+class Hooks(Protocol):
+    """How user code is called. Implementations bound it in time, count it and tell the executor."""
+
+    def open(self, topology: Described, registered: Registered) -> None:
+        """Calls `open`; raises what it raised."""
+
+    def close(self, topology: Described, registered: Registered) -> None:
+        """Calls `close`; never raises."""
+
+    def enter(self, topology: Described, registered: Registered, task: Any) -> Leave:
+        """Enters `decorate`; raises what it raised. What it answers leaves the decoration and never raises."""
+
+
+class Lifecycle:
+    """The truth about what is open in this process. Not thread-safe: one thread owns it."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        self._topologies: dict[str, Described] = {}
+        self._states: dict[tuple[str, int], State] = {}
+        self._opened: list[tuple[str, int]] = []  # in the order of their opens
+        self._current: tuple[str, ...] = ()
+        self._running = False
+        self._leaves: list[Leave] = []
+        self._due: list[str] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a task is between `begin` and `end`."""
+        return self._running
+
+    @property
+    def anything_open(self) -> bool:
+        """Whether some listener awaits its close."""
+        return bool(self._opened)
+
+    def knows(self, topology: str) -> bool:
+        """Whether the topology was described and not closed since."""
+        return topology in self._topologies
+
+    def name_of(self, topology: str) -> str:
+        """The name that the user gave the topology."""
+        return self._topologies[topology].name
+
+    def is_open(self, topology: str, index: int) -> bool:
+        """Whether this listener is open here."""
+        return self._states.get((topology, index)) is State.OPEN
+
+    def describe(self, topology: Described) -> None:
+        """Adds a topology; one that is known already stays as it is."""
+        self._topologies.setdefault(topology.id, topology)
+
+    def open(self, topology: str) -> None:
+        """Opens what is not open of one topology. Raises what the first failing required listener raised."""
+        described = self._topologies[topology]
+        for registered in described.listeners:
+            key = (topology, registered.index)
+            if registered.listener is None or self._states.get(key, State.NEW) is not State.NEW:
+                continue
+            # Booked before the call: whatever ends the open, also a signal, this listener will be closed.
+            self._opened.append(key)
+            try:
+                self._hooks.open(described, registered)
+            except BaseException as error:
+                self._close_one(key)
+                if registered.required or not isinstance(error, Exception):
+                    raise
+                self._states[key] = State.OFF
+            else:
+                self._states[key] = State.OPEN
+
+    def begin(self, chain: Sequence[str], task: Any) -> None:
+        """A task of these topologies (outermost first, all known) begins: opens and decorates, or raises.
+
+        When it raises, everything that this call decorated has been left with that exception.
+        """
+        if self._running:
+            self.end(None)
+        self._current, self._running = tuple(chain), True
+        try:
+            for topology in self._current:
+                self.open(topology)
+            for topology in self._current:
+                described = self._topologies[topology]
+                for registered in described.listeners:
+                    if (
+                        registered.listener is not None
+                        and decorates(registered.listener)
+                        and self.is_open(topology, registered.index)
+                    ):
+                        self._leaves.append(self._hooks.enter(described, registered, task))
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def end(self, error: BaseException | None) -> None:
+        """The task has ended with this exception or none; a second call does nothing."""
+        try:
+            while self._leaves:
+                self._leaves.pop()(error)
+        finally:
+            self._current, self._running = (), False
+
+    def close(self, topology: str) -> list[str]:
+        """The topology has ended. Closes it, or does so at the next `close_due` when the current task uses it.
+
+        Answers the ids that are closed now.
+        """
+        if topology not in self._due:
+            self._due.append(topology)
+        return self.close_due()
+
+    def close_due(self) -> list[str]:
+        """Closes what has ended and is not in use."""
+        done = [topology for topology in self._due if topology not in self._current]
+        for topology in done:
+            self._due.remove(topology)
+            self._close_all_of(lambda key, topology=topology: key[0] == topology)  # type: ignore[misc]
+            self._forget(topology)
+        return done
+
+    def close_all(self) -> list[str]:
+        """The process ends: closes everything, innermost first. Answers the ids that were known."""
+        self.end(None)
+        self._close_all_of(lambda _: True)
+        known = list(self._topologies)
+        for topology in known:
+            self._forget(topology)
+        self._due.clear()
+        return known
+
+    def find(self, identity: Identity) -> Any:
+        """What a listener of the current task's topologies opened, the innermost first. Raises `LookupError`."""
+        for topology in reversed(self._current):
+            described = self._topologies[topology]
+            for registered in described.listeners:
+                if not registered.identity.same(identity):
+                    continue
+                if registered.value is not None:
+                    return registered.value()
+                if registered.listener is not None and self.is_open(topology, registered.index):
+                    return opened_value(registered.listener)
+                raise LookupError(f"its open failed here, and it is not required (topology {described.name!r})")
+        if not self._current:
+            raise LookupError("no task of a topology runs here")
+        names = [self._topologies[topology].name for topology in self._current]
+        raise LookupError(f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it")
+
+    def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
+        for key in [key for key in reversed(self._opened) if chosen(key)]:
+            self._close_one(key)
+
+    def _close_one(self, key: tuple[str, int]) -> None:
+        described = self._topologies[key[0]]
+        registered = next(one for one in described.listeners if one.index == key[1])
+        self._opened.remove(key)
+        self._states.pop(key, None)
+        self._hooks.close(described, registered)
+
+    def _forget(self, topology: str) -> None:
+        self._topologies.pop(topology, None)
+        for key in [key for key in self._states if key[0] == topology]:
+            del self._states[key]

@@ -1,0 +1,179 @@
+"""One Python worker with listeners: joins the lifecycle, the channel to the executor and the signals.
+
+Everything happens on the worker's main thread. How it hooks into PySpark is in `daemon.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Final
+
+from stagecrew.errors import ChannelError, TaskKilled
+from stagecrew.frames import Frame
+from stagecrew.listeners import Task, resolving
+from stagecrew.worker.channel import Channel
+from stagecrew.worker.descriptions import described
+from stagecrew.worker.hooks import CalledHooks
+from stagecrew.worker.lifecycle import Lifecycle
+
+__all__ = ["CHAIN", "PLACE", "WorkerProcess"]
+
+#: Local properties that the executor's shim sets: the topologies of the task, outermost first, and the place file.
+CHAIN: Final = "spark.stagecrew.chain"
+PLACE: Final = "spark.stagecrew.place"
+
+_ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+class WorkerProcess:
+    """What this worker has open. Made at the first task that has listeners; until then the worker is Spark's alone."""
+
+    def __init__(self, place: str) -> None:
+        self._channel = Channel.connect(place, role="worker")
+        self._hooks = CalledHooks(self._channel)
+        self._lifecycle = Lifecycle(self._hooks)
+        self._attempt: int | None = None
+        #: What a signal that asks the process to end does now: "raise" in a task, "leave" when idle, else "note".
+        self._on_signal = "note"
+        self._resolving = contextlib.ExitStack()
+
+    @property
+    def anything_open(self) -> bool:
+        """Whether some listener awaits its close."""
+        return self._lifecycle.anything_open
+
+    # -- a task
+
+    def begin(self, context: Any, chain: list[str]) -> None:
+        """A task begins: opens and decorates, or raises what a listener raised."""
+        self._attempt = context.taskAttemptId()
+        self._channel.send("BEGIN", attempt=self._attempt)
+        self._resolving.enter_context(resolving(self._lifecycle.find))
+        self._take_signals("raise")
+        for topology in chain:
+            if not self._lifecycle.knows(topology):
+                self._describe(topology)
+        self._lifecycle.begin(chain, self._task(context, chain[-1]))
+
+    def end(self, error: BaseException | None) -> None:
+        """The task has ended with this exception or none; a second call does nothing."""
+        if self._attempt is None:
+            return
+        self._on_signal = "note"
+        try:
+            self._lifecycle.end(error)
+        finally:
+            self._resolving.close()
+            attempt, self._attempt = self._attempt, None
+            with contextlib.suppress(ChannelError):
+                self._channel.send("END", attempt=attempt)
+
+    def _describe(self, topology: str) -> None:
+        self._channel.send("DESCRIBE", topology=topology)
+        frame = self._channel.wait_for("DESCRIPTION", topology=topology)
+        self._lifecycle.describe(described(frame, lambda entry: entry["scope"] == "worker"))
+
+    def _task(self, context: Any, topology: str) -> Task:
+        welcome = self._channel.welcome
+        return Task(
+            application=welcome["application"],
+            topology=self._lifecycle.name_of(topology),
+            topology_id=topology,
+            executor=welcome["executor"],
+            stage=context.stageId(),
+            stage_attempt=context._stageAttemptNumber if hasattr(context, "_stageAttemptNumber") else 0,
+            partition=context.partitionId(),
+            attempt=context.taskAttemptId(),
+            attempt_number=context.attemptNumber(),
+        )
+
+    # -- between tasks
+
+    def wait_for_task(self, task_socket: socket.socket) -> None:
+        """Waits until a task arrives on Spark's socket, closing what ends meanwhile.
+
+        At the end of Spark's stream (the worker is not needed any more) everything is closed before this returns.
+        """
+        poller = select.poll()
+        poller.register(task_socket, select.POLLIN)
+        poller.register(self._channel, select.POLLIN)
+        with self._leaving_on_signal():
+            while True:
+                ready = {fd for fd, _ in poller.poll()}
+                if self._channel.fileno() in ready:
+                    self._obey()
+                if not self.anything_open and self._channel.fileno() < 0:
+                    return
+                if task_socket.fileno() in ready:
+                    break
+            if task_socket.recv(1, socket.MSG_PEEK) == b"":
+                self.leave("the worker is not needed any more")
+                return
+        # Spark's worker() resets these signals first thing: held until our handlers are back.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+
+    def resumed(self) -> None:
+        """Spark's worker() has reset the signals and is about to run the task."""
+        if self.anything_open:
+            self._take_signals("note")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+
+    def leave(self, reason: str) -> None:
+        """The process ends, or lost its executor: closes everything. A second call does nothing."""
+        self._on_signal = "note"
+        self._lifecycle.close_all()
+        with contextlib.suppress(ChannelError):
+            self._channel.send("GOODBYE", reason=reason)
+        self._channel.close()
+
+    def _obey(self) -> None:
+        try:
+            for frame in self._channel.take():
+                self._obey_one(frame)
+        except ChannelError:
+            self.leave("the executor is gone")
+
+    def _obey_one(self, frame: Frame) -> None:
+        if frame.kind == "CLOSE":
+            for topology in self._lifecycle.close(frame["topology"]):
+                self._channel.send("CLOSED", topology=topology)
+
+    # -- signals
+
+    def _take_signals(self, what: str) -> None:
+        self._on_signal = what
+        for number in _ENDING:
+            signal.signal(number, self._signalled)
+
+    def _signalled(self, number: int, _frame: FrameType | None) -> None:
+        if self._hooks.closing:
+            return  # the process is ending already
+        if self._on_signal == "raise":
+            self._on_signal = "note"
+            raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
+        if self._on_signal == "leave":
+            self.leave(f"the worker got {signal.Signals(number).name}")
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    @contextlib.contextmanager
+    def _leaving_on_signal(self) -> Iterator[None]:
+        self._take_signals("leave")
+        try:
+            yield
+        finally:
+            self._on_signal = "note"
+
+
+def flush_standard_streams() -> None:
+    """What listeners printed while closing is seen: Spark leaves a worker through `os._exit`."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
