@@ -301,6 +301,7 @@ class Crew:
         self.context = context
         self.facade = facade
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
+        self.active: list[Topology] = []
         self._registered: tuple[Listener, ...] | None = None
         if context.master.startswith("local") and "PYSPARK_PYTHON" not in os.environ and context.getConf().get("spark.pyspark.python") is None:
             context.pythonExec = sys.executable

@@ -176,6 +176,7 @@ class Topology:
         for listener in self._listeners:
             listener._stagecrew.topologies.append(f"topology {self.name!r}")
         self._state = "active"
+        self._crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
         self._active.enter_context(self._carried())
         return self
 
@@ -195,6 +196,7 @@ class Topology:
                 self._finish(cancel)
         finally:
             self._state = "closed"
+            self._crew.active.remove(self)
             self._active.close()
 
     def __enter__(self) -> Topology:

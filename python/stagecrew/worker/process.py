@@ -54,9 +54,9 @@ class WorkerProcess:
     def begin(self, context: Any, chain: list[str]) -> None:
         """A task begins: opens and decorates, or raises what a listener raised."""
         self._attempt = context.taskAttemptId()
-        self._channel.send("BEGIN", attempt=self._attempt)
-        self._resolving.enter_context(resolving(self._lifecycle.find))
         self._take_signals("raise")
+        self._resolving.enter_context(resolving(self._lifecycle.find))
+        self._channel.send("BEGIN", attempt=self._attempt)
         for topology in chain:
             if not self._lifecycle.knows(topology):
                 self._describe(topology)
@@ -148,9 +148,9 @@ class WorkerProcess:
     # -- signals
 
     def _take_signals(self, what: str) -> None:
-        self._on_signal = what
         for number in _ENDING:
             signal.signal(number, self._signalled)
+        self._on_signal = what
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if self._hooks.closing:

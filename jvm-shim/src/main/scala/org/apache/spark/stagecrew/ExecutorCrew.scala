@@ -24,6 +24,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val executions = new ConcurrentHashMap[String, String]()
   private val sides = new ConcurrentHashMap[String, CompletableFuture[Side]]()
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
+  private val interrupted = ConcurrentHashMap.newKeySet[Long]() // live attempts that Spark asked to end
   private val failures = new ConcurrentHashMap[String, Integer]() // topology -> failed opens in a row, for the back-off
   private val processes = new Processes(ledger, nameOf, () => System.nanoTime())
   private val ending = new AtomicBoolean(false)
@@ -63,7 +64,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
         problems.remove(attempt)
+        interrupted.remove(attempt)
         if (table.finish(attempt).nonEmpty) inLoop(progress())
+        // Spark has dropped an evaluation that still runs (cut short, or killed): it would go on until it writes.
+        if (processes.running(attempt).nonEmpty) schedule(CutGraceMs)(processes.running(attempt).foreach(terminate))
       }
     })
     val properties = SparkInternals.localProperties(task)
@@ -238,6 +242,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     task.addTaskInterruptListener(new TaskInterruptListener {
       override def onTaskInterrupted(context: TaskContext, reason: String): Unit = {
         // First politely: Spark kills the worker after spark.python.task.killTimeout.
+        interrupted.add(attempt)
         processes.running(attempt).foreach(terminate)
       }
     })
@@ -254,7 +259,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
-    case "BEGIN" => processes.began(link, frame.long("attempt"))
+    case "BEGIN" =>
+      val attempt = frame.long("attempt")
+      processes.began(link, attempt)
+      // It may have been interrupted, or be over, while its worker was starting.
+      if (interrupted.contains(attempt) || table.chainOf(attempt).isEmpty) terminate(link)
     case "END" =>
       processes.ended(link)
       if (closing) inLoop(progress())
@@ -388,7 +397,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private final class Closing(val topology: String) {
     var replies: List[Reply] = Nil
     private var asked = Set.empty[Link]
-    private var jvm: Option[Future[_]] = None
+    private var jvm: Option[CompletableFuture[Void]] = None
 
     def advance(): Unit = {
       val workers = processes.touching(topology).filter(_._1.role == "worker")
@@ -410,10 +419,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case Some(future) => if (future.isDone) finish()
       case None =>
         val side = Option(sides.remove(topology)).filter(s => s.isDone && !s.isCompletedExceptionally).flatMap(_.get().jvm)
-        jvm = Some(pool.submit((() => {
-          side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close()))
-          inLoop(progress())
-        }): Runnable))
+        val closed = CompletableFuture.runAsync(
+          () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
+        jvm = Some(closed)
+        closed.whenComplete((_, _) => inLoop(progress())) // only now is it done, when the loop looks
+        ()
     }
 
     private def askToClose(link: Link): Unit = if (!asked(link)) {
@@ -516,6 +526,9 @@ object ExecutorCrew {
 
   /** How long after its timeout a hook has to heed the timer signal before its process is ended. */
   val HookGraceMs = 1000L
+
+  /** How long after an attempt its worker has to say that it has ended. */
+  private val CutGraceMs = 2000L
   private val AskMs = 30000L
   private val BackOffMs = 100L
   private val MaxBackOffMs = 5000L

@@ -1,0 +1,50 @@
+"""Fixtures for the tests with real Spark. One SparkContext at a time; tests are grouped by master."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Spark's own files of this run stay in one folder."""
+    folder = tmp_path_factory.mktemp("spark")
+    os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
+    os.environ["SPARK_WORKER_DIR"] = str(folder / "work")  # of local-cluster
+
+
+@pytest.fixture(scope="session")
+def sessions() -> Iterator[object]:
+    """Makes sessions; stops the last one at the end."""
+    from crewtools import Sessions
+
+    made = Sessions()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a real standalone cluster."""
+    from crewtools import standalone_cluster
+
+    with standalone_cluster(tmp_path_factory.mktemp("standalone")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session", params=["local[2,4]", "local-cluster[2,2,1024]", "standalone"])
+def master(request: pytest.FixtureRequest) -> str:
+    """The masters on which the contract must hold."""
+    return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> object:
+    """Where the listeners of one test write."""
+    from crewtools import Journal
+
+    return Journal(str(tmp_path / "journal"))

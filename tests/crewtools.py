@@ -1,0 +1,225 @@
+"""What the tests with real Spark share: a listener that writes down what happens, sessions, clusters, waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import stagecrew
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+# Executors do not have the tests: what is defined in these modules travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LOCAL = "local[2,4]"
+LOCAL_CLUSTER = "local-cluster[2,2,1024]"
+STANDALONE = "standalone"
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:
+    """Waits until the condition is true, and answers what it answered; after the deadline the test fails with `what`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if found:
+            return found
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what or condition}")
+        threading.Event().wait(0.02)
+
+
+@dataclasses.dataclass
+class Journal:
+    """A file to which processes append lines; each line is written at once, so none is torn."""
+
+    path: str
+
+    def write(self, **fields: Any) -> None:
+        line = json.dumps({"pid": os.getpid(), "time": time.time(), **fields}) + "\n"
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(fd, line.encode())
+        finally:
+            os.close(fd)
+
+    def read(self, **matching: Any) -> list[dict[str, Any]]:
+        if not os.path.exists(self.path):
+            return []
+        with open(self.path, encoding="utf-8") as file:
+            events = [json.loads(line) for line in file]
+        return [event for event in events if all(event.get(key) == value for key, value in matching.items())]
+
+
+class Recorder(stagecrew.Listener):
+    """Writes down each call. `fail` names hooks that raise; `hang` hooks that sleep for ever."""
+
+    def __init__(self, journal: Journal, name: str = "recorder", fail: tuple[str, ...] = (), hang: str = "", **attributes: Any):
+        self.journal, self.name, self.fail, self.hang = journal, name, fail, hang
+        for key, value in attributes.items():
+            setattr(self, key, value)
+
+    def _called(self, hook: str, **fields: Any) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        self.journal.write(event=hook, listener=self.name, main=main, **fields)
+        if hook in self.fail:
+            raise ValueError(f"{hook} of {self.name} fails on purpose")
+        if self.hang == hook:
+            while True:
+                time.sleep(0.05)
+        if self.hang == f"{hook} in C":
+            import ctypes
+
+            ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no signal handler of Python can run
+
+    def open(self, context: stagecrew.ListenerContext) -> None:
+        self._called("open", topology=context.topology, executor=context.executor)
+
+    def close(self, context: stagecrew.ListenerContext) -> None:
+        self._called("close", topology=context.topology, executor=context.executor)
+
+    @contextlib.contextmanager
+    def decorate(self, task: stagecrew.Task) -> Iterator[None]:
+        self._called("enter", topology=task.topology, attempt=task.attempt, stage=task.stage, partition=task.partition)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._called("leave", topology=task.topology, attempt=task.attempt, error=type(error).__name__ if error else None)
+
+
+def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
+    """A function for mapPartitions that writes down that it ran, and passes its input on."""
+
+    def run(rows: Any) -> Iterator[Any]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        journal.write(event="body", name=name, attempt=context.taskAttemptId(), partition=context.partitionId())
+        yield from rows
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(0.01)
+        journal.write(event="body end", name=name, attempt=context.taskAttemptId())
+
+    return run
+
+
+class Sessions:
+    """One session at a time in this process; asked for the same again, it is the same."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._spark: SparkSession | None = None
+
+    def get(self, master: str, listeners: tuple[Any, ...] = (), jvm_listeners: tuple[str, ...] = (), **conf: Any) -> SparkSession:
+        key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
+        if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
+            self.stop()
+            builder = base(master)
+            for name, value in conf.items():
+                builder = builder.config(name.replace("__", "."), value)
+            self._spark = stagecrew.configure(builder, listeners=listeners, jvm_listeners=jvm_listeners).getOrCreate()
+            self._key = key
+        return self._spark
+
+    def stop(self) -> None:
+        spark, self._spark, self._key = self._spark, None, None
+        if spark is not None:
+            spark.stop()
+
+
+def base(master: str) -> SparkSession.Builder:
+    """A builder for quiet and small sessions."""
+    return (
+        SparkSession.builder.master(master)
+        .appName("stagecrew tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.warehouse.dir", os.path.join(os.environ["STAGECREW_TEST_FOLDER"], "warehouse"))
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
+    """Ends a process that a test started, by its own id."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
+    """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL."""
+    jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": os.path.dirname(pyspark.__file__)}
+    environment.pop("PYSPARK_PYTHON", None)
+    options = [f"--add-opens=java.base/{p}=ALL-UNNAMED" for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")]
+    running: list[subprocess.Popen[bytes]] = []
+
+    def start(name: str, *arguments: str) -> None:
+        with open(folder / f"{name}.log", "wb") as log:
+            command = ["java", "-Xmx256m", *options, "-cp", jars, *arguments]
+            running.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+
+    port = free_port()
+    url = f"spark://127.0.0.1:{port}"
+    try:
+        start("master", "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0")
+        for i in range(workers):
+            work = folder / f"worker{i}"
+            work.mkdir()
+            start(f"worker{i}", "org.apache.spark.deploy.worker.Worker", "--host", "127.0.0.1", "--webui-port", "0", "--cores", str(cores),
+                  "--memory", "2g", "--work-dir", str(work), url)  # fmt: skip
+        for i in range(workers):
+            log = folder / f"worker{i}.log"
+            eventually(lambda log=log: "Successfully registered with master" in log.read_text(), 60, f"{log} registers")
+        yield url
+    finally:
+        for process in reversed(running):
+            ends(process)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that a test's own Spark started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

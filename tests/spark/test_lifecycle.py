@@ -1,0 +1,278 @@
+"""The contract of listeners, on all masters, through the public API."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+import stagecrew
+from crewtools import Journal, Recorder, Sessions, body, eventually
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def spark(sessions: Sessions, master: str) -> SparkSession:
+    return sessions.get(master)
+
+
+@pytest.fixture
+def crew(spark: SparkSession) -> stagecrew.Crew:
+    return stagecrew.crew(spark)
+
+
+def run(spark: SparkSession, journal: Journal, partitions: int = 4, name: str = "body", seconds: float = 0.0) -> None:
+    spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, name, seconds)).collect()
+
+
+def by_process(journal: Journal, **matching: object) -> dict[int, list[dict]]:
+    found: dict[int, list[dict]] = {}
+    for event in journal.read(**matching):
+        found.setdefault(event["pid"], []).append(event)
+    return found
+
+
+def test_open_before_the_first_body_and_close_after_the_last(spark, crew, journal):
+    """In each worker a listener is opened once before the first body, and closed once after the last."""
+    with crew.topology("t", listeners=[Recorder(journal)]) as topology:
+        run(spark, journal, 6)
+        run(spark, journal, 6)
+    processes = by_process(journal)
+    assert processes
+    for events in processes.values():
+        names = [event["event"] for event in events]
+        assert names[0] == "open"
+        assert names[-1] == "close"
+        assert names.count("open") == names.count("close") == 1
+        assert all(event.get("main", True) for event in events)
+    report = topology.report
+    assert report.opens == report.closes == len(processes)
+    assert report.failures == report.lost == 0
+    assert sum(report.processes.values()) == len(processes)
+    assert report.state == "closed"
+    assert not report.unclosed
+
+
+def test_decorate_surrounds_each_task(spark, crew, journal):
+    """decorate is entered before each body and left after it, once per task, innermost last registered."""
+    with crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "inner")]):
+        run(spark, journal, 5)
+    for attempt in {event["attempt"] for event in journal.read(event="body")}:
+        events = [e for e in journal.read(attempt=attempt) if e["event"] != "body end"]
+        assert [(e["event"], e.get("listener")) for e in events] == [
+            ("enter", "outer"),
+            ("enter", "inner"),
+            ("body", None),
+            ("leave", "inner"),
+            ("leave", "outer"),
+        ]
+
+
+def test_listeners_open_as_registered_and_close_in_reverse(spark, crew, journal):
+    """Listeners open in the order registered and close in reverse, in each process."""
+    with crew.topology("t", listeners=[Recorder(journal, name) for name in "abc"]):
+        run(spark, journal, 2)
+    for events in by_process(journal).values():
+        assert [e["listener"] for e in events if e["event"] == "open"] == ["a", "b", "c"]
+        assert [e["listener"] for e in events if e["event"] == "close"] == ["c", "b", "a"]
+
+
+def test_topologies_one_after_the_other(spark, crew, journal):
+    """Each topology has its own opens and closes, and the same worker process serves both."""
+    for name in ("first", "second"):
+        with crew.topology(name, listeners=[Recorder(journal, name)]):
+            run(spark, journal, 4, name)
+    for name in ("first", "second"):
+        for events in by_process(journal, listener=name).values():
+            assert [e["event"] for e in events if e["event"] in ("open", "close")] == ["open", "close"]
+    last_close = max(e["time"] for e in journal.read(event="close", listener="first"))
+    assert last_close < min(e["time"] for e in journal.read(event="open", listener="second"))
+    assert set(by_process(journal, listener="first")) & set(by_process(journal, listener="second"))
+
+
+def test_two_topologies_at_once(spark, crew, journal):
+    """Two topologies from two threads: each task meets exactly the listeners of its own."""
+    errors: list[BaseException] = []
+
+    def one(name: str) -> None:
+        try:
+            with crew.topology(name, listeners=[Recorder(journal, name)]):
+                for _ in range(3):
+                    run(spark, journal, 4, name)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    of = {e["attempt"]: e["name"] for e in journal.read(event="body")}
+    assert set(of.values()) == {"left", "right"}
+    for entered in journal.read(event="enter"):
+        assert entered["listener"] == of[entered["attempt"]] == entered["topology"]
+    assert len(journal.read(event="enter")) == len(of)
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+def test_nested_topologies(spark, crew, journal):
+    """Inside a topology another one's tasks meet both listeners, the outer first; the outer closes last."""
+    with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
+        with crew.topology("inner", listeners=[Recorder(journal, "inner")]):
+            run(spark, journal, 4, "in")
+        run(spark, journal, 4, "out")
+    for inside in journal.read(event="body", name="in"):
+        enters = [e["listener"] for e in journal.read(event="enter", attempt=inside["attempt"])]
+        assert enters == ["outer", "inner"]
+    for outside in journal.read(event="body", name="out"):
+        assert [e["listener"] for e in journal.read(event="enter", attempt=outside["attempt"])] == ["outer"]
+    for events in by_process(journal).values():
+        order = [(e["event"], e["listener"]) for e in events if e["event"] in ("open", "close")]
+        if ("open", "inner") in order:
+            assert order.index(("open", "outer")) < order.index(("open", "inner"))
+            assert order.index(("close", "inner")) < order.index(("close", "outer"))
+
+
+def test_the_outer_topology_ends_those_inside_it(spark, crew, journal):
+    """A topology that is left open inside another is closed when the outer one ends, before it."""
+    with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
+        crew.topology("inner", listeners=[Recorder(journal, "inner")]).start()
+        run(spark, journal, 2)
+    for events in by_process(journal).values():
+        assert [e["listener"] for e in events if e["event"] == "close"] == ["inner", "outer"]
+    spark.sparkContext.setLocalProperty("spark.stagecrew.topology", None)
+
+
+def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
+    """At the exit every idle worker closes within 1 s, and the exit waits for it."""
+    topology = crew.topology("t", listeners=[Recorder(journal)])
+    with topology:
+        run(spark, journal, 8)
+        left = time.time()
+    closed = [e["time"] - left for e in journal.read(event="close")]
+    assert len(closed) == len(journal.read(event="open")) > 0
+    assert max(closed) < 1.0
+    assert topology.report.closes == len(closed)
+
+
+def test_a_busy_worker_closes_right_after_its_task(spark, crew, journal):
+    """A worker that runs another topology's task does not hold up the exit, and closes right after that task."""
+    done = threading.Event()
+
+    def long_one() -> None:
+        with crew.topology("long", listeners=[Recorder(journal, "long")]):
+            run(spark, journal, 8, "long", seconds=3)
+        done.set()
+
+    with crew.topology("short", listeners=[Recorder(journal, "short")]) as short:
+        run(spark, journal, 8, "short")
+        thread = threading.Thread(target=long_one)
+        thread.start()
+        eventually(lambda: journal.read(event="body", name="long"), what="the long topology runs")
+        left = time.time()
+    exit_seconds = time.time() - left
+    assert not done.is_set()
+    assert exit_seconds < 2.5
+    thread.join(120)
+    opened = {e["pid"] for e in journal.read(event="open", listener="short")}
+    closes = eventually(lambda: (c := journal.read(event="close", listener="short")) and len(c) == len(opened) and c)
+    assert {e["pid"] for e in closes} == opened
+    for close in closes:
+        ends = [e["time"] for e in journal.read(event="leave", listener="long", pid=close["pid"])]
+        earlier = [end for end in ends if end > left and end <= close["time"]]
+        if any(end > left for end in ends):  # this one was busy
+            assert close["time"] - left < 1.0 or close["time"] - max(earlier) < 1.0
+    eventually(lambda: short.report.closes == len(opened) and not short.report.deferred, what="the report follows")
+
+
+def test_listeners_close_after_a_failed_task(spark, crew, journal):
+    """A failed task's worker closes its listeners, and decorate sees the exception."""
+
+    def fails(rows):
+        if sum(1 for _ in rows) >= 0:
+            raise KeyError("on purpose")
+        yield 1
+
+    with crew.topology("t", listeners=[Recorder(journal)]) as topology, pytest.raises(Exception, match="on purpose"):
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(fails).collect()
+    assert {e["error"] for e in journal.read(event="leave")} <= {"KeyError", "TaskKilled"}
+    assert any(e["error"] == "KeyError" for e in journal.read(event="leave"))
+    for events in by_process(journal).values():
+        assert [e["event"] for e in events].count("open") == [e["event"] for e in events].count("close") == 1
+    assert topology.report.opens == topology.report.closes
+
+
+def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
+    """An exception in the body cancels running jobs, closes in the cancelled workers too, and is unchanged."""
+    raised = RuntimeError("the user's own")
+    with pytest.raises(RuntimeError) as caught, crew.topology("t", listeners=[Recorder(journal)]) as topology:
+        runner = threading.Thread(target=lambda: _swallow(topology.wrap(lambda: run(spark, journal, 4, seconds=60))))
+        runner.start()
+        eventually(lambda: journal.read(event="body"), 60, "a task runs")
+        raise raised
+    assert caught.value is raised
+    assert caught.value.__context__ is None
+    runner.join(30)
+    assert not runner.is_alive()
+    assert not journal.read(event="body end")
+    opened = {e["pid"] for e in journal.read(event="open")}
+    assert {e["pid"] for e in journal.read(event="close")} == opened
+    assert {e["error"] for e in journal.read(event="leave")} == {"TaskKilled"}
+
+
+def test_a_task_that_stops_reading_early_is_left(spark, crew, journal):
+    """decorate is left and the listener closed when a limit stops the task before its input ends."""
+    with crew.topology("t", listeners=[Recorder(journal)]):
+
+        def slow(batches):
+            for batch in batches:
+                yield batch
+
+        rows = spark.range(0, 100_000, 1, 2).mapInArrow(slow, "id long").limit(3).collect()
+    assert len(rows) == 3
+    assert len(journal.read(event="enter")) == len(journal.read(event="leave")) > 0
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+def test_executor_scope_opens_once_per_executor(spark, crew, journal):
+    """An executor-scoped listener opens once per executor, in one process, and its value is readable in every worker."""
+    port = executor_port(journal.path)
+    with crew.topology("t", listeners=[port]) as topology:
+        values = spark.sparkContext.parallelize(range(8), 8).map(lambda _: port.get()).collect()
+    opens, closes = journal.read(event="open"), journal.read(event="close")
+    executors = {e["executor"] for e in opens}
+    assert len(opens) == len(executors)
+    assert {e["pid"] for e in opens} == {e["pid"] for e in closes} == set(values)
+    assert {e["scope"] for e in opens} == {"executor"}
+    assert {one.scope for one in topology.report.listeners} == {"executor"}
+
+
+def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
+    """A stage of JVM tasks alone opens the executor's listeners, and not the worker's."""
+    with crew.topology("t", listeners=[executor_port(journal.path), Recorder(journal, "worker's")]):
+        spark.range(1000).selectExpr("sum(id)").collect()
+    assert journal.read(event="open", scope="executor")
+    assert not journal.read(event="open", listener="worker's")
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+def executor_port(context, path):
+    import os
+
+    log = Journal(path)
+    log.write(event="open", executor=context.executor, scope=context.scope.value)
+    yield os.getpid()
+    log.write(event="close", executor=context.executor)
+
+
+def _swallow(f) -> None:
+    try:
+        f()
+    except Exception:  # the job was cancelled: that is what the test is about
+        return
