@@ -88,7 +88,12 @@ class Identity:
         self._pickled: bytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"id": self.id, "factory": self.factory, "topologies": self.topologies, "_pickled": self.pickled_arguments}
+        return {
+            "id": self.id,
+            "factory": self.factory,
+            "topologies": self.topologies,
+            "_pickled": self.pickled_arguments,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _arguments=None)
@@ -119,7 +124,9 @@ class Identity:
     def reference(self) -> Identity:
         """The same identity without the arguments, which may hold secrets."""
         bare = Identity.__new__(Identity)
-        bare.__dict__.update(id=self.id, factory=self.factory, topologies=self.topologies, _arguments=None, _pickled=None)
+        bare.__dict__.update(
+            id=self.id, factory=self.factory, topologies=self.topologies, _arguments=None, _pickled=None
+        )
         return bare
 
 
@@ -339,9 +346,7 @@ class ResourceFactory(Generic[P, T]):
 
 
 @overload
-def resource(
-    function: Callable[Concatenate[ListenerContext, P], Iterator[T]], /
-) -> Callable[P, Resource[T]]: ...
+def resource(function: Callable[Concatenate[ListenerContext, P], Iterator[T]], /) -> Callable[P, Resource[T]]: ...
 
 
 @overload

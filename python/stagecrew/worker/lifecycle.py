@@ -200,7 +200,9 @@ class Lifecycle:
         if not self._current:
             raise LookupError("no task of a topology runs here")
         names = [self._topologies[topology].name for topology in self._current]
-        raise LookupError(f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it")
+        raise LookupError(
+            f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it"
+        )
 
     def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
         for key in [key for key in reversed(self._opened) if chosen(key)]:
