@@ -7,6 +7,7 @@ Loaded in every Python worker: the standard library only, and no thread.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -242,19 +243,19 @@ def decorates(listener: Listener) -> bool:
     return type(listener).decorate is not Listener.decorate
 
 
-#: True while a listener is pickled for its registration; else a resource travels as a bare reference.
-_registering = False
+#: True while a listener is pickled for its registration; else a resource travels as a bare reference. Of this thread
+#: alone: another one may pickle a task's function meanwhile.
+_registering: Final = contextvars.ContextVar("stagecrew_registering", default=False)
 
 
 @contextlib.contextmanager
 def registering() -> Iterator[None]:
     """Pickles resources whole, with their arguments, inside."""
-    global _registering
-    before, _registering = _registering, True
+    token = _registering.set(True)
     try:
         yield
     finally:
-        _registering = before
+        _registering.reset(token)
 
 
 class Resource(Listener, Generic[T]):
@@ -274,7 +275,7 @@ class Resource(Listener, Generic[T]):
             object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _registering:
+        if _registering.get():
             return (_whole_resource, (self._stagecrew, self._factory, self._args, self._kwargs))
         return (_bare_resource, (self._stagecrew.reference(), self.name))
 

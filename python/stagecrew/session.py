@@ -6,6 +6,7 @@ import importlib.resources
 import inspect
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -203,14 +204,12 @@ def _spark_defaults() -> dict[str, str]:
     path = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf") / "spark-defaults.conf"
     found: dict[str, str] = {}
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        joined = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
+        for line in joined.splitlines():
             stripped = line.strip()
-            if stripped and not stripped.startswith("#"):
-                key, _, value = (
-                    stripped.replace("=", " ", 1).partition(" ")
-                    if "=" in stripped.split()[0]
-                    else stripped.partition(" ")
-                )
+            if stripped and stripped[0] not in "#!":
+                # As java.util.Properties: the first blank, = or : ends the key.
+                key, value = re.split(r"\s*[=:]\s*|\s+", stripped + " ", maxsplit=1)
                 found[key] = value.strip()
     return found
 
