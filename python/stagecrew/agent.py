@@ -20,7 +20,7 @@ from stagecrew.listeners import Listener, opened_value, registering
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.hooks import CalledHooks
-from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
+from stagecrew.worker.lifecycle import Described, Lifecycle
 
 __all__ = ["Agent", "main"]
 
@@ -98,7 +98,7 @@ def _pickled(listener: Listener) -> bytes:
 
     try:
         with registering():
-            return cloudpickle.dumps(opened_value(listener))  # type: ignore[no-any-return]
+            return cloudpickle.dumps(opened_value(listener))  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:
         raise ListenerError(
             f"what it opened cannot be pickled, so no worker can have a copy ({type(error).__name__}: {error}); yield a "

@@ -15,9 +15,10 @@ connection, because after it nothing can be trusted.
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from stagecrew.errors import FrameError
 
@@ -72,14 +73,15 @@ _HEAD: Final = struct.Struct(">IB")
 _Q: Final = struct.Struct(">q")
 
 
-class Frame(NamedTuple):
-    """One decoded frame."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One decoded frame; `frame[name]` is the value of a field."""
 
     kind: str
     fields: dict[str, Any]
 
-    def __getitem__(self, name: Any) -> Any:
-        return self.fields[name] if isinstance(name, str) else tuple.__getitem__(self, name)
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
 
 
 def encode(kind: str, **fields: Field) -> bytes:

@@ -7,6 +7,7 @@ Loaded in every Python worker: the standard library only, and no thread.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -88,7 +89,12 @@ class Identity:
         self._pickled: bytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"id": self.id, "factory": self.factory, "topologies": self.topologies, "_pickled": self.pickled_arguments}
+        return {
+            "id": self.id,
+            "factory": self.factory,
+            "topologies": self.topologies,
+            "_pickled": self.pickled_arguments,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _arguments=None)
@@ -119,7 +125,9 @@ class Identity:
     def reference(self) -> Identity:
         """The same identity without the arguments, which may hold secrets."""
         bare = Identity.__new__(Identity)
-        bare.__dict__.update(id=self.id, factory=self.factory, topologies=self.topologies, _arguments=None, _pickled=None)
+        bare.__dict__.update(
+            id=self.id, factory=self.factory, topologies=self.topologies, _arguments=None, _pickled=None
+        )
         return bare
 
 
@@ -235,19 +243,19 @@ def decorates(listener: Listener) -> bool:
     return type(listener).decorate is not Listener.decorate
 
 
-#: True while a listener is pickled for its registration; else a resource travels as a bare reference.
-_registering = False
+#: True while a listener is pickled for its registration; else a resource travels as a bare reference. Of this thread
+#: alone: another one may pickle a task's function meanwhile.
+_registering: Final = contextvars.ContextVar("stagecrew_registering", default=False)
 
 
 @contextlib.contextmanager
 def registering() -> Iterator[None]:
     """Pickles resources whole, with their arguments, inside."""
-    global _registering
-    before, _registering = _registering, True
+    token = _registering.set(True)
     try:
         yield
     finally:
-        _registering = before
+        _registering.reset(token)
 
 
 class Resource(Listener, Generic[T]):
@@ -267,7 +275,7 @@ class Resource(Listener, Generic[T]):
             object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if _registering:
+        if _registering.get():
             return (_whole_resource, (self._stagecrew, self._factory, self._args, self._kwargs))
         return (_bare_resource, (self._stagecrew.reference(), self.name))
 
@@ -339,9 +347,7 @@ class ResourceFactory(Generic[P, T]):
 
 
 @overload
-def resource(
-    function: Callable[Concatenate[ListenerContext, P], Iterator[T]], /
-) -> Callable[P, Resource[T]]: ...
+def resource(function: Callable[Concatenate[ListenerContext, P], Iterator[T]], /) -> Callable[P, Resource[T]]: ...
 
 
 @overload

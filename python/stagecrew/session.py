@@ -6,6 +6,7 @@ import importlib.resources
 import inspect
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -48,7 +49,9 @@ _REMEDY: Final = (
 
 def jar_path() -> str:
     """Where the jar of this package lies. Raises `JarMissing`."""
-    jars = sorted(Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar"))
+    jars = sorted(
+        Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
+    )
     if not jars:
         raise JarMissing(
             f"stagecrew {__version__} has no jar beside its Python package: reinstall it (`pip install --force-reinstall "
@@ -197,14 +200,16 @@ def _load_jar() -> None:
 
 def _spark_defaults() -> dict[str, str]:
     """What spark-defaults.conf says; a setting of the builder would replace it, so ours are appended to it."""
-    home = os.environ.get("SPARK_HOME") or os.path.dirname(pyspark.__file__)
-    path = Path(os.environ.get("SPARK_CONF_DIR") or os.path.join(home, "conf")) / "spark-defaults.conf"
+    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
+    path = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf") / "spark-defaults.conf"
     found: dict[str, str] = {}
     if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        joined = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
+        for line in joined.splitlines():
             stripped = line.strip()
-            if stripped and not stripped.startswith("#"):
-                key, _, value = stripped.replace("=", " ", 1).partition(" ") if "=" in stripped.split()[0] else stripped.partition(" ")
+            if stripped and stripped[0] not in "#!":
+                # As java.util.Properties: the first blank, = or : ends the key.
+                key, value = re.split(r"\s*[=:]\s*|\s+", stripped + " ", maxsplit=1)
                 found[key] = value.strip()
     return found
 
@@ -216,15 +221,21 @@ def _appended(values: str, value: str) -> str:
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     """These listeners, if each is one. Raises `ListenerError` that says what to write instead."""
-    every = tuple(listeners)
+    every: tuple[Any, ...] = tuple(listeners)
     for listener in every:
         if isinstance(listener, Listener):
             continue
         if inspect.isclass(listener) and issubclass(listener, Listener):
-            raise ListenerError(f"{listener.__qualname__} is a class; register an instance: listeners=[{listener.__qualname__}(...)]")
+            raise ListenerError(
+                f"{listener.__qualname__} is a class; register an instance: listeners=[{listener.__qualname__}(...)]"
+            )
         if isinstance(listener, ResourceFactory):
-            raise ListenerError(f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]")
-        raise ListenerError(f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource")
+            raise ListenerError(
+                f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]"
+            )
+        raise ListenerError(
+            f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource"
+        )
     return every
 
 
@@ -236,7 +247,7 @@ def pickled(listeners: Sequence[Listener]) -> list[bytes]:
 def _pickled(listener: Listener) -> bytes:
     with registering():
         try:
-            return cloudpickle.dumps(listener)  # type: ignore[no-any-return]
+            return cloudpickle.dumps(listener)  # type: ignore[no-any-return, no-untyped-call]
         except Exception as error:
             parts = dict(vars(listener))
             if isinstance(listener, Resource):
@@ -245,7 +256,7 @@ def _pickled(listener: Listener) -> bytes:
             culprit = ""
             for name, value in parts.items():
                 try:
-                    cloudpickle.dumps(value)
+                    cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
                 except Exception:
                     what = name if isinstance(listener, Resource) else f"attribute {name!r}"
                     culprit = f": its {what} is a {type(value).__name__}, which cannot travel"
@@ -303,7 +314,11 @@ class Crew:
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
         self.active: list[Topology] = []
         self._registered: tuple[Listener, ...] | None = None
-        if context.master.startswith("local") and "PYSPARK_PYTHON" not in os.environ and context.getConf().get("spark.pyspark.python") is None:
+        if (
+            str(context.master).startswith("local")
+            and "PYSPARK_PYTHON" not in os.environ
+            and context.getConf().get("spark.pyspark.python") is None
+        ):
             context.pythonExec = sys.executable
         self._drain_before_stop()
 
@@ -339,7 +354,8 @@ class Crew:
     def register(self, listeners: tuple[Listener, ...]) -> None:
         """Gives the application its listeners; before its first task, by `configure`."""
         if self._registered is not None:
-            return self.already_has(listeners)
+            self.already_has(listeners)
+            return
         self.facade.registerApplication(self._description("application", "application", None, listeners, ()))
         for listener in listeners:
             listener._stagecrew.topologies.append("the application")
@@ -364,7 +380,9 @@ class Crew:
             self.facade.begin(self._description(topology, name, parent, listeners, jvm_listeners))
         except Py4JError as error:
             java = getattr(error, "java_exception", None)
-            raise ConfigurationError(f"topology {name!r} cannot begin: {java.getMessage() if java else error}") from error
+            raise ConfigurationError(
+                f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
+            ) from error
 
     def end(self, topology: str, seconds: float) -> None:
         """Ends a topology on all executors; returns when they have closed it, or say who has not."""
@@ -383,7 +401,14 @@ class Crew:
         jvm_listeners: Sequence[str],
     ) -> bytes:
         entries: list[dict[str, Any]] = [
-            {"kind": "jvm", "name": cls.rsplit(".", 1)[-1], "target": cls, "scope": "jvm", "lifetime": "application", "required": True}
+            {
+                "kind": "jvm",
+                "name": cls.rsplit(".", 1)[-1],
+                "target": cls,
+                "scope": "jvm",
+                "lifetime": "application",
+                "required": True,
+            }
             for cls in jvm_listeners
         ]
         names = [listener_name(listener) for listener in listeners]
@@ -421,7 +446,9 @@ class Crew:
                 except Exception as error:  # the JVM may be gone: the user's stop must still do what it can
                     import logging
 
-                    logging.getLogger("stagecrew").warning("closing listeners before the session stops failed: %s", error)
+                    logging.getLogger("stagecrew").warning(
+                        "closing listeners before the session stops failed: %s", error
+                    )
             stop()
 
         self.context.stop = drained_stop  # type: ignore[method-assign]

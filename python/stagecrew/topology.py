@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
+import datetime as dt
 import functools
 import json
 import logging
@@ -60,8 +60,8 @@ class TopologyReport:
     name: str
     kind: str
     state: str
-    started: datetime.datetime
-    ended: datetime.datetime | None
+    started: dt.datetime
+    ended: dt.datetime | None
     jobs: int
     listeners: tuple[ListenerReport, ...]
     processes: dict[str, int]
@@ -131,8 +131,8 @@ class TopologyReport:
         )
 
 
-def _time(milliseconds: int) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(milliseconds / 1000, tz=datetime.UTC)
+def _time(milliseconds: int) -> dt.datetime:
+    return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC)
 
 
 class Topology:
@@ -211,7 +211,9 @@ class Topology:
         try:
             self.close(cancel=True)
         except Exception:
-            _log.warning("closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True)
+            _log.warning(
+                "closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True
+            )
 
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
         """`f` as a function that takes part in this topology in whatever thread it is called.
@@ -277,12 +279,18 @@ class Topology:
         pause = 0.01
         while True:
             activity: dict[str, list[Any]] = json.loads(self._crew.facade.activity(self.id))
-            waiting = [f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}" for kind, ones in activity.items() for one in ones]
+            waiting = [
+                f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}"
+                for kind, ones in activity.items()
+                for one in ones
+            ]
             now = time.monotonic()
             if not waiting:
                 return
             if seconds is not None and now - started > seconds:
-                _log.warning("topology %r was cancelled, and after %g s still runs: %s", self.name, seconds, ", ".join(waiting))
+                _log.warning(
+                    "topology %r was cancelled, and after %g s still runs: %s", self.name, seconds, ", ".join(waiting)
+                )
                 return
             if now - said >= 10:
                 said = now

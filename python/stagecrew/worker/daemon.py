@@ -69,7 +69,8 @@ def _hook_pyspark() -> None:
         signal.signal(number, signal.SIG_DFL)
     import pyspark.worker
 
-    original_main, original_setup = pyspark.worker.main, pyspark.worker.setup_broadcasts
+    original_main = pyspark.worker.main
+    original_setup = pyspark.worker.setup_broadcasts  # type: ignore[attr-defined]  # imported there, not defined
 
     def main(infile: Any, outfile: Any) -> None:
         if _process is not None:
@@ -92,7 +93,7 @@ def _hook_pyspark() -> None:
         _begin_task()
 
     pyspark.worker.main = main
-    pyspark.worker.setup_broadcasts = setup_broadcasts
+    pyspark.worker.setup_broadcasts = setup_broadcasts  # type: ignore[attr-defined]
     _hooked = True
 
 

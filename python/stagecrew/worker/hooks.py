@@ -39,8 +39,10 @@ def _bounded(seconds: float, what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # also when the timer went off in this very moment
+            signal.signal(signal.SIGALRM, before)
         if remaining:  # somebody else's timer: it goes on, less the time that the hook took
             signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - started)), interval)
 

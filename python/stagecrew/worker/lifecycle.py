@@ -11,6 +11,7 @@ The worker and the executor's agent drive it; user code is called through `Hooks
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
@@ -113,9 +114,9 @@ class Lifecycle:
             key = (topology, registered.index)
             if registered.listener is None or self._states.get(key, State.NEW) is not State.NEW:
                 continue
-            # Booked before the call: whatever ends the open, also a signal, this listener will be closed.
-            self._opened.append(key)
             try:
+                # Booked before the call: whatever ends the open, also a signal, this listener will be closed.
+                self._opened.append(key)
                 self._hooks.open(described, registered)
             except BaseException as error:
                 self._close_one(key)
@@ -152,8 +153,10 @@ class Lifecycle:
     def end(self, error: BaseException | None) -> None:
         """The task has ended with this exception or none; a second call does nothing."""
         try:
-            while self._leaves:
-                self._leaves.pop()(error)
+            with contextlib.ExitStack() as every:  # one that is interrupted does not keep the others from being left
+                leaves, self._leaves = self._leaves, []
+                for leave in leaves:
+                    every.callback(leave, error)
         finally:
             self._current, self._running = (), False
 
@@ -169,44 +172,68 @@ class Lifecycle:
     def close_due(self) -> list[str]:
         """Closes what has ended and is not in use."""
         done = [topology for topology in self._due if topology not in self._current]
-        for topology in done:
-            self._due.remove(topology)
-            self._close_all_of(lambda key, topology=topology: key[0] == topology)  # type: ignore[misc]
-            self._forget(topology)
+        try:
+            self._close_all_of(lambda key: key[0] in done)
+        finally:
+            self._due = [topology for topology in self._due if topology not in done]
+            for topology in done:
+                self._forget(topology)
         return done
 
     def close_all(self) -> list[str]:
         """The process ends: closes everything, innermost first. Answers the ids that were known."""
-        self.end(None)
-        self._close_all_of(lambda _: True)
         known = list(self._topologies)
-        for topology in known:
-            self._forget(topology)
-        self._due.clear()
+        try:
+            self.end(None)
+        finally:
+            try:
+                self._close_all_of(lambda _: True)
+            finally:
+                for topology in known:
+                    self._forget(topology)
+                self._due.clear()
         return known
 
     def find(self, identity: Identity) -> Any:
-        """What a listener of the current task's topologies opened, the innermost first. Raises `LookupError`."""
-        for topology in reversed(self._current):
-            described = self._topologies[topology]
-            for registered in described.listeners:
-                if not registered.identity.same(identity):
-                    continue
-                if registered.value is not None:
-                    return registered.value()
-                if registered.listener is not None and self.is_open(topology, registered.index):
-                    return opened_value(registered.listener)
-                raise LookupError(f"its open failed here, and it is not required (topology {described.name!r})")
+        """What a listener of the current task's topologies opened. Raises `LookupError`.
+
+        The very listener comes before one that only looks the same (two functions of one name); then the innermost first.
+        """
+        inside = [
+            (self._topologies[topology], registered)
+            for topology in reversed(self._current)
+            for registered in self._topologies[topology].listeners
+        ]
+        for matches in (lambda one: one.id == identity.id, identity.same):
+            for described, registered in inside:
+                if matches(registered.identity):
+                    return self._answer(described, registered)
         if not self._current:
             raise LookupError("no task of a topology runs here")
         names = [self._topologies[topology].name for topology in self._current]
-        raise LookupError(f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it")
+        raise LookupError(
+            f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it"
+        )
+
+    def _answer(self, described: Described, registered: Registered) -> Any:
+        if registered.value is not None:
+            return registered.value()
+        state = self._states.get((described.id, registered.index), State.NEW)
+        if registered.listener is not None and state is State.OPEN:
+            return opened_value(registered.listener)
+        if state is State.OFF:
+            raise LookupError(f"its open failed here, and it is not required (topology {described.name!r})")
+        raise LookupError(f"it is not open yet: listeners open in the order registered (topology {described.name!r})")
 
     def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
-        for key in [key for key in reversed(self._opened) if chosen(key)]:
-            self._close_one(key)
+        with contextlib.ExitStack() as every:  # one that is interrupted does not keep the others from being closed
+            for key in self._opened:
+                if chosen(key):
+                    every.callback(self._close_one, key)
 
     def _close_one(self, key: tuple[str, int]) -> None:
+        if key not in self._opened:
+            return
         described = self._topologies[key[0]]
         registered = next(one for one in described.listeners if one.index == key[1])
         self._opened.remove(key)

@@ -101,10 +101,13 @@ class WorkerProcess:
 
         At the end of Spark's stream (the worker is not needed any more) everything is closed before this returns.
         """
-        poller = select.poll()
-        poller.register(task_socket, select.POLLIN)
-        poller.register(self._channel, select.POLLIN)
         with self._leaving_on_signal():
+            self._obey()  # what was read already, while the task waited for a description, is not seen by poll
+            if not self.anything_open and self._channel.fileno() < 0:
+                return
+            poller = select.poll()
+            poller.register(task_socket, select.POLLIN)
+            poller.register(self._channel, select.POLLIN)
             while True:
                 ready = {fd for fd, _ in poller.poll()}
                 if self._channel.fileno() in ready:

@@ -1,0 +1,619 @@
+"""The lifecycle of listeners in one process: against a model by property, and rule by rule in plain examples."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from stagecrew import Listener, TaskKilled, resource
+from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
+
+
+class Plain(Listener):
+    """Has no decoration, so a task is not wrapped in it."""
+
+    def __init__(self, argument: object = None) -> None:
+        self.argument = argument
+
+
+class Decorating(Plain):
+    """Wraps each task."""
+
+    @contextlib.contextmanager
+    def decorate(self, task: Any):
+        yield
+
+
+class HookError(Exception):
+    """What a failing hook raises here."""
+
+
+@dataclasses.dataclass
+class FakeHooks:
+    """Writes down what it is asked for, and raises what `plan` says."""
+
+    plan: dict[tuple[str, str, int], BaseException] = dataclasses.field(default_factory=dict)
+    log: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+
+    def _called(self, hook: str, topology: Described, registered: Registered, *more: Any) -> None:
+        assert topology.listeners[registered.index] is registered
+        self.log.append((hook, topology.id, registered.index, *more))
+        if error := self.plan.get((hook, topology.id, registered.index)):
+            raise error
+
+    def open(self, topology, registered):
+        self._called("open", topology, registered)
+
+    def close(self, topology, registered):
+        self._called("close", topology, registered)
+
+    def enter(self, topology, registered, task):
+        self._called("enter", topology, registered, task)
+        self.log.append(("entered", topology.id, registered.index))
+        return lambda error: self._called("leave", topology, registered, error)
+
+
+def topology(id_: str, *listeners: Registered | Listener) -> Described:
+    """A topology of these listeners, numbered as registered."""
+    registered = [
+        dataclasses.replace(one, index=i)
+        if isinstance(one, Registered)
+        else Registered(i, type(one).__name__, one._stagecrew, one.required, one)
+        for i, one in enumerate(listeners)
+    ]
+    return Described(id_, f"name of {id_}", tuple(registered))
+
+
+def optional(listener: Listener) -> Listener:
+    """The same listener, not required."""
+    listener.required = False
+    return listener
+
+
+def elsewhere(listener: Listener, value: Any) -> Registered:
+    """A listener that another process opened, with what it opened."""
+
+    def answer() -> Any:
+        if isinstance(value, LookupError):
+            raise value
+        return value
+
+    return Registered(0, "elsewhere", listener._stagecrew, required=True, listener=None, value=answer)
+
+
+# -- by property
+
+CHAINS = [("app",), ("app", "outer"), ("app", "outer", "inner"), ("app", "inner"), ("app", "other"), ("other",), ()]
+HOOKS = ("open", "close", "enter", "leave")
+
+
+def some_topologies() -> list[Described]:
+    """Of all kinds of listeners; `shared` is registered twice, `twin` looks the same as another."""
+    shared, remote = Decorating("shared"), Plain("remote")
+    return [
+        topology("app", Decorating("twin"), optional(Plain()), elsewhere(remote, "a port"), Decorating()),
+        topology("outer", optional(Decorating("o")), shared, Plain("o")),
+        topology(
+            "inner", Decorating("twin"), elsewhere(Plain("lost"), LookupError("not open there")), optional(shared)
+        ),
+        topology("other", Plain("x"), optional(Decorating("y"))),
+    ]
+
+
+SLOTS = [(each.id, one.index) for each in some_topologies() for one in each.listeners if one.listener is not None]
+PLANS = st.dictionaries(
+    st.tuples(st.sampled_from(HOOKS), st.sampled_from(SLOTS)).map(lambda pair: (pair[0], *pair[1])),
+    st.sampled_from([HookError, TaskKilled, KeyboardInterrupt]).map(lambda kind: kind("planned")),
+    max_size=4,
+)
+
+
+class LifecycleMachine(RuleBasedStateMachine):
+    """Any order of tasks and closes, with hooks that fail: the calls must be those of the model, in its order."""
+
+    @initialize()
+    def start(self):
+        self.topologies = {each.id: each for each in some_topologies()}
+        self.hooks = FakeHooks()
+        self.lifecycle = Lifecycle(self.hooks)
+        self.history: list[tuple[Any, ...]] = []
+        self.tasks = 0
+        # The model.
+        self.known: set[str] = set()
+        self.opened: list[tuple[str, int]] = []
+        self.off: set[tuple[str, int]] = set()
+        self.entered: list[tuple[str, int]] = []
+        self.current: tuple[str, ...] = ()
+        self.running = False
+        self.due: list[str] = []
+
+    # What the model expects: each answers the calls in `expected`, and raises like the real one.
+
+    def _expect(self, hook: str, key: tuple[str, int], *more: Any) -> None:
+        self.expected.append((hook, *key, *more))
+        if error := self.hooks.plan.get((hook, *key)):
+            raise error
+
+    def _expect_each(self, hook: str, keys: list[tuple[str, int]], *more: Any) -> None:
+        raised = None
+        for key in keys:
+            try:
+                self._expect(hook, key, *more)
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
+
+    def _model_end(self, error: BaseException | None) -> None:
+        entered, self.entered = self.entered, []
+        self.current, self.running = (), False
+        self._expect_each("leave", entered[::-1], error)
+
+    def _model_close(self, topologies: set[str]) -> None:
+        closing = [key for key in reversed(self.opened) if key[0] in topologies]
+        self.opened = [key for key in self.opened if key[0] not in topologies]
+        self.off = {key for key in self.off if key[0] not in topologies}
+        self.known -= topologies
+        self.due = [one for one in self.due if one not in topologies]
+        self._expect_each("close", closing)
+
+    def _model_open(self, described: Described) -> None:
+        for one in described.listeners:
+            key = (described.id, one.index)
+            if one.listener is None or key in self.opened or key in self.off:
+                continue
+            try:
+                self._expect("open", key)
+            except BaseException as error:
+                self._expect("close", key)
+                if one.required or not isinstance(error, Exception):
+                    raise
+                self.off.add(key)
+            else:
+                self.opened.append(key)
+
+    def _model_begin(self, chain: tuple[str, ...], task: Any) -> None:
+        if self.running:
+            self._model_end(None)
+        self.current, self.running = chain, True
+        try:
+            for each in chain:
+                self._model_open(self.topologies[each])
+            for each in chain:
+                for one in self.topologies[each].listeners:
+                    if isinstance(one.listener, Decorating) and (each, one.index) in self.opened:
+                        self._expect("enter", (each, one.index), task)
+                        self.expected.append(("entered", each, one.index))
+                        self.entered.append((each, one.index))
+        except BaseException as error:
+            self._model_end(error)
+            raise
+
+    def _compare(self, plan, model, real):
+        """Runs both: the same calls in the same order, the same exception."""
+        self.hooks.plan, self.hooks.log, self.expected = plan, [], []
+        outcomes = []
+        for run in (model, real):
+            try:
+                outcomes.append((run(), None))
+            except (HookError, TaskKilled, KeyboardInterrupt) as error:
+                outcomes.append((None, error))
+        assert self.hooks.log == self.expected
+        assert outcomes[0][1] is outcomes[1][1]
+        if outcomes[0][1] is None:
+            assert outcomes[0][0] == outcomes[1][0]
+        self.history += self.hooks.log
+
+    @rule(chain=st.sampled_from(CHAINS), plan=PLANS)
+    def begin(self, chain, plan):
+        for each in chain:
+            self.lifecycle.describe(self.topologies[each])
+            self.known.add(each)
+        self.tasks += 1
+        task = f"task {self.tasks}"
+        self._compare(plan, lambda: self._model_begin(chain, task), lambda: self.lifecycle.begin(chain, task))
+
+    @rule(plan=PLANS, error=st.sampled_from([None, HookError("task"), TaskKilled("task")]))
+    def end(self, plan, error):
+        self._compare(plan, lambda: self._model_end(error), lambda: self.lifecycle.end(error))
+
+    @rule(each=st.sampled_from(["app", "outer", "inner", "other", "never described"]), plan=PLANS)
+    def close(self, each, plan):
+        def model():
+            if each not in self.due:
+                self.due.append(each)
+            done = [one for one in self.due if one not in self.current]
+            self._model_close(set(done))
+            return done
+
+        self._compare(plan, model, lambda: self.lifecycle.close(each))
+
+    @rule(plan=PLANS)
+    def close_due(self, plan):
+        def model():
+            done = [one for one in self.due if one not in self.current]
+            self._model_close(set(done))
+            return done
+
+        self._compare(plan, model, self.lifecycle.close_due)
+
+    @precondition(lambda self: self.tasks)
+    @rule(plan=PLANS)
+    def close_all(self, plan):
+        def model():
+            known = set(self.known)
+            raised = None
+            steps = (lambda: self._model_end(None), lambda: self._model_close(known | set(self.due)))
+            for step in steps:
+                try:
+                    step()
+                except BaseException as error:
+                    raised = error
+            if raised is not None:
+                raise raised
+            return known
+
+        self._compare(plan, model, lambda: set(self.lifecycle.close_all()))
+
+    @invariant()
+    def what_it_says_of_itself(self):
+        """`busy`, `knows`, `is_open` and `anything_open` are what the calls so far make of them."""
+        assert self.lifecycle.busy == self.running
+        assert self.lifecycle.anything_open == bool(self.opened)
+        for each in self.topologies.values():
+            assert self.lifecycle.knows(each.id) == (each.id in self.known)
+            for one in each.listeners:
+                assert self.lifecycle.is_open(each.id, one.index) == ((each.id, one.index) in self.opened)
+
+    @invariant()
+    def what_the_docstring_promises(self):
+        """Looked at from the calls alone, without the model."""
+        attempted: list[tuple[str, int]] = []
+        entered: list[tuple[str, int]] = []
+        for hook, each, index, *_ in self.history:
+            key = (each, index)
+            if hook == "open":
+                assert key not in attempted, "opened at most once until it is closed"
+                attempted.append(key)
+            elif hook == "close":
+                assert key in attempted, "closed once for each attempted open"
+                attempted.remove(key)
+                assert each not in {topology for topology, _ in entered}, "not closed while in use"
+            elif hook == "enter":
+                assert key in attempted, "decorated only while open"
+            elif hook == "entered":
+                entered.append(key)
+            else:
+                assert entered.pop() == key, "left in reverse, each once"
+        assert entered == [] or self.running, "nothing stays decorated behind the task"
+        assert set(attempted) == set(self.lifecycle._opened)
+
+    @invariant()
+    def found_where_the_task_is(self):
+        """`find` answers for the listeners of the current chain alone, the very one first, then innermost first."""
+        inside = [(each, one) for each in reversed(self.current) for one in self.topologies[each].listeners]
+        for each in self.topologies.values():
+            for one in each.listeners:
+                exact = [place for place in inside if place[1].identity.id == one.identity.id]
+                alike = [place for place in inside if place[1].identity.same(one.identity)]
+                places = exact or alike
+                if not places:
+                    expected = None
+                elif places[0][1].value is not None:
+                    expected = (
+                        "a port" if places[0][1].identity.same(self.topologies["app"].listeners[2].identity) else None
+                    )
+                else:
+                    expected = places[0][1].listener if (places[0][0], places[0][1].index) in self.opened else None
+                try:
+                    found = self.lifecycle.find(one.identity)
+                except LookupError:
+                    found = None
+                assert found is expected
+
+    def teardown(self):
+        if hasattr(self, "lifecycle"):
+            self.hooks.plan = {}
+            self.lifecycle.close_all()
+            self.history += self.hooks.log
+            assert not self.lifecycle.anything_open
+            assert self.lifecycle.close_all() == []
+
+
+LifecycleMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestLifecycleMachine = LifecycleMachine.TestCase
+
+
+# -- rule by rule
+
+
+def machine(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
+    """A lifecycle that knows these topologies."""
+    hooks = FakeHooks()
+    lifecycle = Lifecycle(hooks)
+    for each in topologies:
+        lifecycle.describe(each)
+    return lifecycle, hooks
+
+
+def test_opens_as_registered_and_closes_in_reverse():
+    """Outer topology first, within one as registered; decorations in that order; all of it back in reverse."""
+    lifecycle, hooks = machine(topology("a", Decorating(), Plain()), topology("b", Decorating()))
+    lifecycle.begin(["a", "b"], "task")
+    lifecycle.end(None)
+    assert lifecycle.close_all() == ["a", "b"]
+    assert hooks.log == [
+        *[("open", "a", 0), ("open", "a", 1), ("open", "b", 0)],
+        *[("enter", "a", 0, "task"), ("entered", "a", 0), ("enter", "b", 0, "task"), ("entered", "b", 0)],
+        *[("leave", "b", 0, None), ("leave", "a", 0, None)],
+        *[("close", "b", 0), ("close", "a", 1), ("close", "a", 0)],
+    ]
+
+
+def test_opened_once_for_many_tasks():
+    """The second task of a topology finds its listeners open."""
+    lifecycle, hooks = machine(topology("a", Plain()))
+    for task in ("one", "two"):
+        lifecycle.begin(["a"], task)
+        lifecycle.end(None)
+    assert lifecycle.close("a") == ["a"]
+    assert hooks.log == [("open", "a", 0), ("close", "a", 0)]
+
+
+def test_a_failed_open_is_closed_once_and_may_be_tried_again():
+    """`begin` raises what the listener raised, those before it stay open, those behind it are not touched."""
+    lifecycle, hooks = machine(topology("a", Plain(), Plain(), Plain()))
+    hooks.plan = {("open", "a", 1): HookError("no database")}
+    with pytest.raises(HookError, match="no database"):
+        lifecycle.begin(["a"], "task")
+    assert hooks.log == [("open", "a", 0), ("open", "a", 1), ("close", "a", 1)]
+    assert not lifecycle.busy
+    hooks.plan, hooks.log = {}, []
+    lifecycle.begin(["a"], "task")
+    lifecycle.end(None)
+    lifecycle.close_all()
+    assert hooks.log == [("open", "a", 1), ("open", "a", 2), ("close", "a", 2), ("close", "a", 1), ("close", "a", 0)]
+
+
+def test_a_listener_that_is_not_required_is_switched_off():
+    """The task goes on, the listener is closed once, not decorated, not tried again, and `get` says why."""
+    pool = optional(Decorating())
+    lifecycle, hooks = machine(topology("a", pool, Plain()))
+    hooks.plan = {("open", "a", 0): HookError("no database")}
+    for _ in range(2):
+        lifecycle.begin(["a"], "task")
+        with pytest.raises(LookupError, match=r"its open failed here, and it is not required \(topology 'name of a'\)"):
+            lifecycle.find(pool._stagecrew)
+        lifecycle.end(None)
+    assert hooks.log == [("open", "a", 0), ("close", "a", 0), ("open", "a", 1)]
+    assert not lifecycle.is_open("a", 0)
+
+
+def test_a_topology_that_is_described_again_forgets_what_was_off():
+    """After its close a topology is unknown; described again, all its listeners get a new chance."""
+    pool = optional(Plain())
+    described = topology("a", pool)
+    lifecycle, hooks = machine(described)
+    hooks.plan = {("open", "a", 0): HookError("no database")}
+    lifecycle.begin(["a"], "task")
+    lifecycle.end(None)
+    lifecycle.close("a")
+    assert not lifecycle.knows("a")
+    hooks.plan = {}
+    lifecycle.describe(described)
+    lifecycle.begin(["a"], "task")
+    assert lifecycle.find(pool._stagecrew) is pool
+
+
+def test_a_kill_during_open_switches_nothing_off():
+    """`TaskKilled` is not a failure of the listener: it is closed, the task ends, and a later one opens again."""
+    lifecycle, hooks = machine(topology("a", optional(Plain())))
+    hooks.plan = {("open", "a", 0): TaskKilled("SIGTERM")}
+    with pytest.raises(TaskKilled):
+        lifecycle.begin(["a"], "task")
+    hooks.plan = {}
+    lifecycle.begin(["a"], "task")
+    assert hooks.log == [("open", "a", 0), ("close", "a", 0), ("open", "a", 0)]
+
+
+def test_a_decoration_that_cannot_be_entered_leaves_the_others():
+    """Those entered before it are left, in reverse, with its exception, and it is not left itself."""
+    lifecycle, hooks = machine(topology("a", Decorating(), Decorating(), Decorating(), Decorating()))
+    error = hooks.plan["enter", "a", 2] = HookError("no context")
+    with pytest.raises(HookError, match="no context"):
+        lifecycle.begin(["a"], "task")
+    assert hooks.log[-3:] == [("enter", "a", 2, "task"), ("leave", "a", 1, error), ("leave", "a", 0, error)]
+    hooks.log = []
+    lifecycle.end(None)
+    assert hooks.log == []
+
+
+def test_decorations_see_the_exception_of_the_task_once():
+    """`end` hands the exception to each decoration; a second `end` does nothing."""
+    lifecycle, hooks = machine(topology("a", Decorating()))
+    lifecycle.begin(["a"], "task")
+    error = TaskKilled("SIGTERM")
+    lifecycle.end(error)
+    lifecycle.end(None)
+    assert [call for call in hooks.log if call[0] == "leave"] == [("leave", "a", 0, error)]
+
+
+def test_a_task_that_begins_before_the_last_ended_ends_that():
+    """A worker has one task: the decorations of the last are left before those of the next are entered."""
+    lifecycle, hooks = machine(topology("a", Decorating()))
+    lifecycle.begin(["a"], "one")
+    lifecycle.begin(["a"], "two")
+    assert hooks.log[-3:] == [("leave", "a", 0, None), ("enter", "a", 0, "two"), ("entered", "a", 0)]
+
+
+@pytest.mark.parametrize("hook", ["leave", "close"])
+@pytest.mark.parametrize("kind", [HookError, TaskKilled])
+def test_one_failing_hook_does_not_keep_the_others_from_being_called(hook, kind):
+    """Even hooks that break their promise not to raise: everything is left and closed, once, and the error is seen."""
+    lifecycle, hooks = machine(topology("a", Decorating(), Decorating()), topology("b", Decorating()))
+    lifecycle.begin(["a", "b"], "task")
+    hooks.plan, hooks.log = {(hook, "b", 0): kind("broken"), (hook, "a", 1): kind("broken")}, []
+    with pytest.raises(kind, match="broken"):
+        lifecycle.close_all()
+    places = [("b", 0), ("a", 1), ("a", 0)]
+    assert hooks.log == [("leave", *place, None) for place in places] + [("close", *place) for place in places]
+    assert not lifecycle.anything_open
+    assert not lifecycle.busy
+    assert not lifecycle.knows("a")
+    hooks.log = []
+    assert lifecycle.close_all() == []
+    assert hooks.log == []
+
+
+def test_a_topology_in_use_is_closed_after_its_task():
+    """Its close waits for the end of the task; another topology closes at once."""
+    lifecycle, hooks = machine(topology("a", Plain()), topology("b", Plain()))
+    lifecycle.begin(["b"], "task")
+    lifecycle.end(None)
+    lifecycle.begin(["a"], "task")
+    hooks.log = []
+    assert lifecycle.close("a") == []
+    assert lifecycle.close("a") == []
+    assert lifecycle.close("b") == ["b"]
+    assert hooks.log == [("close", "b", 0)]
+    lifecycle.end(None)
+    assert hooks.log == [("close", "b", 0)]
+    assert lifecycle.close_due() == ["a"]
+    assert lifecycle.close_due() == []
+    assert hooks.log == [("close", "b", 0), ("close", "a", 0)]
+
+
+def test_topologies_that_close_together_close_innermost_first():
+    """Also when the close of the outer one was heard first."""
+    lifecycle, hooks = machine(topology("outer", Plain()), topology("inner", Plain()))
+    lifecycle.begin(["outer", "inner"], "task")
+    lifecycle.close("outer")
+    lifecycle.close("inner")
+    lifecycle.end(None)
+    hooks.log = []
+    assert sorted(lifecycle.close_due()) == ["inner", "outer"]
+    assert hooks.log == [("close", "inner", 0), ("close", "outer", 0)]
+
+
+def test_the_close_of_an_unknown_topology_is_answered():
+    """The executor waits for an answer also from a process that never had a task of the topology."""
+    lifecycle, hooks = machine()
+    assert lifecycle.close("never described") == ["never described"]
+    assert hooks.log == []
+
+
+def test_a_topology_that_is_known_stays_as_it_is():
+    """A second description does not exchange listeners that are open."""
+    first, second = Plain(), Plain()
+    lifecycle, _ = machine(topology("a", first))
+    lifecycle.begin(["a"], "task")
+    lifecycle.describe(topology("a", second))
+    assert lifecycle.find(first._stagecrew) is first
+    assert lifecycle.name_of("a") == "name of a"
+
+
+def test_a_chain_with_an_unknown_topology_leaves_no_task_behind():
+    """`begin` raises, and the process is as if no task had begun."""
+    lifecycle, _ = machine(topology("a", Decorating()))
+    with pytest.raises(KeyError):
+        lifecycle.begin(["a", "unknown"], "task")
+    assert not lifecycle.busy
+
+
+def test_only_listeners_that_override_decorate_are_entered():
+    """A listener without a decoration costs a task no call."""
+    lifecycle, hooks = machine(topology("a", Plain()))
+    lifecycle.begin(["a"], "task")
+    lifecycle.end(None)
+    assert hooks.log == [("open", "a", 0)]
+
+
+def test_what_another_process_opened_is_neither_opened_nor_closed_here():
+    """A listener of the executor's scope answers with its value, asked anew for each `get`."""
+    remote, gone = Plain("remote"), Plain("gone")
+    lifecycle, hooks = machine(
+        topology("a", elsewhere(remote, "a port"), elsewhere(gone, LookupError("its agent is lost")))
+    )
+    lifecycle.begin(["a"], "task")
+    assert lifecycle.find(remote._stagecrew) == "a port"
+    with pytest.raises(LookupError, match="its agent is lost"):
+        lifecycle.find(gone._stagecrew)
+    lifecycle.end(None)
+    lifecycle.close_all()
+    assert hooks.log == []
+
+
+def test_find_answers_for_the_current_chain_innermost_first():
+    """Each topology's own instance of equal listeners; the inner one wins, and nothing is found outside a task."""
+    outer, inner, asked = Plain("same"), Plain("same"), Plain("same")
+    only_outer = Plain("only here")
+    lifecycle, _ = machine(topology("a", outer, only_outer), topology("b", inner))
+    lifecycle.begin(["a", "b"], "task")
+    assert lifecycle.find(asked._stagecrew) is inner
+    assert lifecycle.find(only_outer._stagecrew) is only_outer
+    lifecycle.begin(["a"], "task")
+    assert lifecycle.find(asked._stagecrew) is outer
+    lifecycle.begin(["b"], "task")
+    with pytest.raises(LookupError):
+        lifecycle.find(only_outer._stagecrew)
+
+
+def test_find_prefers_the_very_listener_to_one_that_looks_the_same():
+    """A function that is defined twice under one name: each listener answers for itself, also from an outer topology."""
+
+    def defined(value: str):
+        @resource
+        def pool(context):
+            yield value
+
+        return pool()
+
+    one, two, three = defined("one"), defined("two"), defined("three")
+    lifecycle, hooks = machine(topology("a", one, two), topology("b", three))
+    hooks.open = lambda topology, registered: registered.listener.open(None)
+    lifecycle.begin(["a", "b"], "task")
+    assert [lifecycle.find(each._stagecrew.reference()) for each in (one, two, three)] == ["one", "two", "three"]
+
+
+def test_find_says_where_it_looked():
+    """No task; a task of other topologies, innermost first; a listener that is not open yet."""
+    asked = Plain("asked")
+    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), asked))
+    with pytest.raises(LookupError, match="no task of a topology runs here"):
+        lifecycle.find(asked._stagecrew)
+    lifecycle.begin(["a"], "task")
+    with pytest.raises(LookupError, match="this task runs in topology 'name of a', which does not have it"):
+        lifecycle.find(asked._stagecrew)
+    lifecycle.end(None)
+
+    def asks(topology, registered):
+        lifecycle.find(asked._stagecrew)
+
+    hooks.open = asks
+    with pytest.raises(LookupError, match=r"it is not open yet: listeners open in the order registered"):
+        lifecycle.begin(["a", "b"], "task")
+    hooks.open = lambda topology, registered: None
+    lifecycle.begin(["a", "b"], "task")
+    with pytest.raises(LookupError, match="this task runs in topology 'name of b' inside 'name of a', which does not"):
+        lifecycle.find(Plain("nowhere")._stagecrew)
+
+
+def test_a_listener_finds_those_that_were_opened_before_it():
+    """`get` in an `open` answers for the listeners that are registered before."""
+    first, second = Plain("first"), Plain("second")
+    lifecycle, hooks = machine(topology("a", first, second))
+    found = []
+
+    def opens(topology, registered):
+        if registered.listener is second:
+            found.append(lifecycle.find(first._stagecrew))
+
+    hooks.open = opens
+    lifecycle.begin(["a"], "task")
+    assert found == [first]

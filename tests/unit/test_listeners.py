@@ -1,0 +1,540 @@
+"""Listeners on their own: how they are recognised, how they travel, and what `get` says outside a task."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import logging
+import pickle
+import sys
+import threading
+from typing import Any
+
+import pytest
+from pyspark import cloudpickle
+
+import stagecrew
+from stagecrew import (
+    Lifetime,
+    Listener,
+    ListenerContext,
+    LoggingContext,
+    Resource,
+    ResourceNotOpen,
+    Scope,
+    Task,
+    resource,
+)
+from stagecrew.errors import ConfigurationError
+from stagecrew.listeners import Identity, decorates, listener_name, opened_value, registering, resolving
+
+CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
+SECRET = "a-password-in-an-argument"
+
+
+class Pool(Listener):
+    """Holds what it was made with."""
+
+    def __init__(self, dsn: str, *, size: int = 1) -> None:
+        self.dsn, self.size = dsn, size
+
+
+@resource
+def pool(context, dsn, *, size=1):
+    """Yields what it was made with."""
+    yield f"{dsn} on {context.executor}"
+
+
+def same(one: Listener, other: Listener) -> bool:
+    """Whether both are the same listener; the question must have one answer from both sides."""
+    answer = one._stagecrew.same(other._stagecrew)
+    assert other._stagecrew.same(one._stagecrew) == answer
+    return answer
+
+
+def travelled(listener: Any) -> Any:
+    """As it arrives with its registration."""
+    with registering():
+        return pickle.loads(cloudpickle.dumps(listener))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A function that imports a module anew from its source, as a worker does."""
+    source = """
+        import stagecrew
+
+        class Pool(stagecrew.Listener):
+            def __init__(self, dsn): self.dsn = dsn
+
+        @stagecrew.resource
+        def pool(context, dsn):
+            yield dsn
+
+        by_class, by_function, other = Pool("a"), pool("a"), pool("b")
+    """
+    name = "pools_of_this_test"
+    (tmp_path / f"{name}.py").write_text("\n".join(line[8:] for line in source.splitlines()))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imported():
+        sys.modules.pop(name, None)
+        return importlib.import_module(name)
+
+    yield imported
+    sys.modules.pop(name, None)
+
+
+# -- identity
+
+
+@pytest.mark.parametrize("listener", [Pool(SECRET), pool(SECRET)])
+def test_a_pickled_copy_is_the_same(listener):
+    """Once or several times, whole or as a reference in a function; also by `copy`."""
+    once = travelled(listener)
+    assert once is not listener
+    assert same(once, listener)
+    assert same(travelled(once), listener)
+    assert same(pickle.loads(cloudpickle.dumps(lambda: listener))(), listener)
+    assert same(copy.copy(listener), listener)
+
+
+def test_a_module_that_is_imported_anew_makes_the_same_listeners(module):
+    """Equal names and arguments are the same listener, though the objects and classes are others."""
+    here, there = module(), module()
+    assert here.by_class is not there.by_class
+    assert same(here.by_class, there.by_class)
+    assert same(here.by_function, there.by_function)
+    assert not same(here.by_function, there.other)
+    assert not same(here.by_class, there.by_function)
+
+
+def test_two_of_one_factory_differ_by_their_arguments():
+    """By position, by name, and not by the default that was not written."""
+    assert same(pool("a"), pool("a"))
+    assert not same(pool("a"), pool("b"))
+    assert not same(pool("a", size=2), pool("a", size=3))
+    assert same(Pool("a", size=2), Pool("a", size=2))
+    assert not same(Pool("a", size=2), Pool("a", size=3))
+
+
+def test_arguments_that_are_equal_but_pickle_differently_are_the_same():
+    """Equality decides, not bytes: a dict in another order, a number as float."""
+    assert same(pool({"a": 1, "b": 2}), pool({"b": 2, "a": 1}))
+    assert same(pool(1), pool(1.0))
+
+
+def test_arguments_that_cannot_be_pickled_or_compared_are_never_guessed():
+    """Then only the very listener is the same, and nothing is raised."""
+
+    class Incomparable:
+        def __eq__(self, other):
+            raise ValueError("ambiguous")
+
+        __hash__ = None
+
+    one, other = pool(lambda: 1), pool(lambda: 1)
+    assert same(one, one)
+    assert not same(one, other)
+    assert same(one, travelled(one))
+    assert not same(pool(Incomparable()), pool(Incomparable()))
+
+
+def test_a_notebook_cell_that_is_run_again():
+    """The function of the old cell finds the listener of the new one and the other way round: name and arguments agree."""
+    cell = "@resource\ndef cell_pool(context, dsn):\n    yield dsn\nlistener = cell_pool('a')\n"
+    runs = []
+    for _ in range(2):
+        names: dict[str, Any] = {"resource": resource, "__name__": "__main__"}
+        exec(cell, names)
+        runs.append(names["listener"])
+    assert same(*runs)
+
+
+def test_a_reference_is_known_by_its_id_alone():
+    """It has no arguments, so it is not mistaken for another listener of its factory, and keeps its topologies."""
+    one, other = pool("a"), pool("a")
+    one._stagecrew.topologies.append("topology 'enrich'")
+    bare = one._stagecrew.reference()
+    assert bare.same(one._stagecrew)
+    assert one._stagecrew.same(bare)
+    assert not bare.same(other._stagecrew)
+    assert bare.topologies == ["topology 'enrich'"]
+    assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
+
+
+def test_identities_of_different_factories_differ():
+    """Equal arguments do not make two classes one."""
+    assert not Identity("m:A", (1,), {}).same(Identity("m:B", (1,), {}))
+
+
+# -- how they travel
+
+
+def test_a_resource_in_a_function_travels_without_its_arguments():
+    """No secret is in the bytes, and what arrives can be asked for, not opened."""
+    orders = pool(SECRET, size=7)
+
+    def work(batches):
+        return orders.get()
+
+    data = cloudpickle.dumps(work)
+    assert SECRET.encode() not in data
+    assert SECRET.encode() not in pickle.dumps(orders)
+    arrived = pickle.loads(pickle.dumps(orders))
+    assert repr(arrived) == repr(orders) == "<resource pool>"
+    with pytest.raises(ConfigurationError, match="resource 'pool' is only a reference here"):
+        arrived.open(CONTEXT)
+    arrived.close(CONTEXT)
+
+
+def test_a_resource_is_registered_whole():
+    """With its arguments, scope, lifetime and name; its copy opens."""
+    made = resource(scope=Scope.EXECUTOR, lifetime=Lifetime.EXECUTION, required=False, name="orders")(pool.function)(
+        SECRET
+    )
+    arrived = travelled(made)
+    assert (arrived.scope, arrived.lifetime, arrived.required) == (Scope.EXECUTOR, Lifetime.EXECUTION, False)
+    assert listener_name(arrived) == "orders"
+    arrived.open(CONTEXT)
+    assert opened_value(arrived) == f"{SECRET} on 1"
+    arrived.close(CONTEXT)
+    assert opened_value(arrived) is None
+
+
+def test_registering_ends_with_its_block_and_counts_for_its_thread_alone():
+    """While one thread registers, another's function still travels without arguments; so does its own afterwards."""
+    orders, inside, done, seen = pool(SECRET), threading.Event(), threading.Event(), []
+
+    def other():
+        inside.wait(10)
+        seen.append(cloudpickle.dumps(orders))
+        with registering():
+            done.set()
+            release.wait(10)
+            seen.append(cloudpickle.dumps(orders))
+
+    release = threading.Event()
+    thread = threading.Thread(target=other)
+    thread.start()
+    with pytest.raises(ZeroDivisionError), registering(), registering():  # noqa: PT012
+        inside.set()
+        assert done.wait(10)
+        assert SECRET.encode() in cloudpickle.dumps(orders)
+        raise ZeroDivisionError
+    assert SECRET.encode() not in cloudpickle.dumps(orders)
+    release.set()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [SECRET.encode() in data for data in seen] == [False, True]
+
+
+class WithState(Listener):
+    """Leaves out what cannot travel, and everything of ours."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn, self.lock = dsn, threading.Lock()
+
+    def __getstate__(self):
+        return {"dsn": self.dsn}
+
+    def __setstate__(self, state):
+        self.dsn, self.lock = state["dsn"], None
+
+
+class WithReduce(Listener):
+    """Says itself how it is made again."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+
+    def __reduce__(self):
+        return (WithReduce, (self.dsn,))
+
+
+class WithSlots(Listener):
+    """Has slots beside the dictionary of its base."""
+
+    __slots__ = ("dsn",)
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+
+
+@dataclasses.dataclass
+class AsDataclass(Listener):
+    """Equal by its fields."""
+
+    dsn: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Listener):
+    """Cannot be assigned to."""
+
+    dsn: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots(Listener):
+    """Frozen, with slots: the decorator makes the class anew."""
+
+    dsn: str
+
+
+class KeywordOnly(Listener):
+    """Takes its arguments by name in `__new__` too."""
+
+    def __new__(cls, *, dsn):
+        return super().__new__(cls, dsn=dsn)
+
+    def __init__(self, *, dsn):
+        self.dsn = dsn
+
+    def __getnewargs_ex__(self):
+        return (), {"dsn": self.dsn}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        WithState("a"),
+        WithReduce("a"),
+        WithSlots("a"),
+        AsDataclass("a"),
+        Frozen("a"),
+        FrozenSlots("a"),
+        KeywordOnly(dsn="a"),
+        Pool("a"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_listeners_of_every_make_travel(made):
+    """With what they hold and as the same listener, however their class is pickled, and by every protocol."""
+    made._stagecrew.topologies.append("topology 'enrich'")
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        arrived = pickle.loads(pickle.dumps(made, protocol))
+        assert type(arrived) is type(made)
+        assert arrived.dsn == "a"
+        assert arrived._stagecrew.id == made._stagecrew.id
+        assert arrived._stagecrew.topologies == ["topology 'enrich'"]
+
+
+def test_a_class_of_main_travels():
+    """A listener whose class is not importable travels with its class."""
+    names: dict[str, Any] = {"Listener": Listener, "__name__": "__main__"}
+    exec("class Local(Listener):\n    def __init__(self, dsn): self.dsn = dsn\n", names)
+    made = names["Local"]("a")
+    arrived = travelled(made)
+    assert arrived.dsn == "a"
+    assert same(arrived, made)
+
+
+def test_a_resource_inside_another_listener_is_registered_whole():
+    """What a listener is made of travels with it when it is registered, and not in a function."""
+    made = Pool(SECRET)
+    made.inner = pool("inner-" + SECRET)
+    arrived = travelled(made)
+    arrived.inner.open(CONTEXT)
+    assert opened_value(arrived.inner) == f"inner-{SECRET} on 1"
+
+
+# -- resource
+
+
+def test_resource_bare_and_with_arguments():
+    """Both ways of decorating give a factory that looks like the function."""
+    assert pool.__name__ == "pool"
+    assert pool.__doc__ == "Yields what it was made with."
+    assert pool("a").scope is Scope.WORKER
+    assert isinstance(pool("a"), Resource)
+
+    @resource(scope=Scope.EXECUTOR, required=False)
+    def server(context):
+        yield 1
+
+    assert (server().scope, server().required, server().lifetime) == (Scope.EXECUTOR, False, Lifetime.APPLICATION)
+    assert listener_name(server()).endswith("server")
+    with pytest.raises(ConfigurationError, match="@resource decorates a generator function, not 7"):
+        resource(7)
+
+
+def test_a_resource_opens_and_closes_its_generator():
+    """Up to `yield` in open, behind it in close; it may be opened again afterwards, and a second close does nothing."""
+    events = []
+
+    @resource
+    def tracked(context):
+        events.append("open")
+        yield len(events)
+        events.append("close")
+
+    made = tracked()
+    for _ in range(2):
+        made.open(CONTEXT)
+        assert made.opened() is not None
+        made.close(CONTEXT)
+        made.close(CONTEXT)
+    assert events == ["open", "close"] * 2
+
+
+def test_a_resource_whose_generator_raises():
+    """Before its `yield` the exception is open's, and close has nothing to do; behind it, it is close's."""
+
+    @resource
+    def broken(context, where):
+        try:
+            if where == "open":
+                raise ZeroDivisionError(where)
+            yield 1
+            raise ZeroDivisionError(where)
+        finally:
+            ended.append(where)
+
+    ended: list[str] = []
+    failing = broken("open")
+    with pytest.raises(ZeroDivisionError, match="open"):
+        failing.open(CONTEXT)
+    assert ended == ["open"]
+    failing.close(CONTEXT)
+    closing = broken("close")
+    closing.open(CONTEXT)
+    with pytest.raises(ZeroDivisionError, match="close"):
+        closing.close(CONTEXT)
+    closing.close(CONTEXT)
+    assert ended == ["open", "close"]
+
+
+@pytest.mark.parametrize(("yields", "text"), [(0, "generator didn't yield"), (2, "generator didn't stop")])
+def test_a_resource_that_does_not_yield_once(yields, text):
+    """It is an error of open or of close, not a silent value."""
+
+    @resource
+    def wrong(context):
+        yield from range(yields)
+
+    made = wrong()
+    with pytest.raises(RuntimeError, match=text):  # noqa: PT012
+        made.open(CONTEXT)
+        made.close(CONTEXT)
+
+
+# -- get
+
+
+def test_get_outside_names_listener_topologies_and_remedy():
+    """The error says what is not open, where it was looked for, for what it was registered, and what to do."""
+    orders = pool("a")
+    with pytest.raises(ResourceNotOpen) as never:
+        orders.get()
+    assert str(never.value).startswith(
+        "listener 'pool' is not open here: this process runs no task of a topology. It was registered nowhere. Run the "
+        "action inside `with crew.topology(..., listeners=[...])`"
+    )
+    assert "stagecrew.configure(builder, listeners=[...])" in str(never.value)
+    orders._stagecrew.topologies += ["topology 'b'", "the application", "topology 'b'"]
+    arrived = pickle.loads(cloudpickle.dumps(orders))
+    with pytest.raises(ResourceNotOpen, match="It was registered for the application and topology 'b'"):
+        arrived.get()
+
+
+def test_get_asks_the_innermost_resolver_first():
+    """It goes on to the outer ones, and tells what the last of them said."""
+    orders = pool("a")
+
+    def refuses(text):
+        def resolve(identity):
+            raise LookupError(text)
+
+        return resolve
+
+    with resolving(lambda identity: "outer"), resolving(refuses("inner")):
+        assert orders.get() == "outer"
+    with resolving(lambda identity: "outer"), resolving(lambda identity: "inner"):
+        assert orders.get() == "inner"
+    with (
+        resolving(refuses("this task runs elsewhere")),
+        pytest.raises(ResourceNotOpen, match="this task runs elsewhere"),
+    ):
+        orders.get()
+    with pytest.raises(ResourceNotOpen):
+        orders.get()
+
+
+def test_get_answers_in_every_thread():
+    """A thread that a task started asks for the same resources; afterwards it gets the error."""
+    orders, answers = pool("a"), []
+
+    def ask():
+        try:
+            answers.append(orders.get())
+        except ResourceNotOpen as error:
+            answers.append(type(error))
+
+    def in_thread():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join(10)
+
+    with resolving(lambda identity: "a value"):
+        in_thread()
+    in_thread()
+    assert answers == ["a value", ResourceNotOpen]
+
+
+# -- built in
+
+
+def record_of(message: str) -> logging.LogRecord:
+    """What a log call makes."""
+    return logging.getLogRecordFactory()("n", logging.INFO, "p", 1, message, (), None)
+
+
+def test_logging_context_sets_and_restores():
+    """Records in a task carry its attributes, others do not, also after an exception and one inside another."""
+    task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
+    before = logging.getLogRecordFactory()
+    with pytest.raises(ZeroDivisionError), LoggingContext().decorate(task):  # noqa: PT012
+        record = record_of("hello")
+        text = logging.Formatter(
+            "%(application)s %(topology)s %(stage)s/%(partition)s #%(attempt)s %(message)s"
+        ).format(record)
+        assert text == "app enrich 4/5 #67 hello"
+        with LoggingContext().decorate(dataclasses.replace(task, topology="inner")):
+            assert record_of("x").topology == "inner"
+        assert record_of("x").topology == "enrich"
+        raise ZeroDivisionError
+    assert logging.getLogRecordFactory() is before
+    assert not hasattr(record_of("x"), "topology")
+
+
+def test_only_an_overridden_decorate_counts():
+    """The base's decoration is no decoration; it can be entered all the same."""
+    assert decorates(LoggingContext())
+    assert not decorates(Pool("a"))
+    assert not decorates(pool("a"))
+    task = Task("app", "t", "t-1", "1", 0, 0, 0, 0, 0)
+    with Pool("a").decorate(task):
+        pass
+    with contextlib.nullcontext():
+        assert Pool("a").open(CONTEXT) is None
+        assert Pool("a").close(CONTEXT) is None
+
+
+def test_the_context_does_not_show_the_configuration():
+    """It may hold what the user would not log: not in `repr`."""
+    context = dataclasses.replace(CONTEXT, configuration={"spark.key": SECRET})
+    assert SECRET not in repr(context)
+    assert SECRET not in str(context)
+
+
+def test_a_resource_does_not_show_its_arguments():
+    """Neither `repr` nor an error of `get` has them."""
+    orders = pool(SECRET)
+    assert SECRET not in f"{orders!r} {orders}"
+    with pytest.raises(ResourceNotOpen) as raised:
+        orders.get()
+    assert SECRET not in str(raised.value)
+    assert stagecrew.Resource is Resource
