@@ -23,13 +23,17 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val waitingForStage = mutable.HashMap.empty[Int, List[Option[String] => Unit]]
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
   private val drained = new AtomicBoolean(false)
-  @volatile private var published = Snapshot(Vector.empty)
+  private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
+  @volatile private var published = Snapshot(Vector.empty, Totals())
 
   /** What the UI, metrics and reports read: as of the last change. */
   def snapshot: Snapshot = published
 
   def start(application: Description): Unit = {
-    call(topologies(application.id) = new Topology(application, ApplicationKind))
+    call {
+      topologies(application.id) = new Topology(application, ApplicationKind)
+      publish()
+    }
     SparkInternals.addListener(sc, new BusListener(this))
     loop.scheduleWithFixedDelay(() => Log.contained("the driver's check of executions")(checkExecutions()), 1, 1, TimeUnit.SECONDS)
     ()
@@ -288,7 +292,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     }
     // Closed ones keep no pickled listeners, and only so many are remembered.
     topology.description = topology.description.copy(listeners = topology.description.listeners.map(_.copy(blob = None)))
-    val closed = topologies.values.filter(_.state == "closed").map(_.description.id).toSeq
+    val closed = topologies.values.filter(t => t.state == "closed" && t.kind != ApplicationKind).map(_.description.id).toSeq
     closed.take(closed.size - settings.retainedTopologies).foreach(topologies.remove)
     publish()
     waiters.foreach(_.complete(()))
@@ -305,6 +309,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit = {
+    if (totals.get(executor).forall(_._1 < sequence)) {
+      totals(executor) = sequence -> Totals.of(body.get("totals").asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
+    }
     val reports = body.get("topologies")
     reports.fieldNames.forEachRemaining { id =>
       topologies.get(id).foreach { topology =>
@@ -339,7 +346,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def within(inner: String, outer: String): Boolean =
     inner == outer || topologies.get(inner).exists(t => chainOf(t).exists(_.description.id == outer))
 
-  private def publish(): Unit = published = Snapshot(topologies.values.map(_.view).toVector)
+  private def publish(): Unit = published = Snapshot(
+    topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _))
 
   private def inLoop(f: => Unit): Unit =
     try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
@@ -405,8 +413,5 @@ final case class TopologyView(
     lostExecutors: Vector[String],
     unclosed: Vector[String])
 
-/** What the UI, metrics and reports read. */
-final case class Snapshot(topologies: Vector[TopologyView]) {
-  def total(f: ListenerCounts => Long): Long =
-    topologies.iterator.flatMap(_.executors).flatMap(_._2.listeners.values).map(f).sum
-}
+/** What the UI, metrics and reports read. `totals` are of all topologies, those that are forgotten too. */
+final case class Snapshot(topologies: Vector[TopologyView], totals: Totals)

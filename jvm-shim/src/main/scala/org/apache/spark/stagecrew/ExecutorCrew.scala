@@ -455,8 +455,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
     private def answer(unclosed: Seq[String]): Unit = {
       val (sequence, counts) = ledger.full(topology)
-      val body = Json.obj()
-      body.set[com.fasterxml.jackson.databind.JsonNode]("topologies", Json.parse(counts))
+      val body = Json.parse(counts)
       body.set[com.fasterxml.jackson.databind.JsonNode]("unclosed", Json.arr(unclosed))
       val bytes = Frames.encode("REPORT", executor, sequence, Json.write(body))
       replies.foreach(_.answer(bytes))
@@ -467,9 +466,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val onceClosed = scala.collection.concurrent.TrieMap.empty[String, CountDownLatch]
 
   private def report(): Unit = ledger.report().foreach { case (sequence, counts) =>
-    val body = Json.obj()
-    body.set[com.fasterxml.jackson.databind.JsonNode]("topologies", Json.parse(counts))
-    driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, Json.write(body))), AskMs) {
+    driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), AskMs) {
       case Right(_) => ()
       case Left(_) => ledger.notDelivered(counts)
     }

@@ -31,12 +31,28 @@ object ListenerCounts {
       node.get("closeMicros").asLong, node.get("lastError").asText)
 }
 
+/** Sums over listeners. They never go down: what a topology that is forgotten had counted stays in them. */
+final case class Totals(opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0) {
+  def +(other: Totals): Totals =
+    Totals(opens + other.opens, closes + other.closes, failures + other.failures, lost + other.lost)
+
+  private[stagecrew] def json: ObjectNode =
+    Json.obj().put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
+}
+
+object Totals {
+  private[stagecrew] def of(node: ObjectNode): Totals =
+    Totals(node.get("opens").asLong, node.get("closes").asLong, node.get("failures").asLong, node.get("lost").asLong)
+}
+
 /** One topology on one executor. */
 final case class ExecutorCounts(
     listeners: Map[Int, ListenerCounts] = Map.empty,
     processes: Set[String] = Set.empty, // Python processes that opened something, by id
     lostProcesses: Set[String] = Set.empty,
     deferred: Set[String] = Set.empty) {
+
+  def totals: Totals = listeners.valuesIterator.foldLeft(Totals())((sum, c) => sum + Totals(c.opens, c.closes, c.failures, c.lost))
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj()
@@ -65,6 +81,7 @@ final class Ledger {
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val dirty = mutable.LinkedHashSet.empty[String]
   private var sequence = 0L
+  private var forgotten = Totals()
 
   def change(topology: String)(f: ExecutorCounts => ExecutorCounts): Unit = synchronized {
     topologies(topology) = f(topologies.getOrElse(topology, ExecutorCounts()))
@@ -79,37 +96,42 @@ final class Ledger {
 
   def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
 
-  /** All that changed since the last report, and its number; None when nothing did. */
+  /** The number and the body of a report of all that changed since the last one; None when nothing did. */
   def report(): Option[(Long, String)] = synchronized {
     if (dirty.isEmpty) None
     else {
-      val body = Json.obj()
-      dirty.foreach(topology => body.set[ObjectNode](topology, topologies(topology).json))
+      val changed = dirty.toSeq
       dirty.clear()
-      sequence += 1
-      Some(sequence -> Json.write(body))
+      Some(body(changed))
     }
   }
 
   /** Says again what a report said that did not arrive. */
   def notDelivered(body: String): Unit = synchronized {
-    Json.parse(body).fieldNames.forEachRemaining(topology => if (topologies.contains(topology)) dirty += topology)
+    Json.parse(body).get("topologies").fieldNames.forEachRemaining(topology => if (topologies.contains(topology)) dirty += topology)
   }
 
-  /** One topology, whether it changed or not. */
+  /** A report of one topology, whether it changed or not. */
   def full(topology: String): (Long, String) = synchronized {
-    sequence += 1
     dirty -= topology
-    val body = Json.obj()
-    topologies.get(topology).foreach(counts => body.set[ObjectNode](topology, counts.json))
-    sequence -> Json.write(body)
+    body(Seq(topology))
+  }
+
+  // The sums stand in each report beside its number, so that the driver's never go back to older ones.
+  private def body(which: Seq[String]): (Long, String) = {
+    sequence += 1
+    val node = Json.obj()
+    val counts = node.putObject("topologies")
+    which.foreach(topology => topologies.get(topology).foreach(c => counts.set[ObjectNode](topology, c.json)))
+    node.set[ObjectNode]("totals", totals.json)
+    sequence -> Json.write(node)
   }
 
   /** A closed topology whose counts the driver has. */
   def forget(topology: String): Unit = synchronized {
-    if (!dirty.contains(topology)) topologies -= topology
+    if (!dirty.contains(topology)) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
   }
 
-  /** Sums over all topologies that are remembered, for the executor's metrics. */
-  def total(f: ListenerCounts => Long): Long = synchronized(topologies.valuesIterator.flatMap(_.listeners.values).map(f).sum)
+  /** Sums over all topologies that ever were here, for metrics. */
+  def totals: Totals = synchronized(topologies.valuesIterator.map(_.totals).foldLeft(forgotten)(_ + _))
 }

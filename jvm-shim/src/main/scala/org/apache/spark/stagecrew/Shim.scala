@@ -59,6 +59,8 @@ final class DriverShim extends DriverPlugin {
   override def registerMetrics(application: String, plugin: PluginContext): Unit = {
     Shim.running(application, facade)
     hook = SparkInternals.addShutdownHook(() => crew.drain(crew.settings.shutdownTimeoutMs))
+    // The tab only shows: an application is not refused for want of it.
+    Log.contained("attaching the tab to the Spark UI")(Tab.attach(sc, crew))
   }
 
   override def shutdown(): Unit = {
@@ -124,7 +126,8 @@ final class ExecutorShim extends ExecutorPlugin {
       val env = SparkEnv.get
       linkJar()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar)
-      ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
+      // In a local master the driver's metrics have the same names, and count this executor already.
+      if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(() => end())
     } catch { case NonFatal(error) => Log.log.error("stagecrew does not run on this executor", error) }
 
@@ -198,5 +201,8 @@ final class DriverFacade(crew: DriverCrew) {
   }
 
   /** All that is known of one topology, or of all when `id` is empty. */
-  def report(id: String): String = Json.write(Views.json(crew.snapshot.topologies.filter(t => id.isEmpty || t.id == id)))
+  def report(id: String): String = {
+    val snapshot = crew.snapshot
+    Json.write(Views.json(snapshot.copy(topologies = snapshot.topologies.filter(t => id.isEmpty || t.id == id))))
+  }
 }

@@ -62,7 +62,12 @@ package org.apache.spark {
     import org.apache.spark.rpc._
     import org.apache.spark.scheduler.{SparkListener, StagecrewScheduler, TaskSchedulerImpl}
     import org.apache.spark.sql.StagecrewSql
+    import org.apache.spark.ui.{SparkUI, SparkUITab, UIUtils, WebUIPage}
     import org.apache.spark.util.{RpcUtils, ShutdownHookManager}
+    import jakarta.servlet.http.HttpServletRequest
+    import org.json4s.JValue
+    import org.json4s.jackson.JsonMethods
+    import scala.xml.Node
 
     /** The other side of an RPC connection. */
     private[stagecrew] final class Peer(val ref: RpcEndpointRef) {
@@ -93,6 +98,24 @@ package org.apache.spark {
       /** `from` is the sender's endpoint, when it gave one, and its address. */
       def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit
       def disconnected(address: String): Unit = ()
+    }
+
+    /** What a tab of the Spark UI shows: asked at each request, of which it sees nothing. */
+    private[stagecrew] trait TabContent {
+      def html: Seq[Node]
+      def json: String
+    }
+
+    // core/ui/{WebUI,SparkUI}.scala: the tab's path and, capitalised, its name are the prefix; the page adds nothing to it.
+    private final class ContentTab(ui: SparkUI, prefix: String, content: TabContent) extends SparkUITab(ui, prefix) {
+      attachPage(new ContentPage(this, content))
+    }
+
+    private final class ContentPage(tab: ContentTab, content: TabContent) extends WebUIPage("") {
+      override def render(request: HttpServletRequest): Seq[Node] =
+        UIUtils.headerSparkPage(request, tab.name, content.html, tab)
+
+      override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(content.json)
     }
 
     private[stagecrew] object SparkInternals {
@@ -183,6 +206,19 @@ package org.apache.spark {
         util.Utils.createTempDir(util.Utils.getLocalDir(conf), "stagecrew")
 
       def delete(folder: java.io.File): Unit = util.Utils.deleteRecursively(folder)
+
+      // -- The Spark UI: core/ui/{SparkUI,WebUI,UIUtils}.scala
+
+      /** Adds a tab at this path; nothing when the application has no UI. */
+      def attachTab(sc: SparkContext, prefix: String, content: TabContent): Unit =
+        sc.ui.foreach(ui => ui.attachTab(new ContentTab(ui, prefix, content)))
+
+      /** A table as Spark's own pages have them; each row is a `<tr>`. */
+      def table(id: String, headers: Seq[String], rows: Seq[Node]): Seq[Node] =
+        UIUtils.listingTable[Node](headers, row => row, rows, id = Some(id))
+
+      def formatDate(ms: Long): String = UIUtils.formatDate(ms)
+      def formatDuration(ms: Long): String = UIUtils.formatDuration(ms)
 
       def redactionPattern(conf: SparkConf): scala.util.matching.Regex = conf.get(internal.config.SECRET_REDACTION_PATTERN)
     }

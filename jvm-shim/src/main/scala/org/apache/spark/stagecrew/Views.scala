@@ -5,10 +5,11 @@ import com.fasterxml.jackson.databind.node.{ArrayNode, ObjectNode}
 
 /** Snapshots as JSON: what Python's reports and the tab's `/json` show. */
 private[stagecrew] object Views {
-  def json(topologies: Seq[TopologyView]): ObjectNode = {
+  def json(snapshot: Snapshot): ObjectNode = {
     val node = Json.obj().put("version", 1)
+    node.set[ObjectNode]("totals", snapshot.totals.json)
     val all = node.putArray("topologies")
-    topologies.foreach(topology => all.add(one(topology)))
+    snapshot.topologies.foreach(topology => all.add(one(topology)))
     node
   }
 
@@ -30,18 +31,18 @@ private[stagecrew] object DriverMetrics {
     def gauge(name: String)(f: => Long): Unit = { registry.register(name, (() => f): Gauge[Long]); () }
     gauge("topologies.active")(crew.snapshot.topologies.count(_.state == "active").toLong)
     gauge("topologies.closing")(crew.snapshot.topologies.count(_.state == "closing").toLong)
-    ListenerMetrics.all.foreach { case (name, f) => gauge(name)(crew.snapshot.total(f)) }
+    ListenerMetrics.all.foreach { case (name, f) => gauge(name)(f(crew.snapshot.totals)) }
   }
 }
 
 private[stagecrew] object ExecutorMetrics {
   def register(registry: MetricRegistry, ledger: Ledger): Unit = ListenerMetrics.all.foreach { case (name, f) =>
-    registry.register(name, (() => ledger.total(f)): Gauge[Long])
+    registry.register(name, (() => f(ledger.totals)): Gauge[Long])
   }
 }
 
 private[stagecrew] object ListenerMetrics {
-  val all: Seq[(String, ListenerCounts => Long)] = Seq(
+  val all: Seq[(String, Totals => Long)] = Seq(
     "listeners.opens" -> (_.opens), "listeners.closes" -> (_.closes), "listeners.failures" -> (_.failures),
     "listeners.lost" -> (_.lost))
 }
