@@ -1,0 +1,219 @@
+"""Every way by which Python runs in Spark's tasks meets the listeners of its topology."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+import stagecrew
+from crewtools import Journal, Recorder, Sessions, eventually
+from pyspark import cloudpickle
+from pyspark.sql import Row, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter, InputPartition, WriterCommitMessage
+from pyspark.sql.functions import arrow_udf, pandas_udf, udf, udtf
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture
+def spark(sessions: Sessions, master: str) -> SparkSession:
+    return sessions.get(master)
+
+
+@stagecrew.resource()
+def greeting(context, word):
+    yield word
+
+
+hello = greeting("hello")
+
+
+def rdd_map_partitions(spark: SparkSession) -> Any:
+    return spark.sparkContext.parallelize(range(4), 2).map(lambda _: hello.get()).collect()
+
+
+def python_udf(spark: SparkSession) -> Any:
+    say = udf(lambda _: hello.get(), "string")
+    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+
+
+def arrow_optimized_udf(spark: SparkSession) -> Any:
+    say = udf(lambda _: hello.get(), "string", useArrow=True)
+    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+
+
+def a_pandas_udf(spark: SparkSession) -> Any:
+    @pandas_udf("string")
+    def say(ids: pd.Series) -> pd.Series:
+        return ids.map(lambda _: hello.get())
+
+    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+
+
+def an_arrow_udf(spark: SparkSession) -> Any:
+    @arrow_udf("string")
+    def say(ids: pa.Array) -> pa.Array:
+        return pa.array([hello.get()] * len(ids))
+
+    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+
+
+def map_in_arrow(spark: SparkSession) -> Any:
+    def say(batches):
+        for batch in batches:
+            yield pa.RecordBatch.from_pydict({"word": [hello.get()] * batch.num_rows})
+
+    return [row[0] for row in spark.range(4).mapInArrow(say, "word string").collect()]
+
+
+def map_in_pandas(spark: SparkSession) -> Any:
+    def say(frames):
+        for frame in frames:
+            yield pd.DataFrame({"word": [hello.get()] * len(frame)})
+
+    return [row[0] for row in spark.range(4).mapInPandas(say, "word string").collect()]
+
+
+def apply_in_pandas(spark: SparkSession) -> Any:
+    def say(frame: pd.DataFrame) -> pd.DataFrame:
+        return pd.DataFrame({"word": [hello.get()] * len(frame)})
+
+    return [row[0] for row in spark.range(4).groupBy("id").applyInPandas(say, "word string").collect()]
+
+
+def a_udtf(spark: SparkSession) -> Any:
+    @udtf(returnType="word string")
+    class Say:
+        def eval(self, _n: int):
+            yield (hello.get(),)
+
+    spark.udtf.register("say_hello", Say)
+    return [row[0] for row in spark.sql("SELECT word FROM range(4) r, LATERAL say_hello(r.id)").collect()]
+
+
+def data_source_reader(spark: SparkSession) -> Any:
+    class Reader(DataSourceReader):
+        def partitions(self):
+            return [InputPartition(i) for i in range(2)]
+
+        def read(self, partition):
+            for _ in range(2):
+                yield (hello.get(),)
+
+    class Words(DataSource):
+        @classmethod
+        def name(cls):
+            return "words"
+
+        def schema(self):
+            return "word string"
+
+        def reader(self, schema):
+            return Reader()
+
+    spark.dataSource.register(Words)
+    return [row[0] for row in spark.read.format("words").load().collect()]
+
+
+def data_source_writer(spark: SparkSession, journal: Journal) -> Any:
+    path = journal.path
+
+    class Writer(DataSourceWriter):
+        def write(self, iterator):
+            log = Journal(path)
+            for _ in iterator:
+                log.write(event="written", word=hello.get())
+            return WriterCommitMessage()
+
+    class Sink(DataSource):
+        @classmethod
+        def name(cls):
+            return "sink"
+
+        def schema(self):
+            return "id long"
+
+        def writer(self, schema, overwrite):
+            return Writer()
+
+    spark.dataSource.register(Sink)
+    spark.range(4).write.format("sink").mode("append").save()
+    return [event["word"] for event in journal.read(event="written")]
+
+
+def two_chained(spark: SparkSession) -> Any:
+    def one(batches):
+        for batch in batches:
+            assert hello.get() == "hello"
+            yield batch
+
+    def two(batches):
+        for batch in batches:
+            yield pa.RecordBatch.from_pydict({"word": [hello.get()] * batch.num_rows})
+
+    return [row[0] for row in spark.range(4).mapInArrow(one, "id long").mapInArrow(two, "word string").collect()]
+
+
+def broadcast_join_under_aqe(spark: SparkSession) -> Any:
+    say = udf(lambda _: hello.get(), "string")
+    left = spark.range(4).withColumn("word", say("id"))
+    right = spark.range(4).withColumn("other", say("id"))
+    joined = left.join(F.broadcast(right), "id").groupBy("word", "other").count()
+    return [row.word for row in joined.collect() for _ in range(4) if row.other == "hello"]
+
+
+ENTRY_POINTS: list[Callable[..., Any]] = [
+    rdd_map_partitions,
+    python_udf,
+    arrow_optimized_udf,
+    a_pandas_udf,
+    an_arrow_udf,
+    map_in_arrow,
+    map_in_pandas,
+    apply_in_pandas,
+    a_udtf,
+    data_source_reader,
+    data_source_writer,
+    two_chained,
+    broadcast_join_under_aqe,
+]
+
+
+@pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.__name__)
+def test_entry_point(spark, journal, entry):
+    """Its function runs with the listeners open and decorated, and they close at the exit."""
+    arguments = (spark, journal) if entry is data_source_writer else (spark,)
+    with stagecrew.crew(spark).topology(entry.__name__, listeners=[hello, Recorder(journal)]) as topology:
+        assert entry(*arguments) == ["hello"] * 4
+    assert journal.read(event="enter")
+    assert len(journal.read(event="enter")) == len(journal.read(event="leave"))
+    assert topology.report.opens == topology.report.closes == 2 * len(journal.read(event="open"))
+    assert topology.report.lost == 0
+
+
+def test_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
+    """A streaming query that is started in a topology has its listeners, in its own tasks and in foreachBatch's jobs."""
+    path = journal.path
+
+    def each(frame, batch):
+        words = frame.sparkSession.sparkContext.parallelize(range(2), 2).map(lambda _: hello.get()).collect()
+        Journal(path).write(event="batch", batch=batch, words=words)
+
+    say = udf(lambda _: hello.get(), "string")
+    with stagecrew.crew(spark).topology("stream", listeners=[hello, Recorder(journal)]) as topology:
+        stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load().withColumn("word", say("value"))
+        query = (
+            stream.writeStream.foreachBatch(lambda frame, batch: (frame.collect(), each(frame, batch))[1])
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .start()
+        )
+        eventually(lambda: len(journal.read(event="batch")) >= 2, 90, "two batches")
+        query.stop()
+    assert all(event["words"] == ["hello", "hello"] for event in journal.read(event="batch"))
+    assert topology.report.opens == topology.report.closes > 0
+    assert Row  # imported for the namespace of functions that travel by value
