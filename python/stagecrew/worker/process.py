@@ -116,7 +116,7 @@ class WorkerProcess:
                     return
                 if task_socket.fileno() in ready:
                     break
-            if task_socket.recv(1, socket.MSG_PEEK) == b"":
+            if _ended(task_socket):
                 self.leave("the worker is not needed any more")
                 return
         # Spark's worker() resets these signals first thing: held until our handlers are back.
@@ -173,6 +173,13 @@ class WorkerProcess:
             yield
         finally:
             self._on_signal = "note"
+
+
+def _ended(task_socket: socket.socket) -> bool:
+    try:
+        return task_socket.recv(1, socket.MSG_PEEK) == b""
+    except OSError:  # reset: Spark has dropped the task without reading all of its output
+        return True
 
 
 def flush_standard_streams() -> None:

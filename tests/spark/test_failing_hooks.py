@@ -1,0 +1,241 @@
+"""Hooks that raise and hooks that hang: what the user sees, and what is closed."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyspark
+import pytest
+import stagecrew
+from crewtools import Recorder, Sessions, body, eventually, kill
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+JAVA = """
+public class %s implements stagecrew.TopologyListener {
+  private void log(String event, stagecrew.TopologyContext context) throws Exception {
+    String line = "{\\"event\\": \\"" + event + "\\", \\"topology\\": \\"" + context.topology() + "\\", \\"executor\\": \\""
+      + context.executor() + "\\", \\"thread\\": \\"" + Thread.currentThread().getName() + "\\"}\\n";
+    java.nio.file.Files.writeString(java.nio.file.Path.of(context.configuration().get("spark.test.journal")), line,
+      java.nio.file.StandardOpenOption.CREATE, java.nio.file.StandardOpenOption.APPEND);
+  }
+  @Override public void open(stagecrew.TopologyContext context) throws Exception { log("open", context); %s }
+  @Override public void close(stagecrew.TopologyContext context) throws Exception { log("close", context); }
+  @Override public AutoCloseable decorate(stagecrew.TopologyContext context, org.apache.spark.TaskContext task) throws Exception {
+    log("enter", context);
+    return () -> log("leave", context);
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def jvm_listeners(tmp_path_factory) -> tuple[str, str]:
+    """A jar with two JVM listeners of a user, and the file to which they write."""
+    folder: Path = tmp_path_factory.mktemp("jvm")
+    sources = []
+    for name, statement in (("Noting", ""), ("Failing", 'throw new IllegalStateException("no such pool");')):
+        source = folder / f"{name}.java"
+        source.write_text(JAVA % (name, statement))
+        sources.append(str(source))
+    classpath = f"{stagecrew.jar_path()}:{Path(pyspark.__file__).parent}/jars/*"
+    subprocess.run(["javac", "-cp", classpath, "-d", str(folder / "classes"), *sources], check=True)
+    jar = folder / "listeners.jar"
+    subprocess.run(["jar", "cf", str(jar), "-C", str(folder / "classes"), "."], check=True)
+    return str(jar), str(folder / "journal")
+
+
+@pytest.fixture
+def spark(sessions: Sessions, master: str, jvm_listeners) -> SparkSession:
+    return sessions.get(
+        master,
+        spark__stagecrew__open__timeout="2s",
+        spark__stagecrew__close__timeout="2s",
+        spark__jars=jvm_listeners[0],
+        spark__test__journal=jvm_listeners[1],
+    )
+
+
+@pytest.fixture
+def crew(spark: SparkSession) -> stagecrew.Crew:
+    return stagecrew.crew(spark)
+
+
+@pytest.fixture
+def jvm_journal(jvm_listeners):
+    from crewtools import Journal
+
+    Path(jvm_listeners[1]).unlink(missing_ok=True)
+    return Journal(jvm_listeners[1])
+
+
+def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
+    """The user sees the exception with its traceback; close is called once per open; the task has maxFailures attempts."""
+    with crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology, pytest.raises(Exception) as caught:
+        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    text = str(caught.value)
+    assert "ValueError: open of recorder fails on purpose" in text
+    assert "in _called" in text  # the user's own frames
+    assert "raised by open of listener 'recorder' (topology 't', executor" in text
+    assert not journal.read(event="body")
+    assert len(journal.read(event="open")) == len(journal.read(event="close")) == 4
+    order = [event["event"] for event in journal.read()]
+    assert order == ["open", "close"] * 4
+    assert topology.report.failures == 4
+
+
+def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal):
+    """With required = False the job succeeds without the listener, whose failure is counted."""
+    optional = Recorder(journal, "optional", fail=("open",), required=False)
+    with crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology:
+        assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(body(journal)).count() == 4
+    opened = journal.read(event="open", listener="optional")
+    assert len(opened) == len(journal.read(event="close", listener="optional")) == topology.report.failures
+    assert not journal.read(event="enter", listener="optional")
+    assert journal.read(event="enter", listener="other")
+
+
+def test_a_later_attempt_may_open_again(spark, crew, journal, tmp_path):
+    """After an open that failed, the task's next attempt opens again and succeeds."""
+    marker = tmp_path / "marker"
+
+    class Once(Recorder):
+        def open(self, context):
+            super().open(context)
+            if not marker.exists():
+                marker.touch()
+                raise ValueError("only the first time")
+
+    with crew.topology("t", listeners=[Once(journal)]):
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+    assert len(journal.read(event="open")) == len(journal.read(event="close")) == 2
+
+
+@pytest.mark.parametrize("hang", ["open", "open in C"])
+def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
+    """A hanging open ends with an error that names listener and executor, also in C code that no signal interrupts."""
+    optional = Recorder(journal, "sleepy", hang=hang)
+    started = time.time()
+    with crew.topology("t", listeners=[optional]), pytest.raises(Exception, match="sleepy") as caught:
+        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    text = str(caught.value)
+    assert re.search(r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 2", text)
+    assert not journal.read(event="body")
+    opens = [e["time"] for e in journal.read(event="open")]
+    assert len(opens) == 4
+    assert time.time() - started < 4 * (2 + 1 + 6) + 10
+
+
+def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal):
+    """A close that raises is counted, shown in the report, and the other listeners close."""
+    with crew.topology("t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]) as topology:
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+    assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
+    bad = [one for one in topology.report.listeners if one.name == "bad"]
+    assert sum(one.failures for one in bad) == len(journal.read(event="close", listener="bad")) > 0
+    assert any("close of bad fails on purpose" in one.last_error for one in bad)
+
+
+@pytest.mark.parametrize("hang", ["close", "close in C"])
+def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, hang, caplog):
+    """The exit ends at the close timeout and names who has not closed; a hang in C code costs its process."""
+    topology = crew.topology("t", listeners=[Recorder(journal, "stuck", hang=hang)])
+    with caplog.at_level(logging.WARNING, "stagecrew"):
+        with topology:
+            spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+            left = time.time()
+        assert time.time() - left < 2 + 2.5
+    report = topology.report
+    if report.unclosed:
+        assert any("stuck" in one for one in report.unclosed)
+        assert any("stuck" in record.getMessage() for record in caplog.records)
+    eventually(lambda: topology.report.failures == len(journal.read(event="open")), 10, "each hang is counted")
+    if hang == "close in C":
+        assert report.unclosed
+        eventually(lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are gone")
+
+
+def test_a_decorate_that_raises(spark, crew, journal):
+    """decorate that raises on entry fails the task and un-decorates the others; on exit it is only counted."""
+    with (
+        crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "bad", fail=("enter",))]),
+        pytest.raises(Exception, match="enter of bad fails on purpose"),
+    ):
+        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    assert len(journal.read(event="leave", listener="outer")) == len(journal.read(event="enter", listener="outer")) == 4
+    with crew.topology("t2", listeners=[Recorder(journal, "late", fail=("leave",))]) as topology:
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+    assert topology.report.failures == 1
+
+
+def test_a_killed_worker_is_counted_as_lost(spark, crew, journal):
+    """After SIGKILL of a worker there is no close there, the executor's listener still closes, the report counts it."""
+
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def server(context, log):
+        log.write(event="open", listener="server")
+        yield 1
+        log.write(event="close", listener="server")
+
+    with crew.topology("t", listeners=[server(journal), Recorder(journal)]) as topology:
+        spark.sparkContext.parallelize(range(2), 1).mapPartitions(body(journal)).collect()
+        workers = {e["pid"] for e in journal.read(event="open", listener="recorder")}
+        for pid in workers:
+            kill(pid)
+        eventually(lambda: topology.report.lost == len(workers), 10, "the loss is reported")
+    assert not journal.read(event="close", listener="recorder")
+    assert len(journal.read(event="close", listener="server")) == len(journal.read(event="open", listener="server")) == 1
+    assert sum(topology.report.lost_processes.values()) == len(workers)
+
+
+def test_jvm_listeners(spark, crew, jvm_journal):
+    """A JVM listener of a topology opens once per executor, decorates each task in its thread, and closes."""
+    with crew.topology("t", jvm_listeners=["Noting"]) as topology:
+        spark.range(0, 100, 1, 4).selectExpr("sum(id)").collect()
+    opens = jvm_journal.read(event="open")
+    assert len(opens) == len(jvm_journal.read(event="close")) == len({e["executor"] for e in opens}) > 0
+    entered = jvm_journal.read(event="enter")
+    assert len(entered) == len(jvm_journal.read(event="leave")) >= 4
+    assert all("Executor task launch" in e["thread"] for e in entered)
+    assert topology.report.opens == topology.report.closes == len(opens)
+
+
+def test_a_failing_open_in_the_jvm_cancels_the_job_with_the_cause(spark, crew, jvm_journal):
+    """A failing JVM open: no body runs, no retry storm, and the user sees the cause."""
+    started = time.time()
+    with crew.topology("t", jvm_listeners=["Failing"]), pytest.raises(Exception) as caught:
+        spark.sparkContext.parallelize([1], 1).count()
+    assert "no such pool" in str(caught.value)
+    assert "listener Failing" in str(caught.value)
+    attempts = len(jvm_journal.read(event="open"))
+    assert 4 <= attempts <= 8
+    assert len(jvm_journal.read(event="close")) == attempts
+    assert not jvm_journal.read(event="enter")
+    assert time.time() - started < 30
+
+
+def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew, journal):
+    """The same for a Python listener of the executor's scope: the user sees its own traceback."""
+    failing = Recorder(journal, "server", fail=("open",), scope=stagecrew.Scope.EXECUTOR)
+    with crew.topology("t", listeners=[failing]), pytest.raises(Exception) as caught:
+        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    assert "ValueError: open of server fails on purpose" in str(caught.value)
+    assert not journal.read(event="body")
+    assert 4 <= len(journal.read(event="open")) <= 8
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+@pytest.mark.parametrize("hang", ["open", "open in C"])
+def test_a_hanging_open_in_the_agent_ends_at_its_timeout(spark, crew, journal, hang):
+    """A hanging open of the executor's scope ends with an error that names listener and executor."""
+    sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
+    with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
+        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    assert re.search(r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 2", str(caught.value))
