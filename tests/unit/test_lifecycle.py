@@ -326,7 +326,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             assert self.lifecycle.close_all() == []
 
 
-LifecycleMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+LifecycleMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestLifecycleMachine = LifecycleMachine.TestCase
 
 
@@ -578,6 +578,8 @@ def test_find_prefers_the_very_listener_to_one_that_looks_the_same():
     lifecycle, hooks = machine(topology("a", one, two), topology("b", three))
     hooks.open = lambda topology, registered: registered.listener.open(None)
     lifecycle.begin(["a", "b"], "task")
+    assert one._stagecrew.same(three._stagecrew)
+    assert [lifecycle.find(each._stagecrew) for each in (one, two, three)] == ["one", "two", "three"]
     assert [lifecycle.find(each._stagecrew.reference()) for each in (one, two, three)] == ["one", "two", "three"]
 
 

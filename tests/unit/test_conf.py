@@ -1,0 +1,110 @@
+"""Configuration keys: their values as Spark writes them, and the table for the documentation."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagecrew.conf import KEYS, PLUGIN, closest, parse_bytes, parse_seconds, table
+from stagecrew.errors import ConfigurationError
+
+PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int, "names": str, "classes": str}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *[("0s", 0.0), ("90s", 90.0), ("1500ms", 1.5), ("2m", 120.0), ("2min", 120.0), ("1h", 3600.0), ("1d", 86400.0)],
+        *[("250", 0.25), (" 5s ", 5.0), ("5 s", 5.0)],
+    ],
+)
+def test_durations(text, seconds):
+    """Each unit of Spark, blanks around it, and a bare number in milliseconds."""
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", " ", "s", "-1s", "1.5s", "1 year", "5ss", "1s 2s", "0x10", "five", "5s\n5s"])
+def test_what_is_no_duration(text):
+    """It is refused with the text itself and how to write one."""
+    with pytest.raises(ConfigurationError, match="is no duration; write a number with one of ms, s, m, h, d") as raised:
+        parse_seconds(text)
+    assert repr(text) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *[("0", 0), ("17", 17), ("17b", 17), ("1k", 1024), ("1kb", 1024), ("64m", 64 << 20), ("64MB", 64 << 20)],
+        *[("2g", 2 << 30), ("1T", 1 << 40), (" 64m ", 64 << 20)],
+    ],
+)
+def test_sizes(text, size):
+    """Each unit of Spark in small and capital letters, and a bare number in bytes."""
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "m", "-1m", "1.5m", "64 megabytes", "64mm", "1m1m", "many"])
+def test_what_is_no_size(text):
+    """It is refused with the text itself and how to write one."""
+    with pytest.raises(ConfigurationError, match="is no size; write a number with one of k, m, g") as raised:
+        parse_bytes(text)
+    assert repr(text) in str(raised.value)
+
+
+@given(text=st.text(max_size=12))
+def test_any_text_is_a_value_or_a_configuration_error(text):
+    """No other exception comes of what a user wrote."""
+    for parse in (parse_seconds, parse_bytes):
+        with contextlib.suppress(ConfigurationError):
+            assert parse(text) >= 0
+
+
+def test_every_key_is_ours_documented_and_has_a_default_of_its_type():
+    """A key has the prefix, its own name, a known type, a sentence, and a default that parses."""
+    names = [key.name for key in KEYS]
+    assert len(set(names)) == len(names)
+    for key in KEYS:
+        assert key.name.startswith("spark.stagecrew.")
+        assert key.doc.endswith(".")
+        assert key.doc[0].isupper()
+        PARSERS[key.type](key.default)
+
+
+def test_the_table_has_each_key_once():
+    """One row for each, with its type, default and text; no cell breaks the table."""
+    head, line, *rows = table().splitlines()
+    assert head.count("|") == line.count("|") == 5
+    assert table().endswith("|\n")
+    assert len(rows) == len(KEYS)
+    for key, row in zip(KEYS, rows, strict=True):
+        assert [cell.strip() for cell in row.strip("|").split("|")] == [
+            f"`{key.name}`",
+            key.type,
+            f"`{key.default}`" if key.default else "",
+            key.doc,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("spark.stagecrew.listener", "spark.stagecrew.listeners"),
+        ("spark.stagecrew.open.timout", "spark.stagecrew.open.timeout"),
+        ("spark.stagecrew.closeTimeout", "spark.stagecrew.close.timeout"),
+        ("stagecrew.jvmlisteners", "spark.stagecrew.jvmListeners"),
+        ("xyz", None),
+        ("", None),
+    ],
+)
+def test_the_closest_key(wrong, right):
+    """A misspelt key is led to the known one, nonsense to none."""
+    assert closest(wrong) == right
+
+
+def test_each_key_is_closest_to_itself():
+    """No known key is ever corrected."""
+    assert [closest(key.name) for key in KEYS] == [key.name for key in KEYS]
+    assert PLUGIN == "stagecrew.StagecrewPlugin"

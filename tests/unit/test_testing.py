@@ -1,0 +1,105 @@
+"""`stagecrew.testing.opened`: functions that use listeners, tested without Spark."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+from pyspark import cloudpickle
+
+from stagecrew import Listener, ResourceNotOpen, Scope, resource
+from stagecrew.testing import opened
+
+
+class Pool(Listener):
+    """Writes down what happens to it."""
+
+    scope = Scope.EXECUTOR
+
+    def __init__(self, dsn, fails=False):
+        self.dsn, self.fails, self.events = dsn, fails, []
+
+    def open(self, context):
+        self.events.append(("open", context.executor, context.topology, context.scope))
+        if self.fails:
+            raise OSError("no database")
+
+    def close(self, context):
+        self.events.append(("close", context.executor, context.topology, context.scope))
+
+
+@resource
+def numbers(context, first):
+    """Yields a list, which its end empties."""
+    value = [first]
+    yield value
+    value.clear()
+
+
+def test_a_fake_value():
+    """`get` answers the fake, also None, and nothing is opened."""
+    pool = Pool("a")
+    for fake in ("fake", None):
+        with opened(pool, value=fake) as value:
+            assert value is fake
+            assert pool.get() is fake
+    assert pool.events == []
+
+
+def test_really_opened():
+    """Without a value the listener is opened as on an executor called `test`, and closed at the end."""
+    pool = Pool("a")
+    with opened(pool) as value:
+        assert value is pool
+        assert pool.get() is pool
+    assert [event[0] for event in pool.events] == ["open", "close"]
+    assert {event[1:] for event in pool.events} == {("test", "test", Scope.EXECUTOR)}
+    made = numbers(1)
+    with opened(made) as value:
+        assert made.get() is value
+        assert value == [1]
+    assert value == []
+
+
+def test_closed_when_the_body_raises():
+    """The exception of the body is unchanged, and `get` ends with the block."""
+    pool = Pool("a")
+    with pytest.raises(ZeroDivisionError), opened(pool):
+        raise ZeroDivisionError
+    assert [event[0] for event in pool.events] == ["open", "close"]
+    with pytest.raises(ResourceNotOpen):
+        pool.get()
+
+
+def test_closed_when_open_raises():
+    """As on an executor: one close for each attempted open; the exception is open's."""
+    pool = Pool("a", fails=True)
+    with pytest.raises(OSError, match="no database"), opened(pool):
+        raise AssertionError("the body must not run")
+    assert [event[0] for event in pool.events] == ["open", "close"]
+    with pytest.raises(ResourceNotOpen):
+        pool.get()
+
+
+def test_several_and_others():
+    """Each answers for itself; one that is not opened raises, with the reason."""
+    one, two, other = numbers(1), numbers(2), numbers(3)
+    with opened(one, value="one"), opened(two, value="two"):
+        assert (one.get(), two.get()) == ("one", "two")
+        with opened(one, value="inner"):
+            assert one.get() == "inner"
+        assert one.get() == "one"
+        with pytest.raises(ResourceNotOpen, match=r"stagecrew\.testing\.opened opened another listener"):
+            other.get()
+
+
+def test_in_other_threads_and_for_functions_that_travelled():
+    """A thread asks for the same, and so does a function that was pickled like a task's."""
+    made, answers = numbers(1), []
+    with opened(made, value="fake"):
+        thread = threading.Thread(target=lambda: answers.append(made.get()))
+        thread.start()
+        thread.join(10)
+        answers.append(pickle.loads(cloudpickle.dumps(lambda: made.get()))())
+    assert answers == ["fake", "fake"]
