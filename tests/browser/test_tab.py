@@ -134,7 +134,7 @@ def test_tables_show_what_the_report_says_and_run_nothing(
     """Topologies and listeners stand in the tab with the report's numbers, and names that are markup stay text."""
     page.goto(f"{base}/stagecrew/")
     application, named = rows(page, "stagecrew-topologies")
-    assert application["Kind"] == "application"
+    assert (application["Kind"], application["Jobs"], application["Executors"]) == ("application", "1", "1")
     shown = (named["Topology"], named["Id"], named["Kind"], named["State"])
     assert shown == (HOSTILE_TOPOLOGY, reported.id, "named", "closed")
     counts = [named[name] for name in ("Jobs", "Executors", "Lost executors", "Unclosed")]

@@ -85,7 +85,7 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     links.add(socket)
     val accepted = try greet(socket) catch {
       case NonFatal(error) =>
-        if (!closed) Log.log.warn(s"a connection to the executor's channel was refused: ${error.getMessage}")
+        if (!closed) Log.log.warn(s"a connection to the executor's channel was refused: ${Option(error.getMessage).getOrElse("it ended too early")}")
         None
     } finally strangers.release()
     accepted.foreach { link =>

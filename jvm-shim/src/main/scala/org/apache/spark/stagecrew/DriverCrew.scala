@@ -122,8 +122,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       jobOfStage.getOrElseUpdate(stage, job)
       waitingForStage.remove(stage).foreach(_.foreach(_.apply(Some(jobExecution(job)))))
     }
-    topology.flatMap(topologies.get).foreach { t =>
-      t.jobs += job
+    val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf)
+    (covering ++ topologies.get(Description.Application)).distinct.foreach(_.jobs += 1)
+    covering.headOption.foreach { t =>
       // An AQE query that is cancelled between two of its jobs goes on with the next.
       chainOf(t).find(_.cancelled.nonEmpty).foreach(cancelled => sc.cancelJob(job, cancelled.cancelled.get))
     }
@@ -389,13 +390,13 @@ object DriverCrew {
     val unclosed = mutable.ArrayBuffer.empty[String]
     var waiters = List.empty[CompletableFuture[Unit]]
     val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]
-    val jobs = mutable.LinkedHashSet.empty[Int]
+    var jobs = 0
     val executions = mutable.LinkedHashSet.empty[Long]
     val queries = mutable.LinkedHashSet.empty[String]
 
     def view: TopologyView = TopologyView(
-      description.id, description.name, kind, description.parent, state, started, ended, jobs.size,
-      counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+      description.id, description.name, kind, description.parent, state, started, ended, jobs,
+      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
   }
 }
 
@@ -409,6 +410,7 @@ final case class TopologyView(
     started: Long,
     ended: Long,
     jobs: Int,
+    askedBy: Vector[String], // the executors that ran its tasks
     executors: Vector[(String, ExecutorCounts)],
     lostExecutors: Vector[String],
     unclosed: Vector[String])

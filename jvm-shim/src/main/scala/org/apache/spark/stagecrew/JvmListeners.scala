@@ -25,18 +25,18 @@ final class JvmListeners(
   private var opened = Vector.empty[(Entry, TopologyListener)]
 
   /** Opens all of them, or throws `OpenFailedException` with what was opened closed again. */
-  def open(): Unit = entries.foreach { entry =>
-    val listener = instance(entry)
-    count(entry)(c => c.copy(opens = c.opens + 1))
-    opened = opened :+ (entry -> listener)
-    try {
+  def open(): Unit = try {
+    entries.foreach { entry =>
+      val listener = instance(entry)
+      count(entry)(c => c.copy(opens = c.opens + 1))
+      opened = opened :+ (entry -> listener)
       val micros = called(entry, "open", settings.openTimeoutMs)(listener.open(where))
       count(entry)(c => c.copy(openMicros = c.openMicros + micros))
-    } catch {
-      case failed: OpenFailedException =>
-        close()
-        throw failed
     }
+  } catch {
+    case failed: OpenFailedException => // also when one cannot even be created: those before it are open
+      close()
+      throw failed
   }
 
   /** Enters the decorations of a task; what they answered, the innermost first. */

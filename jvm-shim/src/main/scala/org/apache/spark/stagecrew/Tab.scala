@@ -64,7 +64,7 @@ private[stagecrew] object Tab {
       <td sorttable_customkey={topology.started.toString}>{SparkInternals.formatDate(topology.started)}</td>
       <td sorttable_customkey={duration.toString}>{SparkInternals.formatDuration(duration)}</td>
       <td>{topology.jobs.toString}</td>
-      <td>{topology.executors.size.toString}</td>
+      {several(topology.askedBy)}
       {several(topology.lostExecutors)}
       {several(topology.unclosed)}
     </tr>

@@ -17,6 +17,7 @@ private[stagecrew] object Views {
     val node = Json.obj().put("id", topology.id).put("name", topology.name).put("kind", topology.kind)
       .put("state", topology.state).put("started", topology.started).put("ended", topology.ended).put("jobs", topology.jobs)
     topology.parent.foreach(node.put("parent", _))
+    node.set[ArrayNode]("askedBy", Json.arr(topology.askedBy))
     node.set[ArrayNode]("unclosed", Json.arr(topology.unclosed))
     node.set[ArrayNode]("lostExecutors", Json.arr(topology.lostExecutors))
     val executors = node.putObject("executors")

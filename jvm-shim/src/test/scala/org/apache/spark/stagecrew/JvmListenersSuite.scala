@@ -1,0 +1,178 @@
+package org.apache.spark.stagecrew
+
+import java.util.Collections
+import java.util.concurrent.{ConcurrentLinkedQueue, CountDownLatch, Executors, TimeUnit}
+import org.apache.spark.{SparkConf, TaskContext}
+import org.scalatest.BeforeAndAfterEach
+import org.scalatest.funsuite.AnyFunSuite
+import scala.jdk.CollectionConverters._
+import stagecrew.{TopologyContext, TopologyListener}
+
+object JvmListenersSuite {
+  val said = new ConcurrentLinkedQueue[String]()
+  @volatile var interrupted = new CountDownLatch(1)
+
+  abstract class Recording(name: String) extends TopologyListener {
+    private def say(what: String): Unit = { said.add(s"$what $name"); () }
+    override def open(context: TopologyContext): Unit = say("open")
+    override def close(context: TopologyContext): Unit = say("close")
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = {
+      say("enter")
+      () => say("leave")
+    }
+  }
+  class A extends Recording("a")
+  class B extends Recording("b")
+  class C extends Recording("c")
+  class FailingOpen extends Recording("failing") {
+    override def open(context: TopologyContext): Unit = { super.open(context); throw new IllegalStateException("no pool") }
+  }
+  class FailingClose extends Recording("failing") {
+    override def close(context: TopologyContext): Unit = { super.close(context); throw new IllegalStateException("no close") }
+  }
+  class FailingDecorate extends Recording("failing") {
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = throw new IllegalStateException("no scope")
+  }
+  class FailingLeave extends Recording("failing") {
+    override def decorate(context: TopologyContext, task: TaskContext): AutoCloseable = {
+      super.decorate(context, task)
+      () => throw new IllegalStateException("no leave")
+    }
+  }
+  class Plain extends TopologyListener
+  class Hanging extends Recording("hanging") {
+    override def open(context: TopologyContext): Unit = hang()
+    protected def hang(): Unit = try new CountDownLatch(1).await() catch {
+      case error: InterruptedException => interrupted.countDown(); throw error
+    }
+  }
+  class HangingClose extends Hanging {
+    override def open(context: TopologyContext): Unit = ()
+    override def close(context: TopologyContext): Unit = hang()
+  }
+  class NoListener
+  class NoConstructor(val needed: Int) extends TopologyListener
+}
+
+class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
+  import JvmListenersSuite._
+
+  // Long for a hook that does nothing, on a busy machine too.
+  private val settings = new Settings(new SparkConf(false).set(Settings.OpenTimeout, "1s").set(Settings.CloseTimeout, "1s"))
+  private val where = Where("app", "enrich", "t", "7", "host", Collections.emptyMap())
+  private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("suite"))
+  private var ledger = new Ledger
+
+  override def beforeEach(): Unit = {
+    said.clear()
+    interrupted = new CountDownLatch(1)
+    ledger = new Ledger
+  }
+
+  private def listeners(classes: Class[_]*): JvmListeners = new JvmListeners(
+    classes.zipWithIndex.map { case (cls, i) =>
+      Entry(i, "jvm", cls.getSimpleName, cls.getName, Some("jvm"), Some("application"), required = true, None)
+    }.toVector, where, settings, ledger, pool)
+
+  private def heard: Seq[String] = said.asScala.toSeq
+
+  private def counts(index: Int): ListenerCounts = ledger.of("t").listeners(index)
+
+  test("opened in order, entered in order, left and closed in reverse") {
+    val three = listeners(classOf[A], classOf[B], classOf[C])
+    three.open()
+    three.leave(three.decorate(null))
+    three.close()
+    assert(heard == Seq("open a", "open b", "open c", "enter a", "enter b", "enter c", "leave c", "leave b", "leave a",
+      "close c", "close b", "close a"))
+    (0 to 2).foreach(i => assert(counts(i).opens == 1 && counts(i).closes == 1 && counts(i).failures == 0))
+  }
+
+  test("a second close does nothing") {
+    val one = listeners(classOf[A])
+    one.open()
+    one.close()
+    one.close()
+    assert(heard == Seq("open a", "close a") && counts(0).closes == 1)
+  }
+
+  test("an open that fails closes itself and what was opened before it, in reverse, and opens nothing more") {
+    val three = listeners(classOf[A], classOf[FailingOpen], classOf[C])
+    val failed = intercept[OpenFailedException](three.open())
+    assert(failed.listener == "FailingOpen" && failed.getCause.getMessage == "no pool")
+    Seq("FailingOpen", "enrich", "7", "host", "no pool").foreach(part => assert(failed.getMessage.contains(part)))
+    assert(heard == Seq("open a", "open failing", "close failing", "close a"))
+    assert(counts(1).opens == 1 && counts(1).closes == 1 && counts(1).failures == 1)
+    assert(counts(1).lastError.contains("no pool"))
+    assert(!ledger.of("t").listeners.contains(2))
+  }
+
+  test("a close that fails is counted, and does not stop the others") {
+    val three = listeners(classOf[A], classOf[FailingClose], classOf[C])
+    three.open()
+    three.close()
+    assert(heard.drop(3) == Seq("close c", "close failing", "close a"))
+    assert(counts(1).closes == 1 && counts(1).failures == 1 && counts(1).lastError.contains("no close"))
+  }
+
+  test("an open that hangs is interrupted at its time-out, closed, and named") {
+    val hanging = listeners(classOf[A], classOf[Hanging])
+    val failed = intercept[OpenFailedException](hanging.open())
+    assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
+    assert(interrupted.await(5, TimeUnit.SECONDS))
+    assert(heard == Seq("open a", "close hanging", "close a"))
+    assert(counts(1).failures == 1)
+  }
+
+  test("a close that hangs is interrupted at its time-out, and the others are closed") {
+    val hanging = listeners(classOf[A], classOf[HangingClose])
+    hanging.open()
+    hanging.close()
+    assert(interrupted.await(5, TimeUnit.SECONDS))
+    assert(heard == Seq("open a", "close a"))
+    assert(counts(1).closes == 1 && counts(1).failures == 1)
+  }
+
+  test("a decorate that fails leaves what was entered, and names its listener") {
+    val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
+    three.open()
+    val failed = intercept[OpenFailedException](three.decorate(null))
+    assert(failed.listener == "FailingDecorate" && failed.getMessage.contains("no scope"))
+    assert(heard.drop(3) == Seq("enter a", "leave a"))
+    assert(counts(1).failures == 1)
+  }
+
+  test("a decoration that fails at its end is counted, and the outer ones are left") {
+    val two = listeners(classOf[A], classOf[FailingLeave])
+    two.open()
+    two.leave(two.decorate(null))
+    assert(heard.drop(2) == Seq("enter a", "enter failing", "leave a"))
+    assert(counts(1).failures == 1)
+  }
+
+  test("a listener need not define anything, and may answer no scope") {
+    val plain = listeners(classOf[Plain])
+    plain.open()
+    assert(plain.decorate(null).isEmpty)
+    plain.close()
+    assert(counts(0).opens == 1 && counts(0).closes == 1 && counts(0).failures == 0)
+  }
+
+  test("a class that is missing, is no listener or needs arguments is refused by name, with what to do") {
+    Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
+      val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
+      val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), where, settings, ledger, pool).open())
+      assert(failed.getMessage.contains(name) && failed.getMessage.contains("public constructor"))
+    }
+  }
+
+  test("what was opened is closed when a later listener cannot be created") {
+    val entries = listeners(classOf[A])
+    entries.open()
+    entries.close()
+    said.clear()
+    val two = listeners(classOf[A], classOf[NoListener])
+    intercept[OpenFailedException](two.open())
+    assert(heard == Seq("open a", "close a"))
+  }
+}

@@ -1,0 +1,92 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import org.scalatest.funsuite.AnyFunSuite
+import scala.jdk.CollectionConverters._
+import scala.util.Random
+
+class LedgerSuite extends AnyFunSuite {
+  private def opened(ledger: Ledger, topology: String): Unit =
+    ledger.listener(topology, 0, "pool", "worker")(c => c.copy(opens = c.opens + 1))
+
+  private def topologiesIn(body: String): Map[String, ExecutorCounts] =
+    Json.parse(body).get("topologies").properties.asScala
+      .map(e => e.getKey -> ExecutorCounts.of(e.getValue.asInstanceOf[ObjectNode])).toMap
+
+  private def totalsIn(body: String): Totals = Totals.of(Json.parse(body).get("totals").asInstanceOf[ObjectNode])
+
+  test("a report carries the counts themselves of what changed, and nothing when nothing did") {
+    val ledger = new Ledger
+    assert(ledger.report().isEmpty)
+    opened(ledger, "a")
+    opened(ledger, "b")
+    val (first, body) = ledger.report().get
+    assert(topologiesIn(body).keySet == Set("a", "b"))
+    assert(ledger.report().isEmpty)
+    opened(ledger, "a")
+    val (second, next) = ledger.report().get
+    assert(second > first)
+    assert(topologiesIn(next).keySet == Set("a"))
+    assert(topologiesIn(next)("a").listeners(0).opens == 2)
+  }
+
+  test("counts survive the way to the driver") {
+    val ledger = new Ledger
+    ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
+      closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
+    ledger.change("a")(_.copy(processes = Set("p", "q"), lostProcesses = Set("p"), deferred = Set("q")))
+    assert(topologiesIn(ledger.report().get._2) == Map("a" -> ledger.of("a")))
+  }
+
+  test("what was not delivered is said again, unless it was forgotten") {
+    val ledger = new Ledger
+    opened(ledger, "a")
+    opened(ledger, "b")
+    val (_, lost) = ledger.report().get
+    ledger.forget("b")
+    ledger.notDelivered(lost)
+    assert(topologiesIn(ledger.report().get._2).keySet == Set("a"))
+  }
+
+  test("a full report of one topology takes it off the next one") {
+    val ledger = new Ledger
+    opened(ledger, "a")
+    val (first, body) = ledger.full("a")
+    assert(topologiesIn(body)("a").listeners(0).opens == 1)
+    assert(ledger.report().isEmpty)
+    assert(ledger.full("a")._1 > first)
+    assert(topologiesIn(ledger.full("unknown")._2).isEmpty)
+  }
+
+  test("a topology whose last counts were not reported is not forgotten") {
+    val ledger = new Ledger
+    opened(ledger, "a")
+    ledger.forget("a")
+    assert(ledger.of("a").listeners(0).opens == 1)
+    ledger.full("a")
+    ledger.forget("a")
+    assert(ledger.of("a") == ExecutorCounts())
+  }
+
+  test("totals are the sum of everything that was counted, never go down, and stand in each report") {
+    val random = new Random(7)
+    val ledger = new Ledger
+    var expected = Totals()
+    var reported = Totals()
+    (1 to 2000).foreach { _ =>
+      val topology = random.nextInt(5).toString
+      val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong)
+      random.nextInt(4) match {
+        case 0 => ledger.forget(topology)
+        case 1 => ledger.report().foreach { case (_, body) => reported = totalsIn(body) }
+        case _ =>
+          expected = expected + more
+          ledger.listener(topology, random.nextInt(3), "l", "worker")(c => c.copy(opens = c.opens + more.opens,
+            closes = c.closes + more.closes, failures = c.failures + more.failures, lost = c.lost + more.lost))
+      }
+      assert(ledger.totals == expected)
+    }
+    assert(reported.opens > 0 && reported.opens <= expected.opens)
+    assert(totalsIn(ledger.full("0")._2) == expected)
+  }
+}

@@ -1,0 +1,116 @@
+package org.apache.spark.stagecrew
+
+import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, OutputStream}
+import java.net.Socket
+import org.scalatest.funsuite.AnyFunSuite
+
+class ProcessesSuite extends AnyFunSuite {
+  private final class Fixture {
+    var now = 0L
+    val ledger = new Ledger
+    val processes = new Processes(ledger, (_, index) => (s"listener $index", "worker"), () => now)
+    private var pids = 100L
+
+    def link(role: String = "worker"): Link = {
+      pids += 1
+      val socket = new Socket { override def getOutputStream: OutputStream = new ByteArrayOutputStream }
+      val hello = new Frame("HELLO", Map("process" -> s"p$pids", "role" -> role, "pid" -> pids))
+      val link = new Link(socket, hello, new DataInputStream(new ByteArrayInputStream(Array.emptyByteArray)))
+      processes.connected(link)
+      link
+    }
+
+    def hook(link: Link, hook: String, topology: String = "t", index: Int = 0, failed: Boolean = false): Unit = {
+      processes.hookBegan(link, topology, index, hook, Long.MaxValue)
+      processes.hookEnded(link, topology, index, hook, failed, 10, if (failed) "bad" else "")
+    }
+
+    def counts(topology: String = "t", index: Int = 0): ListenerCounts = ledger.of(topology).listeners(index)
+  }
+
+  test("opens and closes are counted with their time, and nothing is lost of what was closed") {
+    val f = new Fixture
+    val link = f.link()
+    f.hook(link, "open")
+    assert(f.counts() == ListenerCounts("listener 0", "worker", opens = 1, openMicros = 10))
+    f.hook(link, "decorate")
+    f.hook(link, "close", failed = true)
+    f.processes.disconnected(link)
+    assert(f.counts() == ListenerCounts(
+      "listener 0", "worker", opens = 1, closes = 1, failures = 1, openMicros = 10, closeMicros = 10, lastError = "bad"))
+    assert(f.ledger.of("t").processes == Set(link.process))
+    assert(f.ledger.of("t").lostProcesses.isEmpty)
+  }
+
+  test("what a process had open when it went is lost, per topology and listener, once") {
+    val f = new Fixture
+    val (gone, stays) = (f.link(), f.link())
+    Seq("t", "u").foreach(topology => (0 to 1).foreach(index => f.hook(gone, "open", topology, index)))
+    f.hook(gone, "close", "u", 1)
+    f.hook(stays, "open")
+    f.processes.disconnected(gone)
+    f.processes.disconnected(gone)
+    assert(f.counts("t", 0).lost == 1 && f.counts("t", 1).lost == 1 && f.counts("u", 0).lost == 1)
+    assert(f.counts("u", 1).lost == 0)
+    assert(f.counts("t", 0).stillOpen == 1)
+    assert(f.ledger.of("t").lostProcesses == Set(gone.process))
+    assert(f.processes.all == Seq(stays))
+  }
+
+  test("a process that goes in the middle of its open has lost it") {
+    val f = new Fixture
+    val link = f.link()
+    f.processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
+    f.processes.disconnected(link)
+    f.processes.hookEnded(link, "t", 0, "open", failed = false, 10, "")
+    assert(f.counts().opens == 1 && f.counts().lost == 1 && f.counts().openMicros == 0)
+  }
+
+  test("a topology is deferred once while its process is busy, and no more when it has closed or gone") {
+    val f = new Fixture
+    val (one, two) = (f.link(), f.link())
+    Seq(one, two).foreach { link =>
+      f.processes.touched(link, "t")
+      f.processes.defer(link, "t")
+      f.processes.defer(link, "t")
+    }
+    assert(f.ledger.of("t").deferred == Set(one.process, two.process))
+    f.processes.closed(one, "t")
+    assert(f.ledger.of("t").deferred == Set(two.process))
+    f.processes.disconnected(two)
+    assert(f.ledger.of("t").deferred.isEmpty)
+  }
+
+  test("a hook is overdue from its time on, answered once, and counted as a failure that says so") {
+    val f = new Fixture
+    val (late, quick) = (f.link(), f.link())
+    f.processes.began(late, 7)
+    f.processes.hookBegan(late, "t", 0, "open", 100)
+    f.processes.hookBegan(quick, "t", 1, "open", 100)
+    f.processes.hookEnded(quick, "t", 1, "open", failed = false, 1, "")
+    f.now = 99
+    assert(f.processes.overdue().isEmpty)
+    f.now = 100
+    assert(f.processes.overdue() == Seq((late, Processes.Hook("t", 0, "open", 100), Some(7L))))
+    assert(f.processes.overdue().isEmpty)
+    assert(f.counts().failures == 1 && f.counts().lastError.contains("ignored its timeout"))
+    assert(f.counts("t", 1).failures == 0)
+    assert(f.processes.unclosed(late, "t") == Seq("listener 0"))
+  }
+
+  test("who is busy, who runs an attempt, and who is to be asked to close") {
+    val f = new Fixture
+    val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
+    f.processes.began(worker, 7)
+    f.processes.began(agent, 7)
+    Seq(worker, idle).foreach(f.processes.touched(_, "t"))
+    assert(f.processes.running(7) == Seq(worker))
+    assert(f.processes.busy == Seq(worker, agent))
+    assert(f.processes.touching("t") == Seq(worker -> true, idle -> false))
+    assert(f.processes.touchesAny(idle) && !f.processes.touchesAny(agent))
+    f.processes.ended(worker)
+    f.processes.closed(idle, "t")
+    assert(f.processes.touching("t") == Seq(worker -> false))
+    assert(f.processes.running(7).isEmpty)
+  }
+}

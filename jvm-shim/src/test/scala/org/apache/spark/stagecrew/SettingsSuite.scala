@@ -1,0 +1,89 @@
+package org.apache.spark.stagecrew
+
+import org.apache.spark.SparkConf
+import org.scalatest.funsuite.AnyFunSuite
+import scala.jdk.CollectionConverters._
+
+class SettingsSuite extends AnyFunSuite {
+  private def conf(values: (String, String)*): SparkConf = new SparkConf(false).setAll(values)
+
+  test("the defaults are those that are known, and each is valid") {
+    val settings = new Settings(conf())
+    assert(settings.listeners.isEmpty && settings.jvmListeners.isEmpty)
+    assert(settings.openTimeoutMs == 60000 && settings.closeTimeoutMs == 10000 && settings.shutdownTimeoutMs == 5000)
+    assert(settings.channelTimeoutMs == 10000 && settings.reportIntervalMs == 1000)
+    assert(settings.maxFrame == 64 * 1024 * 1024 && settings.retainedTopologies == 1000)
+    assert(Settings.known.keySet.asScala.forall(_.startsWith(Settings.Prefix)))
+    val explicit = new Settings(conf(Settings.known.asScala.toSeq: _*))
+    assert(explicit.openTimeoutMs == settings.openTimeoutMs && explicit.maxFrame == settings.maxFrame)
+  }
+
+  test("times and sizes have units, and lists may hold spaces and empty places") {
+    val settings = new Settings(conf(Settings.OpenTimeout -> "1500ms", Settings.CloseTimeout -> "2min",
+      Settings.MaxFrame -> "1k", Settings.Listeners -> " a:b , ,c:d,", Settings.JvmListeners -> "x.Y"))
+    assert(settings.openTimeoutMs == 1500 && settings.closeTimeoutMs == 120000 && settings.maxFrame == 1024)
+    assert(settings.listeners == Seq("a:b", "c:d") && settings.jvmListeners == Seq("x.Y"))
+  }
+
+  test("a frame is never larger than an array can be") {
+    assert(new Settings(conf(Settings.MaxFrame -> "5g")).maxFrame == Int.MaxValue - 16)
+  }
+
+  test("a value that is none is refused") {
+    intercept[NumberFormatException](new Settings(conf(Settings.OpenTimeout -> "soon")))
+    intercept[NumberFormatException](new Settings(conf(Settings.RetainedTopologies -> "many")))
+  }
+
+  test("keys that begin as ours do and are none are found") {
+    val user = conf(Settings.OpenTimeout -> "1s", "spark.stagecrew.open.timeoutt" -> "1s", "spark.other" -> "x")
+    assert(Settings.unknown(user) == Seq("spark.stagecrew.open.timeoutt"))
+  }
+
+  test("what cannot work beside Spark's settings is refused with what to do") {
+    Seq(DriverShim.DaemonModuleKey -> "mine.daemon", "spark.python.use.daemon" -> "false",
+      "spark.sql.execution.udf.unified.execution.enabled" -> "true").foreach { case (key, value) =>
+      val refused = intercept[IllegalArgumentException](DriverShim.configure(conf(key -> value)))
+      assert(refused.getMessage.contains(key))
+    }
+  }
+
+  test("the plugin sets the daemon module, puts its jar before the user's PYTHONPATH, and may be told twice") {
+    val user = conf("spark.executorEnv.PYTHONPATH" -> "mine")
+    DriverShim.configure(user)
+    assert(user.get(DriverShim.DaemonModuleKey) == DriverShim.DaemonModule)
+    assert(user.get("spark.executorEnv.PYTHONPATH").endsWith(":mine"))
+    assert(user.get("spark.executorEnv.PYTHONPATH").startsWith(Shim.jar))
+    DriverShim.configure(user)
+  }
+
+  test("another Spark is refused by both versions") {
+    Shim.checkSpark("4.3.0")
+    Seq("4.2.1", "4.30.0", "5.0.0").foreach { version =>
+      assert(intercept[IllegalStateException](Shim.checkSpark(version)).getMessage.contains(version))
+    }
+  }
+
+  test("the application's topology has the listeners of the configuration, those in the JVM first") {
+    val user = conf(Settings.Listeners -> "pools:orders", Settings.JvmListeners -> "a.b.Mdc",
+      "spark.pyspark.python" -> "python9", "spark.executorEnv.X" -> "y")
+    val description = DriverShim.application(user, new Settings(user))
+    assert(description.listeners.map(l => (l.index, l.kind, l.name, l.target)) ==
+      Vector((0, "jvm", "Mdc", "a.b.Mdc"), (1, "name", "orders", "pools:orders")))
+    assert(description.python == PythonCommand("python9", Map("X" -> "y"), Nil))
+  }
+
+  test("a description survives the way to an executor, its pickled bytes untouched") {
+    val blob = Array.tabulate(256)(_.toByte)
+    val entries = Vector(
+      Entry(0, "jvm", "Mdc", "a.b.Mdc", Some("jvm"), Some("application"), required = true, None),
+      Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(blob)),
+      Entry(2, "name", "orders", "pools:orders", None, None, required = true, None))
+    val sent = Description("id", "name", Some("parent"), entries, PythonCommand("python3", Map("A" -> "b"), Seq("x.zip")))
+    val (body, blobs) = sent.encoded
+    assert(!body.contains("AAEC") && blobs.map(_.toSeq) == Vector(blob.toSeq))
+    val got = Description.decode(body, blobs)
+    assert(got.copy(listeners = Vector.empty) == sent.copy(listeners = Vector.empty))
+    assert(got.listeners.map(_.copy(blob = None)) == entries.map(_.copy(blob = None)))
+    assert(got.listeners.map(_.blob.map(_.toSeq)) == entries.map(_.blob.map(_.toSeq)))
+  }
+}

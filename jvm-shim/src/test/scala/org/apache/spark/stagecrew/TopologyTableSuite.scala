@@ -1,0 +1,102 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+
+/** The table against a model of it, over every order of what can happen to two topologies and two attempts. */
+class TopologyTableSuite extends AnyFunSuite {
+  private sealed trait Event
+  private case class Begin(attempt: Long) extends Event
+  private case class Finish(attempt: Long) extends Event
+  private case class End(topology: String) extends Event
+  private case class Forget(topology: String) extends Event
+
+  private val topologies = Seq("outer", "inner")
+  private val chains = Map(1L -> Seq("outer", "inner"), 2L -> Seq("inner"))
+  private val events: Vector[Event] = Vector(Begin(1), Begin(2), Finish(1), Finish(2)) ++
+    topologies.map(End) ++ topologies.map(Forget)
+
+  /** What must hold, said without the table's own bookkeeping. */
+  private final class Model {
+    val table = new TopologyTable
+    private var booked = Map.empty[Long, Seq[String]]
+    private var ended = Set.empty[String]
+    private var quiescent = Set.empty[String]
+
+    private def attempts(topology: String) = booked.collect { case (attempt, chain) if chain.contains(topology) => attempt }.toSet
+
+    def apply(event: Event): Unit = {
+      event match {
+        case Begin(attempt) =>
+          val expected = booked.getOrElse(attempt, chains(attempt).filterNot(ended))
+          booked += attempt -> expected
+          assert(table.begin(attempt, chains(attempt)) == expected)
+        case Finish(attempt) =>
+          val chain = booked.getOrElse(attempt, Nil)
+          booked -= attempt
+          val expected = chain.filter(topology => ended(topology) && attempts(topology).isEmpty)
+          assert(table.finish(attempt) == expected)
+          quiescent ++= expected
+        case End(topology) =>
+          ended += topology
+          val expected = attempts(topology).isEmpty
+          assert(table.end(topology) == expected)
+          if (expected) quiescent += topology
+        case Forget(topology) =>
+          if (attempts(topology).nonEmpty) intercept[IllegalArgumentException](table.forget(topology))
+          else {
+            table.forget(topology)
+            ended += topology
+            quiescent += topology
+          }
+      }
+      topologies.foreach { topology =>
+        assert(table.attemptsOf(topology) == attempts(topology))
+        assert(table.active(topology) == !ended(topology))
+        if (quiescent(topology)) assert(table.attemptsOf(topology).isEmpty, s"an attempt of quiescent $topology appeared")
+      }
+      chains.keys.foreach(attempt => assert(table.chainOf(attempt) == booked.getOrElse(attempt, Nil)))
+    }
+  }
+
+  private def run(order: Seq[Event]): Unit = {
+    val model = new Model
+    order.foreach(event => try model(event) catch {
+      case failed: Throwable => throw new AssertionError(s"in the order ${order.mkString(", ")}: ${failed.getMessage}", failed)
+    })
+  }
+
+  test("every order of all events, each once") {
+    events.permutations.foreach(run)
+  }
+
+  test("every order of all events, each told twice: all of them are idempotent") {
+    events.permutations.foreach(order => run(order.flatMap(event => Seq(event, event))))
+  }
+
+  test("every sequence of five events, repeated ones too") {
+    def sequences(length: Int): Iterator[List[Event]] =
+      if (length == 0) Iterator(Nil) else sequences(length - 1).flatMap(rest => events.iterator.map(_ :: rest))
+    (1 to 5).foreach(length => sequences(length).foreach(run))
+  }
+
+  test("live names topologies with attempts and those that are closing") {
+    val table = new TopologyTable
+    table.begin(1, Seq("a", "b"))
+    table.end("c")
+    assert(table.live == Set("a", "b", "c"))
+    table.finish(1)
+    table.forget("c")
+    assert(table.live.isEmpty)
+  }
+
+  test("so many closed topologies are remembered, and not more") {
+    val table = new TopologyTable
+    (0 to TopologyTable.RememberedClosed).foreach { i =>
+      table.end(i.toString)
+      table.forget(i.toString)
+    }
+    assert(table.active("0")) // the driver is asked for it, and says that it has ended
+    assert(!table.active("1"))
+    assert(!table.active(TopologyTable.RememberedClosed.toString))
+  }
+}

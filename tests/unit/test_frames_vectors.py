@@ -1,0 +1,59 @@
+"""Byte-for-byte vectors of the wire format, which the shim's own tests read too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagecrew.frames import KINDS, decode, encode
+
+FILE = Path(__file__).parents[1] / "frames-vectors.json"
+
+#: One value of each type per vector: the least, a plain one, the extremes.
+SAMPLES: list[dict[str, Any]] = [
+    {"q": 0, "s": "", "b": b"", "l": []},
+    {"q": 7, "s": "enrich-0123456789ab", "b": b"\x00\x01\xff", "l": [b"one", b"", b"\x80\x04."]},
+    {"q": -(2**63), "s": "\x00 ä€\U0001f600 \"'<>&\n", "b": bytes(range(256)), "l": [bytes(range(256))]},
+    {"q": 2**63 - 1, "s": "x" * 700, "b": b"y" * 700, "l": [b""] * 300},
+]
+
+
+def vectors() -> list[dict[str, Any]]:
+    """Each kind with each sample; bytes as hexadecimal digits."""
+    found = []
+    for kind, (_, fields) in KINDS.items():
+        # The long one on one kind, to keep the file small.
+        samples = SAMPLES if kind == "DESCRIPTION" else SAMPLES[: 3 if fields else 1]
+        for sample in samples:
+            values = {name: sample[type_] for name, type_ in fields}
+            shown = {
+                name: [item.hex() for item in value] if isinstance(value, list) else value
+                for name, value in values.items()
+            }
+            types = "".join(type_ for _, type_ in fields)
+            found.append({"kind": kind, "types": types, "fields": shown, "frame": encode(kind, **values).hex()})
+    return found
+
+
+def text() -> str:
+    return "[\n" + ",\n".join(json.dumps(vector) for vector in vectors()) + "\n]\n"
+
+
+def test_the_committed_vectors_are_what_encode_produces() -> None:
+    """The file that the shim's tests read is what this package encodes; a change of the format shows in its diff."""
+    assert FILE.read_text() == text(), f"run `python {Path(__file__).name}` if the format was meant to change"
+
+
+@pytest.mark.parametrize("vector", vectors(), ids=lambda vector: vector["kind"])
+def test_each_vector_decodes_to_its_fields(vector: dict[str, Any]) -> None:
+    """What a vector's bytes decode to is what they were made of."""
+    frame = decode(bytes.fromhex(vector["frame"])[4:])
+    fields = {k: [item.hex() for item in v] if isinstance(v, list) else v for k, v in frame.fields.items()}
+    assert (frame.kind, fields) == (vector["kind"], vector["fields"])
+
+
+if __name__ == "__main__":
+    FILE.write_text(text())
