@@ -16,7 +16,11 @@ def on_page_markdown(markdown, page, config, files):
             lines.append(table())
         elif line.startswith("<!-- file: "):
             path = ROOT / line.removeprefix("<!-- file: ").removesuffix(" -->")
-            lines += [f'```{LANGUAGES[path.suffix]} title="{path.relative_to(ROOT)}"', path.read_text(encoding="utf-8").rstrip(), "```"]
+            lines += [
+                f'```{LANGUAGES[path.suffix]} title="{path.relative_to(ROOT)}"',
+                path.read_text(encoding="utf-8").rstrip(),
+                "```",
+            ]
         else:
             lines.append(line)
     return "\n".join(lines)

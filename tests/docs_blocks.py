@@ -46,7 +46,7 @@ def run_page(path: Path, given: dict[str, object]) -> None:
             continue
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True)
         try:
-            exec(code, namespace)  # noqa: S102
+            exec(code, namespace)
         except Exception as error:
             if block.raises is None or block.raises not in [one.__name__ for one in type(error).__mro__]:
                 raise
@@ -56,11 +56,16 @@ def run_page(path: Path, given: dict[str, object]) -> None:
 
 
 def _session() -> dict[str, object]:
-    import stagecrew
     from pyspark.sql import SparkSession
 
+    import stagecrew
+
     builder = SparkSession.builder.master("local[2]").appName("docs")
-    for key, value in {"spark.ui.enabled": "false", "spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "2"}.items():
+    for key, value in {
+        "spark.ui.enabled": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "2",
+    }.items():
         builder = builder.config(key, value)
     spark = stagecrew.configure(builder).getOrCreate()
     return {"spark": spark, "crew": stagecrew.crew(spark)}

@@ -11,7 +11,9 @@ folder = tempfile.TemporaryDirectory()
 path = os.path.join(folder.name, "airports.db")
 with sqlite3.connect(path) as setup:
     setup.execute("create table airports(code text primary key, name text)")
-    setup.executemany("insert into airports values (?, ?)", [("JFK", "John F Kennedy Intl"), ("EWR", "Newark Liberty Intl")])
+    setup.executemany(
+        "insert into airports values (?, ?)", [("JFK", "John F Kennedy Intl"), ("EWR", "Newark Liberty Intl")]
+    )
 setup.close()
 
 
@@ -33,7 +35,9 @@ def named(frames):
 
 spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("connection pool")).getOrCreate()
 with stagecrew.crew(spark).topology("names", listeners=[database]) as topology:
-    flights = spark.createDataFrame([("JFK", 1), ("EWR", 2), ("JFK", 3), ("EWR", 4)], "origin string, flight long").repartition(4)
+    flights = spark.createDataFrame(
+        [("JFK", 1), ("EWR", 2), ("JFK", 3), ("EWR", 4)], "origin string, flight long"
+    ).repartition(4)
     rows = flights.mapInPandas(named, "origin string, flight long, name string").collect()
 
 assert all(row.name for row in rows)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyspark
 import pytest
+
 import stagecrew
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +35,12 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [
             os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
             *("--master", "local[2]", "--jars", stagecrew.jar_path()),
-            *("--conf", "spark.ui.enabled=false", "--driver-java-options", f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData"),
+            *(
+                "--conf",
+                "spark.ui.enabled=false",
+                "--driver-java-options",
+                f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
+            ),
             *arguments,
         ],
         cwd=folder,
@@ -102,7 +108,12 @@ def test_without_the_jar_spark_says_so(tmp_path):
     """With the sample and no jar, the session fails and names the plugin's class: nothing runs without its listeners."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     done = subprocess.run(
-        [os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"), "--master", "local[1]", str(EXAMPLES / "plain_job.py")],
+        [
+            os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
+            "--master",
+            "local[1]",
+            str(EXAMPLES / "plain_job.py"),
+        ],
         cwd=tmp_path,
         env={
             **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},

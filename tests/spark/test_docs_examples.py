@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from docs_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +39,18 @@ def outcomes(tmp_path_factory):
         "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
     }
     command = [sys.executable, str(ROOT / "tests/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
+    )
     print(done.stderr[-20000:], file=sys.stderr)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"file": ')]
     return {
         "code": done.returncode,
         "problems": {str(Path(one["file"]).relative_to(ROOT)): one["problem"] for one in found},
         "output": done.stdout,
-        "left": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if re.search("channel|scratch-", path.name)),
+        "left": sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if re.search("channel|scratch-", path.name)
+        ),
     }
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import stagecrew
 from docs_blocks import blocks
 from stagecrew.conf import KEYS, table
@@ -25,7 +26,12 @@ def site(tmp_path_factory):
     """The folder with the built pages."""
     folder = tmp_path_factory.mktemp("site")
     # A proxy that nobody listens at: a build that asks the network for anything fails.
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
+    environment = {
+        **os.environ,
+        "NO_MKDOCS_2_WARNING": "1",
+        "https_proxy": "http://127.0.0.1:9",
+        "http_proxy": "http://127.0.0.1:9",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -49,7 +55,9 @@ def test_pages_fetch_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^\s\">]+", text)
-        loaded += [link for link in re.findall(r"<link[^>]+href=\"?https?://[^>]+", text) if "rel=canonical" not in link]
+        loaded += [
+            link for link in re.findall(r"<link[^>]+href=\"?https?://[^>]+", text) if "rel=canonical" not in link
+        ]
         assert not loaded, f"{page.name}: {loaded}"
 
 
@@ -79,7 +87,7 @@ def test_messages_in_the_troubleshooting_table_are_in_the_code():
     """Each message that the operations page explains is one that the code can say."""
     sources = [*(ROOT / "python/stagecrew").rglob("*.py"), *(ROOT / "jvm-shim/src/main").rglob("*.scala")]
     # Messages are written over several lines, with values in them.
-    code = re.sub(r"[\"']\s*\+?\s*s?f?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
+    code = re.sub(r"[\"']\s*\+?\s*[sf]?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
     code = re.sub(r"\s+", " ", code)
     page = (DOCS / "operations.md").read_text(encoding="utf-8").split("## Troubleshooting by message")[1]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
@@ -96,7 +104,9 @@ def test_blocks_are_found_and_parse(page):
     text = page.read_text(encoding="utf-8")
     found = blocks(text)
     assert len(found) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
-    assert len([block for block in found if block.raises or block.norun]) == len(re.findall(r"<!-- (?:raises|norun): ", text))
+    assert len([block for block in found if block.raises or block.norun]) == len(
+        re.findall(r"^<!-- (?:raises|norun): ", text, re.MULTILINE)
+    )
     for block in found:
         ast.parse(block.code, str(page))
 
