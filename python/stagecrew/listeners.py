@@ -28,19 +28,19 @@ T = TypeVar("T")
 class Scope(enum.Enum):
     """Where a listener is opened."""
 
-    #: Once in each Python worker process, on its main thread. Tasks without Python do not open it.
     WORKER = "worker"
-    #: Once on each executor, in a process of its own; tasks without Python open it too.
+    """Once in each Python worker process, on its main thread. Tasks without Python do not open it."""
     EXECUTOR = "executor"
+    """Once on each executor, in a process of its own; tasks without Python open it too."""
 
 
 class Lifetime(enum.Enum):
     """How long a listener that was registered for the application stays open. Ignored in a named topology."""
 
-    #: From the first task to the end of the application.
     APPLICATION = "application"
-    #: Opened and closed once for each root SQL execution, RDD job or streaming query: what Flink calls a job.
+    """From the first task to the end of the application."""
     EXECUTION = "execution"
+    """Opened and closed once for each root SQL execution, RDD job or streaming query: what Flink calls a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,8 +189,8 @@ class Listener:
     scope: Scope = Scope.WORKER
     lifetime: Lifetime = Lifetime.APPLICATION
     required: bool = True
-    #: How reports, logs and the UI call it; the name of the class when None.
     name: str | None = None
+    """How reports, logs and the UI call it; the name of the class when None."""
 
     _stagecrew: Identity
 

@@ -45,7 +45,9 @@ def named(target: str) -> Listener:
 def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
     """The topology of a DESCRIPTION or OPEN frame; `mine` says which listeners are opened in this process."""
     body = json.loads(frame["body"])
-    registered = [_registered(entry, frame["blobs"], mine) for entry in body["listeners"]]
+    # The agent is also sent those of the JVM, which are open there already.
+    python = [entry for entry in body["listeners"] if entry["kind"] != "jvm"]
+    registered = [_registered(entry, frame["blobs"], mine) for entry in python]
     return Described(frame["topology"], body["name"], tuple(registered))
 
 

@@ -1,0 +1,49 @@
+"""A server that all workers of an executor share: opened once per executor, found by its port."""
+
+import http.server
+import threading
+import urllib.request
+
+import stagecrew
+from pyspark.sql import SparkSession
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+def counter(context):
+    class Count(http.server.BaseHTTPRequestHandler):
+        count = 0
+
+        def do_GET(self):
+            Count.count += 1
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(str(Count.count).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Count)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"  # a copy of this reaches the workers
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+numbers = counter()
+
+
+def numbered(rows):
+    for row in rows:
+        with urllib.request.urlopen(numbers.get()) as reply:
+            yield row, int(reply.read())
+
+
+spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("shared server")).getOrCreate()
+with stagecrew.crew(spark).topology("count", listeners=[numbers]) as topology:
+    found = spark.sparkContext.parallelize("abcdef", 3).mapPartitions(numbered).collect()
+
+assert sorted(number for _, number in found) == [1, 2, 3, 4, 5, 6]
+print(f"{len(found)} rows numbered by {topology.report.opens} server")
+spark.stop()

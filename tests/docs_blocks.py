@@ -1,0 +1,108 @@
+"""Runs the Python blocks of documentation pages, and the examples: `python docs_blocks.py FILE ...`.
+
+A page's blocks run in order in one namespace, as `__main__`. A comment before a block says what is special about it:
+`<!-- raises: NAME -->` (it must raise that error) or `<!-- norun: REASON -->`. Pages find a session `spark` and its `crew`,
+shared by all; one that stops it starts without any. Prints one JSON line per file: its name, and the failure or null.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+
+_BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block: its code, where it begins, and what the comment before it says."""
+
+    code: str
+    line: int
+    raises: str | None
+    norun: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    """The Python blocks of a page, in order."""
+    found = []
+    for match in _BLOCK.finditer(text):
+        mark = {match[1]: match[2]} if match[1] else {}
+        line = text.count("\n", 0, match.start(3)) + 1
+        found.append(Block(match[3], line, mark.get("raises"), mark.get("norun")))
+    return found
+
+
+def run_page(path: Path, given: dict[str, object]) -> None:
+    """Runs all blocks of a page; raises what a block raises, with the page's lines in the traceback."""
+    namespace: dict[str, object] = {"__name__": "__main__", **given}
+    for block in blocks(path.read_text(encoding="utf-8")):
+        if block.norun is not None:
+            continue
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec", dont_inherit=True)
+        try:
+            exec(code, namespace)
+        except Exception as error:
+            if block.raises is None or block.raises not in [one.__name__ for one in type(error).__mro__]:
+                raise
+        else:
+            if block.raises is not None:
+                raise AssertionError(f"{path}:{block.line}: the block did not raise {block.raises}")
+
+
+def _session() -> dict[str, object]:
+    from pyspark.sql import SparkSession
+
+    import stagecrew
+
+    builder = SparkSession.builder.master("local[2]").appName("docs")
+    for key, value in {
+        "spark.ui.enabled": "false",
+        "spark.log.level": "ERROR",
+        "spark.sql.shuffle.partitions": "2",
+    }.items():
+        builder = builder.config(key, value)
+    spark = stagecrew.configure(builder).getOrCreate()
+    return {"spark": spark, "crew": stagecrew.crew(spark)}
+
+
+def main(files: list[str]) -> None:
+    """Runs each file and says how it went."""
+    from pyspark.sql import SparkSession
+
+    for name in files:
+        path = Path(name)
+        problem = None
+        try:
+            if path.suffix == ".py":
+                _stop()
+                runpy.run_path(name, run_name="__main__")
+                if SparkSession.getActiveSession() is not None:
+                    raise AssertionError("an example stops its session")
+            elif "spark.stop()" in path.read_text(encoding="utf-8"):
+                _stop()
+                run_page(path, {})
+                _stop()
+            else:
+                run_page(path, _session())
+        except BaseException:
+            problem = traceback.format_exc()
+        print("\n" + json.dumps({"file": name, "problem": problem}), flush=True)
+    _stop()
+
+
+def _stop() -> None:
+    from pyspark.sql import SparkSession
+
+    session = SparkSession.getActiveSession()
+    if session is not None:
+        session.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""The samples in conf/ are used as they are: spark-submit with SPARK_CONF_DIR, and a job that knows nothing of stagecrew."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyspark
+import pytest
+
+import stagecrew
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "docs/examples"
+pytestmark = pytest.mark.timeout(300)
+
+
+def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """spark-submit with the samples of conf/, everything temporary in `folder`."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHONPATH"))},
+        "SPARK_CONF_DIR": str(ROOT / "conf"),
+        "SPARK_HOME": os.path.dirname(pyspark.__file__),
+        "SPARK_LOCAL_DIRS": str(temporary),
+        "TMPDIR": str(temporary),
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(Path(stagecrew.__file__).parents[1]),  # installed, also when it is only on this process's path
+    }
+    return subprocess.run(
+        [
+            os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
+            *("--master", "local[2]", "--jars", stagecrew.jar_path()),
+            *(
+                "--conf",
+                "spark.ui.enabled=false",
+                "--driver-java-options",
+                f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
+            ),
+            *arguments,
+        ],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def submitted(tmp_path_factory):
+    """A job that was submitted with the samples and, on the command line, the listener of docs/examples/audit.py."""
+    folder = tmp_path_factory.mktemp("submitted")
+    done = submit(
+        folder,
+        *("--py-files", str(EXAMPLES / "audit.py"), "--conf", f"spark.audit.folder={folder}"),
+        *("--conf", "spark.stagecrew.listeners=stagecrew:LoggingContext,audit:audit"),
+        str(EXAMPLES / "plain_job.py"),
+    )
+    assert done.returncode == 0, done.stderr[-8000:]
+    return folder, done
+
+
+def test_a_job_that_never_imports_stagecrew_has_listeners(submitted):
+    """With the sample and a name in the configuration, each worker opens before its first task, decorates each and closes."""
+    folder, done = submitted
+    assert "sum: 285" in done.stdout
+    logs = [path.read_text().splitlines() for path in folder.glob("audit-*.log")]
+    assert logs
+    assert {line for lines in logs for line in (lines[0], lines[-1])} == {"open application", "close application"}
+    tasks = sorted(re.match(r"task \d+/(\d+):", line)[1] for lines in logs for line in lines[1:-1])
+    assert tasks == ["0", "1"]
+
+
+def test_log_lines_of_a_task_name_their_topology(submitted):
+    """log4j2.properties shows, through MdcListener, topology, stage, partition and attempt in the lines that a task logs."""
+    _, done = submitted
+    marked = re.findall(r" INFO (\w+) \[(\S+) (\d+)/(\d+) attempt (\d+)\]: ", done.stderr)
+    assert {topology for _, topology, *_ in marked} == {"application"}, done.stderr[-8000:]
+    assert {partition for *_, partition, _ in marked} == {"0", "1"}
+    assert re.search(r" INFO SparkContext \[-\]: ", done.stderr), "lines outside of a task have no topology"
+
+
+def test_samples_warn_of_nothing(submitted):
+    """Neither Spark nor stagecrew warns of a key of the samples, and log4j2 finds nothing wrong with its file."""
+    _, done = submitted
+    assert "is no setting of stagecrew" not in done.stderr
+    assert not re.search(r"main (?:WARN|ERROR) ", done.stderr), done.stderr[:4000]
+    assert " WARN stagecrew" not in done.stderr
+
+
+def test_nothing_is_left(submitted):
+    """After the job no place file, no folder and no agent of stagecrew is left."""
+    folder, _ = submitted
+    left = [path for path in (folder / "tmp").rglob("*") if "channel" in path.name or "stagecrew" in path.name]
+    assert left == []
+    psutil = pytest.importorskip("psutil")
+    ours = [p.info for p in psutil.process_iter(["cmdline", "cwd"]) if (p.info["cwd"] or "").startswith(str(folder))]
+    assert ours == []
+
+
+def test_without_the_jar_spark_says_so(tmp_path):
+    """With the sample and no jar, the session fails and names the plugin's class: nothing runs without its listeners."""
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
+    done = subprocess.run(
+        [
+            os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
+            "--master",
+            "local[1]",
+            str(EXAMPLES / "plain_job.py"),
+        ],
+        cwd=tmp_path,
+        env={
+            **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
+            "SPARK_CONF_DIR": str(tmp_path / "conf"),
+            "SPARK_HOME": os.path.dirname(pyspark.__file__),
+            "PYSPARK_PYTHON": sys.executable,
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "stagecrew.StagecrewPlugin" in done.stderr

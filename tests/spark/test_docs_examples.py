@@ -1,0 +1,74 @@
+"""What the documentation shows runs, in one Python process with one session for all pages that do not stop it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs_blocks import blocks
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(600)
+DOCS = ROOT / "docs"
+# Pages that share a session first; each other one starts without any.
+PAGES = sorted(
+    (page for page in [*DOCS.rglob("*.md"), ROOT / "README.md"] if blocks(page.read_text(encoding="utf-8"))),
+    key=lambda page: ("spark.stop()" in page.read_text(encoding="utf-8"), page),
+)
+SUBMITTED = {"audit.py", "plain_job.py"}  # by test_conf_samples
+EXAMPLES = [path for path in sorted((DOCS / "examples").glob("*.py")) if path.name not in SUBMITTED]
+FILES = [str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What became of each file."""
+    folder = tmp_path_factory.mktemp("docs")
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
+        "TMPDIR": str(temporary),
+        "SPARK_LOCAL_DIRS": str(temporary),
+        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
+    }
+    command = [sys.executable, str(ROOT / "tests/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
+    )
+    print(done.stderr[-20000:], file=sys.stderr)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"file": ')]
+    return {
+        "code": done.returncode,
+        "problems": {str(Path(one["file"]).relative_to(ROOT)): one["problem"] for one in found},
+        "output": done.stdout,
+        "left": sorted(
+            str(path.relative_to(folder)) for path in folder.rglob("*") if re.search("channel|scratch-", path.name)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_runs(outcomes, name):
+    """The blocks of each page, and each example, run as they stand."""
+    assert name in outcomes["problems"], "the process ended before this file"
+    assert outcomes["problems"][name] is None, outcomes["problems"][name]
+
+
+def test_process_ends_well(outcomes):
+    """After all pages and examples the process ends with success, and no place file or folder of a listener is left."""
+    assert outcomes["code"] == 0
+    assert outcomes["left"] == []
+
+
+def test_blocks_that_do_not_run_say_why():
+    """A block that is not run states a reason."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            assert block.norun is None or len(block.norun) > 10, f"{page}:{block.line}"
