@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import click
@@ -170,5 +172,9 @@ def demo(database: str | None, output: Path, flights: int | None, master: str) -
     """
     from stagecrew.demo import run
 
+    def ended(number: int, _frame: FrameType | None) -> None:
+        raise click.exceptions.Exit(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)  # as Ctrl-C: what the demo made in the database is taken away
     if not run(database, output, flights, master, Console(highlight=False)):
         raise click.exceptions.Exit(1)
