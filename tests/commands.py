@@ -15,16 +15,18 @@ _ROOT = str(Path(stagecrew.__file__).parent.parent)
 
 
 def command(
-    *arguments: str, cwd: Path | None = None, timeout: float = 240, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `stagecrew ARGUMENTS` with every Python warning an error.
 
-    The package is put on the path of this process alone, not into PYTHONPATH, so that workers have what the jar brings.
+    Not `installed`: only the driver finds the package, so that executors have what the jar brings or nothing.
     """
     start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
+    if installed:
+        inherited["PYTHONPATH"] = _ROOT
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", start, *arguments],
-        cwd=cwd, timeout=timeout, env={**inherited, "COLUMNS": "100", **environment}, capture_output=True, text=True,
-        check=False, stdin=subprocess.DEVNULL,
+        cwd=cwd, timeout=timeout, env={**inherited, **environment}, capture_output=True, text=True, check=False,
+        stdin=subprocess.DEVNULL,
     )  # fmt: skip

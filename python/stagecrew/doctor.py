@@ -23,7 +23,7 @@ from rich.text import Text
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import SPARK_LINE, jar_path
-from stagecrew.terminal import quietly
+from stagecrew.terminal import quietly, said
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 
@@ -203,7 +203,7 @@ def _application(master: str, log: Path) -> list[Check]:
             return [started, Check("Python", "failed", _said(error, log), _remedy(error, master))]
     finally:
         session.stop()
-    return [started, _python(seen), _imported(seen)]
+    return [started, _python(seen), _imported(seen, master)]
 
 
 def _first_task(session: Any) -> dict[str, Any]:
@@ -251,7 +251,7 @@ def _python(seen: dict[str, Any]) -> Check:
     return Check("Python", "ok", found)
 
 
-def _imported(seen: dict[str, Any]) -> Check:
+def _imported(seen: dict[str, Any], master: str) -> Check:
     found = f"workers import stagecrew {seen['version']} from {seen['file']}"
     remedy = (
         "take that copy away from the executors' Python, or its folder off their PYTHONPATH: the jar carries what "
@@ -259,24 +259,19 @@ def _imported(seen: dict[str, Any]) -> Check:
     )
     if seen["version"] != __version__:
         return Check("Workers", "failed", found, remedy)
-    if ".jar" not in seen["file"]:
+    # In local[n] workers run beside the driver and have its own package.
+    if ".jar" not in seen["file"] and not re.match(r"local(\[|$)", master):
         return Check("Workers", "warning", f"{found}, not from the jar", remedy)
     return Check("Workers", "ok", found)
 
 
 def _said(error: Exception, log: Path) -> str:
-    """The line of an error that tells most, and the end of Spark's log when that says more."""
-    text = str(error)
-    if match := re.search(r"\[PYTHON_VERSION_MISMATCH\][^\n]*", text):
-        return match[0]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
-    if first.endswith(":") and len(lines) > 1:  # py4j's "An error occurred while calling ...:"
-        first = lines[1].removeprefix(": ")
+    """The line of an error that tells most; of Spark's log when no JVM came up that could say more."""
+    line = said(error)
     logged = [
         line for line in log.read_text(errors="replace").splitlines() if re.search(r"ERROR|Error|Exception", line)
     ]
-    return f"{first} ({logged[-1].strip()})" if "GATEWAY" in first and logged else first
+    return f"{line} ({logged[-1].strip()})" if "GATEWAY" in line and logged else line
 
 
 def _remedy(error: Exception, master: str) -> str:
@@ -286,6 +281,8 @@ def _remedy(error: Exception, master: str) -> str:
             "set PYSPARK_PYTHON to a Python of the driver's version on every host"
             f" (the driver runs {platform.python_version()}, {sys.executable})"
         )
+    if re.search("Error from python worker|Cannot run program", text):
+        return "set PYSPARK_PYTHON to a Python >= 3.11 with PySpark that every host has"
     if "within" in text and isinstance(error, ConfigurationError):
         return f"look whether {master} is right and has a free worker, and at its web page"
     if isinstance(error, StagecrewError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["quietly"]
+__all__ = ["quietly", "said"]
 
 
 @contextlib.contextmanager
@@ -28,3 +29,21 @@ def quietly(log: Path) -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def said(error: BaseException) -> str:
+    """The one line of an error of Spark that tells a user most, without the stack traces of two languages."""
+    text = str(error)
+    if match := re.search(r"\[PYTHON_VERSION_MISMATCH\][^\n]*", text):
+        return match[0]
+    if match := re.search(r"Error from python worker:\s*([^\n]+)", text):
+        return match[1].strip()
+    if match := re.search(r"Cannot run program [^\n]+", text):
+        return match[0]
+    if match := re.search(
+        r"Traceback \(most recent call last\):\n(?:[ \t]+[^\n]*\n|\n)*([A-Za-z_][\w.]*(?:: [^\n]*)?)", text
+    ):
+        return match[1].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    # py4j puts what happened in Java on the second line.
+    return lines[1].removeprefix(": ") if len(lines) > 1 and lines[1].startswith(": ") else lines[0]

@@ -16,6 +16,7 @@ import stagecrew
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.errors import ConfigurationError, JarMissing
+from stagecrew.terminal import said
 
 SECRET = "s3cret-of-the-test"
 
@@ -238,9 +239,29 @@ def test_what_workers_run_is_compared():
     assert "3.11.0 (/other/python)" in check.found
     assert sys.executable in check.found
     assert "PYSPARK_PYTHON" in check.remedy
-    assert doctor._imported(seen).status == "ok"
-    assert doctor._imported({**seen, "file": "/site-packages/stagecrew/__init__.py"}).status == "warning"
-    assert doctor._imported({**seen, "version": "0.0.9"}).status == "failed"
+    assert doctor._imported(seen, "spark://h:7077").status == "ok"
+    installed = {**seen, "file": "/site-packages/stagecrew/__init__.py"}
+    assert doctor._imported(installed, "local[2]").status == "ok"
+    assert doctor._imported(installed, "local-cluster[1,1,1024]").status == "warning"
+    assert doctor._imported({**seen, "version": "0.0.9"}, "local[2]").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("An error occurred while calling o1.x.\n: java.io.IOException: no\n\tat a.b", "java.io.IOException: no"),
+        (
+            "Job aborted: Traceback (most recent call last):\n  File 'x', line 1\n    f()\nmy.mod.Odd: why\n\tat a.b",
+            "my.mod.Odd: why",
+        ),
+        ("x\nError from python worker:\n  no module\nPYTHONPATH was:\n", "no module"),
+        ('x\nCaused by: java.io.IOException: Cannot run program "p": error=2\n', 'Cannot run program "p": error=2'),
+        ("", "ValueError"),
+    ],
+)
+def test_the_line_of_an_error_that_tells_most(text, line):
+    """Of the stack traces of two languages, one line is shown: the cause."""
+    assert said(ValueError(text)) == line
 
 
 @pytest.mark.parametrize("url", [f"mysql://u:{SECRET}@h/db", f"u:{SECRET}@h", f"{SECRET}://x"])

@@ -21,7 +21,7 @@ import stagecrew
 from stagecrew.demo.databases import Database, database_of
 from stagecrew.doctor import require_java
 from stagecrew.errors import StagecrewError
-from stagecrew.terminal import quietly
+from stagecrew.terminal import quietly, said
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -109,7 +109,7 @@ class Demo:
             raise
         except Exception as error:
             raise StagecrewError(
-                f"Spark did not start with master {self._master}: {_first_line(error)}. {self._more}"
+                f"Spark did not start with master {self._master}: {said(error).rstrip('.')}. {self._more}"
             ) from error
 
     @property
@@ -172,7 +172,9 @@ class Demo:
         try:
             flights.mapInArrow(enrich, schema).write.mode("overwrite").parquet(path.as_uri())
         except Exception as error:
-            raise StagecrewError(f"the flights could not be enriched: {_first_line(error)}. {self._more}") from error
+            raise StagecrewError(
+                f"the flights could not be enriched: {said(error).rstrip('.')}. {self._more}"
+            ) from error
 
     def _progress(self) -> Progress:
         columns = (
@@ -239,17 +241,3 @@ class Demo:
 
     def _say(self, line: str, style: str = "") -> None:
         self._console.print(Text(line, style), soft_wrap=True)
-
-
-def _first_line(error: Exception) -> str:
-    """What an error of Spark says, without its stack traces: the last line of a worker's traceback when there is one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if "Traceback (most recent call last):" in lines:
-        start = lines.index("Traceback (most recent call last):")
-        for line in lines[start + 1 :]:
-            name = line.split(":", 1)[0]
-            if name.replace(".", "").isidentifier() and name.endswith(
-                ("Error", "Exception", "Timeout", "NotOpen", "Missing")
-            ):
-                return line
-    return lines[0] if lines else type(error).__name__
