@@ -144,7 +144,7 @@ class Demo:
         self._say(f"The enriched flights are in {self._output / 'flights'} (Parquet).")
         return same
 
-    def _timed(  # noqa: PLR0917 each is one thing
+    def _timed(
         self,
         spark: SparkSession,
         database: Database,
