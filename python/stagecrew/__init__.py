@@ -31,7 +31,8 @@ from stagecrew.errors import (
 from stagecrew.listeners import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
 
 if TYPE_CHECKING:
-    from stagecrew.session import Crew, configure, crew, is_active, jar_path, spark_conf
+    from stagecrew.jar import jar_path, spark_conf
+    from stagecrew.session import Crew, configure, crew, is_active
     from stagecrew.topology import ListenerReport, Topology, TopologyReport
 
 __all__ = [
@@ -74,7 +75,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    **dict.fromkeys(("Crew", "configure", "crew", "is_active", "jar_path", "spark_conf"), "stagecrew.session"),
+    **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
+    **dict.fromkeys(("Crew", "configure", "crew", "is_active"), "stagecrew.session"),
     **dict.fromkeys(("ListenerReport", "Topology", "TopologyReport"), "stagecrew.topology"),
 }
 

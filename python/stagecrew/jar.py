@@ -1,0 +1,55 @@
+"""Where the jar lies and the properties that switch it on: what is known without PySpark, so that the command is quick."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from stagecrew._version import __version__
+from stagecrew.conf import PLUGIN
+from stagecrew.errors import JarMissing
+
+__all__ = ["SPARK_LINE", "appended", "jar_path", "spark_conf"]
+
+#: The Spark that the jar is built for, as major.minor.
+SPARK_LINE: Final = "4.3"
+
+
+def jar_path() -> str:
+    """Where the jar of this package lies. Raises `JarMissing`."""
+    jars = sorted(
+        Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
+    )
+    if not jars:
+        raise JarMissing(
+            f"stagecrew {__version__} has no jar beside its Python package: reinstall it (`pip install --force-reinstall "
+            f"stagecrew`), or run `make jar` in a checkout"
+        )
+    return str(jars[0])
+
+
+def spark_conf(
+    *, listeners: Sequence[str] = (), jvm_listeners: Sequence[str] = (), plugins: str = "", jars: str = ""
+) -> dict[str, str]:
+    """The Spark properties that switch stagecrew on, for `spark-submit --conf` or `spark-defaults.conf`.
+
+    `listeners` are `module:name`, `jvm_listeners` class names; `plugins` and `jars` are values that are there already, to
+    which ours are appended.
+
+    >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
+    'com.example.Other,stagecrew.StagecrewPlugin'
+    """
+    conf = {"spark.plugins": appended(plugins, PLUGIN), "spark.jars": appended(jars, jar_path())}
+    if listeners:
+        conf["spark.stagecrew.listeners"] = ",".join(listeners)
+    if jvm_listeners:
+        conf["spark.stagecrew.jvmListeners"] = ",".join(jvm_listeners)
+    return conf
+
+
+def appended(values: str, value: str) -> str:
+    """The values of a list-valued property with one more, which is not repeated."""
+    every = [one.strip() for one in values.split(",") if one.strip()]
+    return ",".join([*every, value] if value not in every else every)

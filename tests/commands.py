@@ -1,0 +1,32 @@
+"""The `stagecrew` command as a user runs it: a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import stagecrew
+
+__all__ = ["command"]
+
+_ROOT = str(Path(stagecrew.__file__).parent.parent)
+
+
+def command(
+    *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `stagecrew ARGUMENTS` with every Python warning an error.
+
+    Not `installed`: only the driver finds the package, so that executors have what the jar brings or nothing.
+    """
+    start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
+    if installed:
+        inherited["PYTHONPATH"] = _ROOT
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", start, *arguments],
+        cwd=cwd, timeout=timeout, env={**inherited, **environment}, capture_output=True, text=True, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip

