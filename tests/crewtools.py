@@ -66,7 +66,9 @@ class Journal:
 class Recorder(stagecrew.Listener):
     """Writes down each call. `fail` names hooks that raise; `hang` hooks that sleep for ever."""
 
-    def __init__(self, journal: Journal, name: str = "recorder", fail: tuple[str, ...] = (), hang: str = "", **attributes: Any):
+    def __init__(
+        self, journal: Journal, name: str = "recorder", fail: tuple[str, ...] = (), hang: str = "", **attributes: Any
+    ):
         self.journal, self.name, self.fail, self.hang = journal, name, fail, hang
         for key, value in attributes.items():
             setattr(self, key, value)
@@ -100,7 +102,9 @@ class Recorder(stagecrew.Listener):
             error = raised
             raise
         finally:
-            self._called("leave", topology=task.topology, attempt=task.attempt, error=type(error).__name__ if error else None)
+            self._called(
+                "leave", topology=task.topology, attempt=task.attempt, error=type(error).__name__ if error else None
+            )
 
 
 def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
@@ -128,7 +132,9 @@ class Sessions:
         self._key: Any = None
         self._spark: SparkSession | None = None
 
-    def get(self, master: str, listeners: tuple[Any, ...] = (), jvm_listeners: tuple[str, ...] = (), **conf: Any) -> SparkSession:
+    def get(
+        self, master: str, listeners: tuple[Any, ...] = (), jvm_listeners: tuple[str, ...] = (), **conf: Any
+    ) -> SparkSession:
         key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
         if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
             self.stop()
@@ -184,18 +190,32 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
     jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
     environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": os.path.dirname(pyspark.__file__)}
     environment.pop("PYSPARK_PYTHON", None)
-    options = [f"--add-opens=java.base/{p}=ALL-UNNAMED" for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")]
+    options = [
+        f"--add-opens=java.base/{p}=ALL-UNNAMED"
+        for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")
+    ]
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *arguments: str) -> None:
         with open(folder / f"{name}.log", "wb") as log:
             command = ["java", "-Xmx256m", *options, "-cp", jars, *arguments]
-            running.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
+            running.append(
+                subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            )
 
     port = free_port()
     url = f"spark://127.0.0.1:{port}"
     try:
-        start("master", "org.apache.spark.deploy.master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0")
+        start(
+            "master",
+            "org.apache.spark.deploy.master.Master",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--webui-port",
+            "0",
+        )
         for i in range(workers):
             work = folder / f"worker{i}"
             work.mkdir()

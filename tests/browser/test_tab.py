@@ -85,7 +85,8 @@ def page(browser: Browser) -> Iterator[Page]:
     page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
     page.on("requestfailed", lambda request: wrong.append(f"failed {request.url}"))
     page.on(
-        "response", lambda response: wrong.append(f"{response.status} {response.url}") if response.status >= 400 else None
+        "response",
+        lambda response: wrong.append(f"{response.status} {response.url}") if response.status >= 400 else None,
     )
     page.add_init_script(
         "window.violations = []; document.addEventListener('securitypolicyviolation', e => "

@@ -1,0 +1,234 @@
+"""The figures of stagecrew, as a table and as JSON in `bench-results/`. Not a test: nothing passes or fails by time.
+
+* tasks: many short tasks with the plugin and without. Two drivers live through the whole run, one with the plugin and
+  one without; they take turns, one idle while the other runs, and which one is first changes with each pair. So load
+  and drift of the machine meet both. The figure is the ratio of the medians; all rounds are in the JSON.
+* exits: the time from the begin of a topology's exit to the end of the last `close` in its workers.
+* demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
+"""
+
+import argparse
+import datetime as dt
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import psutil
+import rich.console
+import rich.table
+
+HERE = pathlib.Path(__file__).resolve().parent
+MASTER = "local-cluster[2,1,1024]"
+#: kind of task -> the ratio of medians that is aimed at.
+GOALS = {"jvm": 1.02, "python": 1.03}
+
+console = rich.console.Console(stderr=True, highlight=False)
+
+
+class Driver:
+    """A driver process of the benchmark."""
+
+    def __init__(self, plugin: str) -> None:
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "driver.py"), plugin, MASTER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            text=True,
+        )
+        self._answer()
+
+    def _answer(self):
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._errors.seek(0)
+            raise SystemExit(
+                "a driver of the benchmark has ended:\n" + self._errors.read().decode(errors="replace")[-8000:]
+            )
+        return json.loads(line)
+
+    def __call__(self, do: str, **arguments: int):
+        """Asks for a round; answers what came of it, with the CPU seconds of the driver and all of its processes."""
+        before = self._cpu()
+        print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
+        answer = self._answer()
+        if do == "stop":
+            self._process.wait()
+            self._errors.close()
+        else:
+            answer["cpu"] = self._cpu() - before
+        return answer
+
+    def _cpu(self) -> float:
+        total = 0.0
+        root = psutil.Process(self._process.pid)
+        for process in (root, *root.children(recursive=True)):
+            try:
+                times = process.cpu_times()
+                total += times.user + times.system
+            except psutil.NoSuchProcess:
+                pass
+        return total
+
+
+def tasks(drivers: tuple[Driver, Driver], kind: str, count: int, pairs: int, warm_ups: int):
+    """Rounds of one kind of task, in turns."""
+    off, on = drivers
+    for number in range(warm_ups):
+        for driver in (off, on):
+            driver(kind, tasks=count)
+        console.print(f"{kind} tasks: warm-up {number + 1} of {warm_ups}")
+    rounds = []
+    for number in range(pairs):
+        pair = {}
+        for name, driver in (("off", off), ("on", on)) if number % 2 == 0 else (("on", on), ("off", off)):
+            answer = driver(kind, tasks=count)
+            pair |= {name: answer["seconds"], f"{name}_cpu": answer["cpu"]}
+        rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
+        console.print(
+            f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
+            f"ratio {pair['on'] / pair['off']:.3f}, load {rounds[-1]['load']:.1f}"
+        )
+
+    def median(name):
+        return statistics.median(pair[name] for pair in rounds)
+
+    return {
+        "tasks": count,
+        "pairs": rounds,
+        "off_median_seconds": median("off"),
+        "on_median_seconds": median("on"),
+        "ratio_of_medians": median("on") / median("off"),
+        "median_of_ratios": statistics.median(pair["on"] / pair["off"] for pair in rounds),
+        "cpu_ratio_of_medians": median("on_cpu") / median("off_cpu"),
+        "micros_per_task": (median("on") - median("off")) / count * 1e6,
+        "goal": GOALS[kind],
+    }
+
+
+def exits(on: Driver, count: int):
+    """The time from topology exit to the last close."""
+    on("exits", count=10)
+    answer = on("exits", count=count)
+
+    def percentiles(values):
+        ordered = sorted(values)
+        return {
+            "p50": statistics.median(ordered),
+            "p99": ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
+            "max": ordered[-1],
+        }
+
+    return {
+        "exits": count,
+        "closes": sum(answer["closes"]),
+        "last_close_ms": percentiles(answer["last_close_ms"]),
+        "returned_ms": percentiles(answer["returned_ms"]),
+        "all_last_close_ms": answer["last_close_ms"],
+    }
+
+
+def demo():
+    """What the demo says of itself; a reason when it cannot be asked."""
+    if importlib.util.find_spec("stagecrew.demo") is None:
+        return {"skipped": "this stagecrew has no demo"}
+    console.print("demo: all flights, with and without stagecrew")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", "from stagecrew.cli import main; main()", "demo", "--json", "--output", folder]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode == 0:
+        try:
+            return json.loads(ended.stdout)
+        except ValueError:
+            return {"skipped": "`stagecrew demo --json` did not print JSON"}
+    return {"skipped": f"`stagecrew demo --json` ended with {ended.returncode}: {ended.stderr.strip()[-500:]}"}
+
+
+def show(results) -> None:
+    """The table."""
+    table = rich.table.Table("figure", "without", "with", "ratio", "goal", title="stagecrew bench")
+    for kind, words in (("jvm", "JVM tasks"), ("python", "Python tasks, one no-op listener")):
+        if kind not in results:
+            continue
+        result = results[kind]
+        table.add_row(
+            f"{result['tasks']:,} {words}, median of {len(result['pairs'])}",
+            f"{result['off_median_seconds']:.3f} s",
+            f"{result['on_median_seconds']:.3f} s",
+            f"{result['ratio_of_medians']:.3f} (CPU {result['cpu_ratio_of_medians']:.3f})",
+            f"<= {result['goal']:.2f}",
+        )
+    if "exits" in results:
+        result = results["exits"]
+        for key, words in (("last_close_ms", "exit to the last close"), ("returned_ms", "exit to its return")):
+            figures = result[key]
+            table.add_row(
+                f"{words}, {result['exits']} exits",
+                "",
+                f"p50 {figures['p50']:.1f} ms, p99 {figures['p99']:.1f} ms",
+                "",
+                "",
+            )
+    rich.console.Console(highlight=False).print(table)
+    if "demo" in results:
+        rich.console.Console().print("demo:", results["demo"].get("skipped") or results["demo"])
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=2000, help="tasks in a round")
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of rounds")
+    parser.add_argument("--warm-ups", type=int, default=4, help="rounds before, not counted")
+    parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
+    parser.add_argument("--only", nargs="+", choices=["jvm", "python", "exits", "demo"], help="some of the figures")
+    parser.add_argument(
+        "--results", type=pathlib.Path, default=pathlib.Path("bench-results"), help="folder for the JSON"
+    )
+    options = parser.parse_args()
+    chosen = options.only or ["jvm", "python", "exits", "demo"]
+
+    import pyspark
+
+    import stagecrew
+
+    results = {
+        "at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "stagecrew": stagecrew.__version__,
+        "spark": pyspark.__version__,
+        "python": platform.python_version(),
+        "master": MASTER,
+        "cores": os.cpu_count(),
+        "load_before": os.getloadavg(),
+    }
+    if {"jvm", "python", "exits"} & set(chosen):
+        on, off = Driver("on"), Driver("off")
+        for kind in GOALS:
+            if kind in chosen:
+                results[kind] = tasks((off, on), kind, options.tasks, options.pairs, options.warm_ups)
+        if "exits" in chosen:
+            results["exits"] = exits(on, options.exits)
+        for driver in (on, off):
+            driver("stop")
+    if "demo" in chosen:
+        results["demo"] = demo()
+    results["load_after"] = os.getloadavg()
+    options.results.mkdir(parents=True, exist_ok=True)
+    file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"
+    file.write_text(json.dumps(results, indent=2) + "\n")
+    show(results)
+    print(f"all rounds: {file}")
+
+
+if __name__ == "__main__":
+    main()

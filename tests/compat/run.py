@@ -1,0 +1,301 @@
+"""PySpark's own tests with the plugin on and off: `run.py SPARK_SOURCE`. The difference must be empty.
+
+SPARK_SOURCE is a tree of Spark's sources, best at the tag of the installed PySpark. Only its tests are taken; jars and
+Python are those of the installed PySpark. Each module runs in a process of its own, in three variations: without the
+plugin, with it and nothing registered, with it and a listener that opens, decorates and closes in every worker. A test
+that ends otherwise with the plugin than without it is a difference; it is run again, in all variations, and counts when
+it differs again. A test that fails on both sides (the tree is not exactly the installed version's) does not.
+
+The end is 0 when there is no difference, 1 when there is one, 2 when nothing could be compared.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import rich.console
+import rich.table
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+#: Module -> what of Spark's own behaviour it guards.
+MODULES = {
+    "pyspark.tests.test_daemon": "daemon",
+    "pyspark.tests.test_worker": "worker: kills, reuse, exit codes, memory limit, faulthandler",
+    "pyspark.tests.test_taskcontext": "TaskContext, barrier tasks, worker reuse",
+    "pyspark.tests.test_rddbarrier": "barrier tasks",
+    "pyspark.tests.test_broadcast": "broadcasts, encrypted too",
+    "pyspark.tests.test_profiler": "profiler",
+    "pyspark.tests.test_pin_thread": "pinned threads",
+    "pyspark.tests.test_context": "sessions one after the other, files, cancelled jobs",
+    "pyspark.sql.tests.test_udf": "Python UDF",
+    "pyspark.sql.tests.test_udtf": "Python UDTF",
+    "pyspark.sql.tests.test_udf_profiler": "UDF profiler",
+    "pyspark.sql.tests.test_job_cancellation": "job tags and cancelled jobs",
+    "pyspark.sql.tests.test_python_datasource": "Python DataSource",
+    "pyspark.sql.tests.arrow.test_arrow_map": "mapInArrow, its barrier mode too",
+    "pyspark.sql.tests.pandas.test_pandas_map": "mapInPandas",
+    "pyspark.sql.tests.streaming.test_streaming_foreach": "foreach",
+    "pyspark.sql.tests.streaming.test_streaming_foreach_batch": "foreachBatch",
+}
+
+#: Test classes that need what the plugin refuses by design, with an error that says so.
+REFUSED = {"pyspark.tests.test_worker.WorkerSegfaultNonDaemonTest": "spark.python.use.daemon=false"}
+
+VARIATIONS = ("off", "on", "on with a listener")
+
+
+@dataclasses.dataclass
+class Run:
+    """One module in one variation."""
+
+    outcomes: dict[str, str]
+    reasons: dict[str, str]
+    seconds: float
+    opens: int = 0
+    closes: int = 0
+
+
+class House:
+    """A folder that looks like a Spark installation: the installed PySpark, with the tests of the source tree in it."""
+
+    def __init__(self, source: pathlib.Path, root: pathlib.Path) -> None:
+        spec = importlib.util.find_spec("pyspark")
+        assert spec, "PySpark is not installed"
+        assert spec.origin, "PySpark has no place in the file system"
+        self._installed = pathlib.Path(spec.origin).parent
+        self._source = source
+        self.root = root
+        self.home = root / "spark"
+        python = self.home / "python"
+        python.mkdir(parents=True)
+        for name in ("bin", "data", "examples", "jars", "licenses", "sbin"):
+            if (self._installed / name).exists():
+                (self.home / name).symlink_to(self._installed / name)
+        # Not pyspark.zip: workers would take PySpark from it, without the tests.
+        (python / "lib").mkdir()
+        for archive in (self._installed / "python" / "lib").glob("py4j-*.zip"):
+            (python / "lib" / archive.name).symlink_to(archive)
+        if (source / "python" / "test_support").exists():
+            (python / "test_support").symlink_to(source / "python" / "test_support")
+        self._merge(self._installed, source / "python" / "pyspark", python / "pyspark")
+
+    def _merge(self, installed: pathlib.Path, source: pathlib.Path, into: pathlib.Path) -> None:
+        """Links what is installed, and `tests` packages of the source; folders that have such below are made anew."""
+        into.mkdir()
+        for entry in installed.iterdir():
+            below = source / entry.name
+            if entry.is_dir() and below.is_dir() and any(below.rglob("tests")):
+                self._merge(entry, below, into / entry.name)
+            elif entry.name != "__pycache__":
+                (into / entry.name).symlink_to(entry)
+        if (source / "tests").is_dir() and not (into / "tests").exists():
+            # A copy, as tests look for files next to their own folder.
+            shutil.copytree(source / "tests", into / "tests")
+
+    def variation(self, name: str, jar: pathlib.Path) -> dict[str, str]:
+        """The environment of a variation, and its folders. Each is a `pyspark` of its own only where it must be."""
+        folder = self.root / name.replace(" ", "-")
+        conf, python = folder / "conf", self.home / "python"
+        conf.mkdir(parents=True)
+        lines = ["spark.ui.showConsoleProgress false"]
+        path = [str(python), *map(str, (python / "lib").glob("py4j-*.zip"))]
+        if name != "off":
+            lines += ["spark.plugins stagecrew.StagecrewPlugin", f"spark.jars {jar}"]
+            path = [str(self._with_our_daemon(folder)), *path[1:], str(jar)]
+        if name == "on with a listener":
+            lines.append("spark.stagecrew.listeners compat_listener:Quiet")
+            path.append(str(HERE))
+        (conf / "spark-defaults.conf").write_text("\n".join(lines) + "\n")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))}
+        return kept | {
+            "SPARK_HOME": str(self.home),
+            "SPARK_CONF_DIR": str(conf),
+            "PYTHONPATH": os.pathsep.join(path),
+            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_DRIVER_PYTHON": sys.executable,
+            "PYARROW_IGNORE_TIMEZONE": "1",
+            "PYTHONHASHSEED": "0",
+        }
+
+    def _with_our_daemon(self, folder: pathlib.Path) -> pathlib.Path:
+        """PySpark's daemon test starts `pyspark/daemon.py` as a script: here that is stagecrew's daemon."""
+        package = folder / "python" / "pyspark"
+        package.mkdir(parents=True)
+        for entry in (self.home / "python" / "pyspark").iterdir():
+            if entry.name == "tests":
+                shutil.copytree(entry, package / "tests")
+            elif entry.name != "daemon.py":
+                (package / entry.name).symlink_to(entry)
+        real = self._installed / "daemon.py"
+        (package / "daemon.py").write_text(
+            "import sys\n"
+            "if __name__ == '__main__':\n"
+            "    import runpy\n"
+            "    del sys.path[0]\n"
+            "    runpy.run_module('stagecrew.worker.daemon', run_name='__main__', alter_sys=True)\n"
+            "else:\n"
+            f"    exec(compile(open({str(real)!r}).read(), {str(real)!r}, 'exec'))\n"
+        )
+        return folder / "python"
+
+
+def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, timeout: float, tests: list[str]) -> Run:
+    """Runs a module, or the named tests of it, in a process of its own."""
+    folder.mkdir(parents=True)
+    results, calls = folder / "results.jsonl", folder / "calls"
+    calls.touch()
+    (folder / "tmp").mkdir()
+    started = time.monotonic()
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "one_module.py"), module, str(results), *tests],
+            cwd=folder,
+            env=environment | {"STAGECREW_COMPAT_CALLS": str(calls), "TMPDIR": str(folder / "tmp")},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Its JVM too; Python daemons end with the JVM.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    run = Run({}, {}, time.monotonic() - started)
+    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    for line in lines:
+        if line["outcome"] != "end":
+            run.outcomes[line["test"]] = line["outcome"].replace("running", "not ended")
+            run.reasons[line["test"]] = line["why"]
+    if not lines or lines[-1]["outcome"] != "end":
+        # So that a module that breaks off on one side only is a difference.
+        run.outcomes[module] = "broke off"
+        run.reasons[module] = (folder / "output.txt").read_text(errors="replace")[-4000:]
+    made = calls.read_text()
+    run.opens, run.closes = made.count("o"), made.count("c")
+    return run
+
+
+def differing(runs: dict[str, Run]) -> list[str]:
+    """The tests that do not end alike in all variations, but for those that the plugin refuses."""
+    tests = sorted({test for run in runs.values() for test in run.outcomes})
+    return [
+        test
+        for test in tests
+        if len({run.outcomes.get(test, "not run") for run in runs.values()}) > 1
+        and not any(refused in test for refused in REFUSED)
+    ]
+
+
+def found_differences(
+    modules: list[str], environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
+) -> tuple[int, list[tuple[str, dict[str, str], str]]]:
+    """Runs all modules; prints a line for each. Answers how many tests were compared, and what differs for good."""
+    console = rich.console.Console()
+    table = rich.table.Table("module", "off", *VARIATIONS[1:], "opens/closes", "seconds", "differ", title="compat")
+    differences: list[tuple[str, dict[str, str], str]] = []
+    compared = 0
+    for module in modules:
+        runs: dict[str, Run] = {}
+        for name, environment in environments.items():
+            runs[name] = run_module(module, environment, folder / module / name.replace(" ", "-"), timeout, [])
+            console.print(
+                f"{module}  {name}: {counted(runs[name])}  {runs[name].seconds:.0f} s", highlight=False, soft_wrap=True
+            )
+        compared += len({test for run in runs.values() for test in run.outcomes})
+        first = differing(runs)
+        for test in first:
+            console.print(f"  differs: {test} {outcomes(runs, test)}; once more", highlight=False, soft_wrap=True)
+        lasting: list[str] = []
+        if first:
+            again = {
+                name: run_module(
+                    module, name, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, []
+                )
+                for name, environment in environments.items()
+            }
+            second = set(differing(again))
+            lasting = [test for test in first if test in second]
+            for test in lasting:
+                reason = next((run.reasons[test] for run in reversed(again.values()) if run.reasons.get(test)), "")
+                differences.append((test, outcomes(again, test), reason))
+        with_listener = runs["on with a listener"]
+        table.add_row(
+            module.removeprefix("pyspark."),
+            *(counted(runs[name]) for name in VARIATIONS),
+            f"{with_listener.opens}/{with_listener.closes}",
+            " ".join(f"{run.seconds:.0f}" for run in runs.values()),
+            str(len(lasting)) + (f" ({len(first) - len(lasting)} once)" if len(first) > len(lasting) else ""),
+        )
+    console.print(table)
+    return compared, differences
+
+
+def outcomes(runs: dict[str, Run], test: str) -> dict[str, str]:
+    """How a test ended, per variation."""
+    return {name: run.outcomes.get(test, "not run") for name, run in runs.items()}
+
+
+def counted(run: Run) -> str:
+    """Such as `12 passed, 1 skipped`."""
+    counts = collections.Counter(run.outcomes.values())
+    return ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())) or "nothing"
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "source", type=pathlib.Path, nargs="?", metavar="SPARK_SOURCE", help="a tree of Spark's sources"
+    )
+    parser.add_argument("--modules", nargs="+", default=list(MODULES), help="modules, instead of the usual ones")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one module in one variation")
+    parser.add_argument("--keep", type=pathlib.Path, help="a new folder for outputs and results, kept")
+    options = parser.parse_args()
+    if options.source is None or not (options.source / "python" / "pyspark" / "tests").is_dir():
+        print(
+            "make compat SPARK_SOURCE=... wants a tree of Spark's sources with python/pyspark/tests in it, such as a clone "
+            "of Spark at the tag of the installed PySpark",
+            file=sys.stderr,
+        )
+        return 2
+    import stagecrew
+
+    # So that an ended run leaves neither its folder nor a JVM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    with tempfile.TemporaryDirectory(prefix="stagecrew-compat-") as temporary:
+        # A copy, so that the jar can be built anew during a long run.
+        jar = pathlib.Path(shutil.copy(stagecrew.jar_path(), temporary))
+        house = House(options.source.resolve(), pathlib.Path(temporary) / "house")
+        environments = {name: house.variation(name, jar) for name in VARIATIONS}
+        folder = options.keep.resolve() if options.keep else pathlib.Path(temporary) / "runs"
+        compared, differences = found_differences(options.modules, environments, folder, options.timeout)
+    for test, ends, reason in differences:
+        print(f"\nDIFFERENCE {test}: {ends}\n{reason}")
+    for refused, reason in REFUSED.items():
+        if any(refused.startswith(module + ".") for module in options.modules):
+            print(f"not compared, as the plugin refuses {reason}: {refused}")
+    print(f"{compared} tests compared, {len(differences)} differ")
+    if compared == 0:
+        return 2
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
