@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pyspark
-import stagecrew
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
+
+import stagecrew
 
 # Executors do not have the tests: what is defined in these modules travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -82,9 +83,9 @@ class Recorder(stagecrew.Listener):
             while True:
                 time.sleep(0.05)
         if self.hang == f"{hook} in C":
-            import ctypes
+            import hashlib
 
-            ctypes.PyDLL(None).sleep(600)  # holds the interpreter's lock: no signal handler of Python can run
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # no signal handler of Python runs before it returns
 
     def open(self, context: stagecrew.ListenerContext) -> None:
         self._called("open", topology=context.topology, executor=context.executor)

@@ -9,13 +9,14 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pytest
-import stagecrew
-from crewtools import Journal, Recorder, Sessions, eventually
 from pyspark import cloudpickle
 from pyspark.sql import Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter, InputPartition, WriterCommitMessage
 from pyspark.sql.functions import arrow_udf, pandas_udf, udf, udtf
+
+import stagecrew
+from crewtools import Journal, Recorder, Sessions, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -206,7 +207,12 @@ def test_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
 
     say = udf(lambda _: hello.get(), "string")
     with stagecrew.crew(spark).topology("stream", listeners=[hello, Recorder(journal)]) as topology:
-        stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load().withColumn("word", say("value"))
+        stream = (
+            spark.readStream.format("rate-micro-batch")
+            .option("rowsPerBatch", 10)
+            .load()
+            .withColumn("word", say("value"))
+        )
         query = (
             stream.writeStream.foreachBatch(lambda frame, batch: (frame.collect(), each(frame, batch))[1])
             .option("checkpointLocation", str(tmp_path / "checkpoint"))

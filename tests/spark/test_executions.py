@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-import stagecrew
-from crewtools import Journal, Recorder, Sessions, body, eventually
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
+
+import stagecrew
+from crewtools import Journal, Recorder, Sessions, body, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pyspark
 import pytest
-import stagecrew
-from crewtools import Recorder, Sessions, body, eventually, kill
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
+
+import stagecrew
+from crewtools import Recorder, Sessions, body, eventually, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -78,7 +79,10 @@ def jvm_journal(jvm_listeners):
 
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
     """The user sees the exception with its traceback; close is called once per open; the task has maxFailures attempts."""
-    with crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology, pytest.raises(Exception) as caught:
+    with (
+        crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology,
+        pytest.raises(Exception) as caught,
+    ):
         spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
     text = str(caught.value)
     assert "ValueError: open of recorder fails on purpose" in text
@@ -135,7 +139,9 @@ def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
 
 def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal):
     """A close that raises is counted, shown in the report, and the other listeners close."""
-    with crew.topology("t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]) as topology:
+    with crew.topology(
+        "t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]
+    ) as topology:
         spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
     assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
     bad = [one for one in topology.report.listeners if one.name == "bad"]
@@ -191,7 +197,9 @@ def test_a_killed_worker_is_counted_as_lost(spark, crew, journal):
             kill(pid)
         eventually(lambda: topology.report.lost == len(workers), 10, "the loss is reported")
     assert not journal.read(event="close", listener="recorder")
-    assert len(journal.read(event="close", listener="server")) == len(journal.read(event="open", listener="server")) == 1
+    assert (
+        len(journal.read(event="close", listener="server")) == len(journal.read(event="open", listener="server")) == 1
+    )
     assert sum(topology.report.lost_processes.values()) == len(workers)
 
 
@@ -238,4 +246,6 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(spark, crew, journal, h
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
         spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
-    assert re.search(r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 2", str(caught.value))
+    assert re.search(
+        r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 2", str(caught.value)
+    )

@@ -44,6 +44,7 @@ class WorkerProcess:
         self._attempt: int | None = None
         #: What a signal that asks the process to end does now: "raise" in a task, "leave" when idle, else "note".
         self._on_signal = "note"
+        self._noted: int | None = None
         self._resolving = contextlib.ExitStack()
 
     @property
@@ -59,6 +60,8 @@ class WorkerProcess:
         self._take_signals("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
+        if self._noted is not None:  # while Spark's worker read the task
+            raise TaskKilled(f"Spark asked the task to end ({signal.Signals(self._noted).name})")
         for topology in chain:
             if not self._lifecycle.knows(topology):
                 self._describe(topology)
@@ -144,6 +147,8 @@ class WorkerProcess:
                 self._obey_one(frame)
         except ChannelError:
             self.leave("the executor is gone")
+        if self._noted is not None:
+            self._die(self._noted)
 
     def _obey_one(self, frame: Frame) -> None:
         if frame.kind == "CLOSE":
@@ -158,15 +163,19 @@ class WorkerProcess:
         self._on_signal = what
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        if self._hooks.closing:
-            return  # the process is ending already
-        if self._on_signal == "raise":
+        if self._hooks.closing or self._on_signal == "note":
+            self._noted = number  # a close is not interrupted; then the process ends
+        elif self._on_signal == "raise":
             self._on_signal = "note"
             raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
-        if self._on_signal == "leave":
-            self.leave(f"the worker got {signal.Signals(number).name}")
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        else:
+            self._die(number)
+
+    def _die(self, number: int) -> None:
+        self.leave(f"the worker got {signal.Signals(number).name}")
+        signal.signal(number, signal.SIG_DFL)
+        flush_standard_streams()
+        os.kill(os.getpid(), number)
 
     @contextlib.contextmanager
     def _leaving_on_signal(self) -> Iterator[None]:

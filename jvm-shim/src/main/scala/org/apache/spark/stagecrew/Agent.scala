@@ -83,7 +83,10 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
 
   /** Ends the agent when nothing needs it. While a request runs, it is needed. */
   def retire(needed: Link => Boolean): Unit = if (lock.tryLock()) {
-    try link.filterNot(needed).foreach(_.close()) finally lock.unlock()
+    try link.filterNot(needed).foreach { unneeded =>
+      link = None // at once: the next request starts another
+      unneeded.close()
+    } finally lock.unlock()
   }
 
   /** Ends the agent; it closes what is open. */

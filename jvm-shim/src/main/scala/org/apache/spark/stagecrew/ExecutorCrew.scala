@@ -206,7 +206,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val answer = agent.open(description, lifetime)(processes.touched(_, description.id))
     if (answer.error.nonEmpty || !answer.listeners.values.exists(one => one.scope == "executor" && lifetime.forall(_ == one.lifetime))) {
       agent.current.foreach(processes.closed(_, description.id))
-      agent.retire(processes.touchesAny)
+      if (answer.error.isEmpty) agent.retire(processes.touchesAny) // after a failure the next attempt wants it again
     }
     answer.error.foreach(error => throw new AgentFailed(error))
     answer
@@ -436,9 +436,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       table.forget(topology)
       failures.remove(topology)
       executions.values.remove(topology)
-      answer(Nil)
+      if (replies.nonEmpty) answer(Nil)
       descriptions.remove(topology)
-      if (processes.touching(topology).isEmpty) ledger.forget(topology)
+      toForget += topology
       agent.retire(processes.touchesAny)
       onceClosed.remove(topology).foreach(_.countDown())
     }
@@ -447,7 +447,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
       val attempts = table.attemptsOf(topology).toSeq.sorted.map(attempt => s"attempt $attempt on executor $executor still runs")
       val held = processes.touching(topology).collect { case (link, busy) if !busy =>
-        s"listener ${processes.unclosed(link, topology).mkString(", ")} in $link on executor $executor"
+        val names = processes.unclosed(link, topology)
+        s"${if (names.isEmpty) "" else names.mkString("listener ", ", ", " in ")}$link on executor $executor"
       }
       val late = jvm.filterNot(_.isDone).map(_ => s"JVM listeners on executor $executor")
       answer(attempts ++ (if (attempts.isEmpty) held ++ late else Nil))
@@ -465,10 +466,16 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private val onceClosed = scala.collection.concurrent.TrieMap.empty[String, CountDownLatch]
 
-  private def report(): Unit = ledger.report().foreach { case (sequence, counts) =>
-    driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), AskMs) {
-      case Right(_) => ()
-      case Left(_) => ledger.notDelivered(counts)
+  private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
+
+  private def report(): Unit = {
+    // What is closed everywhere and reported is not remembered; deferred workers close later.
+    toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
+    ledger.report().foreach { case (sequence, counts) =>
+      driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), AskMs) {
+        case Right(_) => ()
+        case Left(_) => ledger.notDelivered(counts)
+      }
     }
   }
 

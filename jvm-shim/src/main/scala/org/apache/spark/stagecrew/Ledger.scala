@@ -127,9 +127,11 @@ final class Ledger {
     sequence -> Json.write(node)
   }
 
-  /** A closed topology whose counts the driver has. */
-  def forget(topology: String): Unit = synchronized {
-    if (!dirty.contains(topology)) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
+  /** A closed topology; answers false when the driver does not have its counts yet. */
+  def forget(topology: String): Boolean = synchronized {
+    val reported = !dirty.contains(topology)
+    if (reported) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
+    reported
   }
 
   /** Sums over all topologies that ever were here, for metrics. */
