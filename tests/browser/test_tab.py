@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
+from crewtools import Sessions, eventually
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,11 +53,10 @@ class Failing(stagecrew.Listener):
 
 
 @pytest.fixture(scope="module")
-def spark() -> Iterator[SparkSession]:
-    builder = SparkSession.builder.master("local[2]").appName("tab").config("spark.ui.port", "0")
-    session = stagecrew.configure(builder).getOrCreate()
-    yield session
-    session.stop()
+def spark(sessions: Sessions) -> SparkSession:
+    """A session of its own, in which nothing has run, with its UI."""
+    sessions.stop()
+    return sessions.get("local[2]", **{"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "tab"})
 
 
 @pytest.fixture(scope="module")
@@ -201,18 +200,20 @@ def test_json_equals_the_reports(
     page.get_by_role("link", name="JSON").click()
     assert urlsplit(page.url).path.rstrip("/") == "/stagecrew/json"
     crew = stagecrew.crew(spark)
-    deadline = time.monotonic() + 10
-    while True:  # executors report every second
+
+    def shown() -> tuple[dict[str, Any], list[stagecrew.TopologyReport]] | None:
         with urllib.request.urlopen(f"{base}/stagecrew/json/") as response:
             assert response.headers.get_content_type() == "text/json"
             body = json.load(response)
         reports = crew.reports
-        shown = [stagecrew.TopologyReport.of(node) for node in body["topologies"]]
-        if shown == reports or time.monotonic() > deadline:
-            break
-    assert shown == reports
+        return (
+            (body, reports) if [stagecrew.TopologyReport.of(node) for node in body["topologies"]] == reports else None
+        )
+
+    # Executors report every second: it may change in between.
+    body, reports = eventually(shown, what="JSON equals the reports")
     assert body["version"] == 1
-    assert reported in shown
+    assert reported in reports
     assert body["totals"]["opens"] == sum(report.opens for report in reports)
     assert body["totals"]["failures"] == sum(report.failures for report in reports)
 

@@ -2,59 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import re
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
+from crewtools import Sessions, eventually
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLUGIN = "plugin.stagecrew.StagecrewPlugin"
 NAMES = ["listeners.opens", "listeners.closes", "listeners.failures", "listeners.lost"]
-T = TypeVar("T")
 
 
 class Quiet(stagecrew.Listener):
     """Does nothing."""
 
 
-@contextlib.contextmanager
-def session(master: str = "local[2]", **conf: str) -> Iterator[SparkSession]:
-    builder = SparkSession.builder.master(master).appName("metrics").config("spark.ui.port", "0")
-    for key, value in conf.items():
-        builder = builder.config(key, value)
-    spark = stagecrew.configure(builder).getOrCreate()
-    try:
-        yield spark
-    finally:
-        spark.stop()
+def session(sessions: Sessions, master: str = "local[2]", **conf: str) -> SparkSession:
+    """A session of its own, in which nothing has run, with its UI."""
+    sessions.stop()
+    return sessions.get(master, **{"spark.ui.enabled": "true", "spark.ui.port": "0", **conf})
 
 
 def run(spark: SparkSession, name: str) -> stagecrew.TopologyReport:
     with stagecrew.crew(spark).topology(name, listeners=[Quiet()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
     return topology.report
-
-
-def eventually(read: Callable[[], T], wanted: Callable[[T], bool], seconds: float = 10) -> T:
-    """What `read` answers once it is as wanted, or at the end of the time."""
-    deadline = time.monotonic() + seconds
-    while not wanted(found := read()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return found
 
 
 def gauges(spark: SparkSession) -> dict[str, int]:
@@ -70,32 +52,32 @@ def sums(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
     return {name: sum(getattr(report, name.removeprefix("listeners.")) for report in reports) for name in NAMES}
 
 
-def test_the_drivers_metrics_agree_with_reports_and_never_go_down() -> None:
+def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sessions) -> None:
     """Driver gauges, as JSON and for Prometheus, are the sums of all reports, also of topologies that were forgotten."""
     conf = {
         "spark.metrics.conf.driver.sink.prometheusServlet.class": "org.apache.spark.metrics.sink.PrometheusServlet",
         "spark.metrics.conf.driver.sink.prometheusServlet.path": "/metrics/prometheus",
         "spark.stagecrew.ui.retainedTopologies": "2",
     }
-    with session(**conf) as spark:
-        assert gauges(spark) == {**dict.fromkeys(NAMES, 0), "topologies.active": 1, "topologies.closing": 0}
-        reports: list[stagecrew.TopologyReport] = []
-        for number in range(5):
-            reports.append(run(spark, f"run {number}"))
-            wanted = sums(reports)
-            assert wanted["listeners.opens"] == wanted["listeners.closes"] >= number + 1
-            shown = gauges(spark)
-            assert {name: shown[name] for name in NAMES} == wanted
-        assert [report.name for report in stagecrew.crew(spark).reports] == ["application", "run 3", "run 4"]
-        port = urlsplit(spark.sparkContext.uiWebUrl).port
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/prometheus/") as response:
-            text = response.read().decode()
-        name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
-        found = re.findall(rf"^metrics_\S*_driver_{name}\S* (\d+)", text, re.MULTILINE)
-        assert found == [str(sums(reports)["listeners.opens"])]
+    spark = session(sessions, **conf)
+    assert gauges(spark) == {**dict.fromkeys(NAMES, 0), "topologies.active": 1, "topologies.closing": 0}
+    reports: list[stagecrew.TopologyReport] = []
+    for number in range(4):
+        reports.append(run(spark, f"run {number}"))
+        wanted = sums(reports)
+        assert wanted["listeners.opens"] == wanted["listeners.closes"] >= number + 1
+        shown = gauges(spark)
+        assert {name: shown[name] for name in NAMES} == wanted
+    assert [report.name for report in stagecrew.crew(spark).reports] == ["application", "run 2", "run 3"]
+    port = urlsplit(spark.sparkContext.uiWebUrl).port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/prometheus/") as response:
+        text = response.read().decode()
+    name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
+    found = re.findall(rf"^metrics_\S*_driver_{name}\S* (\d+)", text, re.MULTILINE)
+    assert found == [str(sums(reports)["listeners.opens"])]
 
 
-def test_executors_have_the_metrics_and_the_driver_sums_them(tmp_path: Path) -> None:
+def test_executors_have_the_metrics_and_the_driver_sums_them(sessions: Sessions, tmp_path: Path) -> None:
     """Each executor's own sinks carry its counts, also after the topology was forgotten there; the driver has the sum."""
     conf = {
         "spark.metrics.conf.executor.sink.csv.class": "org.apache.spark.metrics.sink.CsvSink",
@@ -103,30 +85,30 @@ def test_executors_have_the_metrics_and_the_driver_sums_them(tmp_path: Path) -> 
         "spark.metrics.conf.executor.sink.csv.period": "1",
         "spark.metrics.conf.executor.sink.csv.unit": "seconds",
     }
-    with session("local-cluster[2,1,1024]", **conf) as spark:
-        report = run(spark, "first")
-        wanted = {name: value for name, value in sums([report]).items() if value}
-        assert wanted["listeners.opens"] >= 1
-        executors = {listener.executor for listener in report.listeners}
+    spark = session(sessions, "local-cluster[2,1,1024]", **conf)
+    report = run(spark, "first")
+    wanted = {name: value for name, value in sums([report]).items() if value}
+    assert wanted["listeners.opens"] >= 1
+    executors = {listener.executor for listener in report.listeners}
 
-        def written() -> dict[str, int]:
-            found = dict.fromkeys(wanted, 0)
-            for executor in executors:
-                for name in wanted:
-                    path = tmp_path / f"{spark.sparkContext.applicationId}.{executor}.{PLUGIN}.{name}.csv"
-                    lines = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-                    found[name] += int(lines[-1]["value"]) if lines and lines[-1]["value"] else 0
-            return found
+    def written() -> dict[str, int]:
+        found = dict.fromkeys(wanted, 0)
+        for executor in executors:
+            for name in wanted:
+                path = tmp_path / f"{spark.sparkContext.applicationId}.{executor}.{PLUGIN}.{name}.csv"
+                lines = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+                found[name] += int(lines[-1]["value"]) if lines and lines[-1]["value"] else 0
+        return found
 
-        assert eventually(written, lambda found: found == wanted, 20) == wanted
-        shown = gauges(spark)
-        assert {name: shown[name] for name in wanted} == wanted
+    eventually(lambda: written() == wanted, what=f"the executors' sinks say {wanted}")
+    shown = gauges(spark)
+    assert {name: shown[name] for name in wanted} == wanted
 
 
-def test_everything_works_without_the_ui() -> None:
+def test_everything_works_without_the_ui(sessions: Sessions) -> None:
     """With spark.ui.enabled=false there is no tab, and topologies and reports are as ever."""
-    with session(**{"spark.ui.enabled": "false"}) as spark:
-        assert spark.sparkContext.uiWebUrl is None
-        report = run(spark, "no ui")
-        assert report.opens == report.closes >= 1
-        assert report.state == "closed"
+    spark = session(sessions, **{"spark.ui.enabled": "false"})
+    assert spark.sparkContext.uiWebUrl is None
+    report = run(spark, "no ui")
+    assert report.opens == report.closes >= 1
+    assert report.state == "closed"
