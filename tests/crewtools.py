@@ -244,3 +244,12 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Sends a signal to a process that a test's own Spark started."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR, name="executor wide")
+def executor_wide(context: stagecrew.ListenerContext, path: str) -> Iterator[int]:
+    """A listener of the executor's scope that writes down its open and its close."""
+    log = Journal(path)
+    log.write(event="open", listener="executor wide", executor=context.executor)
+    yield os.getpid()
+    log.write(event="close", listener="executor wide", executor=context.executor)

@@ -231,8 +231,7 @@ def test_a_task_that_stops_reading_early_is_left(spark, crew, journal):
     with crew.topology("t", listeners=[Recorder(journal)]):
 
         def slow(batches):
-            for batch in batches:
-                yield batch
+            yield from batches
 
         rows = spark.range(0, 100_000, 1, 2).mapInArrow(slow, "id long").limit(3).collect()
     assert len(rows) == 3

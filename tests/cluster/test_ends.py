@@ -1,0 +1,282 @@
+"""However an application, an executor or a worker ends, what was opened is closed wherever code can still run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyspark
+import pytest
+import stagecrew
+from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, alive, body, ends, eventually, kill
+
+TESTS = str(Path(__file__).parent.parent)
+
+HEAD = """
+import os, sys, threading, time
+sys.path.insert(0, {tests!r})
+import stagecrew
+from crewtools import *
+journal = Journal({journal!r})
+"""
+
+RUNNING = """
+listeners = [Recorder(journal), executor_wide(journal.path)]
+spark = stagecrew.configure(base({master!r}).config("spark.port.maxRetries", "50"), listeners=listeners).getOrCreate()
+def run(partitions, seconds=0.0):
+    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, seconds=seconds)).collect()
+run(2)
+"""
+
+
+@pytest.fixture(params=[LOCAL, LOCAL_CLUSTER, "standalone"])
+def anywhere(request) -> str:
+    return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
+
+
+@pytest.fixture(params=[LOCAL_CLUSTER, "standalone"])
+def cluster(request) -> str:
+    return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
+
+
+@contextlib.contextmanager
+def driver(tmp_path: Path, journal: Journal, master: str, script: str, *submit: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver of its own, a Python process or one under spark-submit; ended at the end with all that it started."""
+    path = tmp_path / "driver.py"
+    path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + textwrap.dedent(script).replace("{master!r}", repr(master)))
+    command = [sys.executable, str(path)]
+    if submit:
+        command = [sys.executable, str(Path(pyspark.__file__).parent / "bin" / "spark-submit")]
+        command = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", master, *submit, str(path)]
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(Path(pyspark.__file__).parent)}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    with open(tmp_path / "driver.log", "wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write((tmp_path / "driver.log").read_text()[-6000:])
+        raise
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        ends(process)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+
+
+def all_closed(journal: Journal, seconds: float = 20) -> None:
+    """Every open has its close, in the process that opened."""
+
+    def done() -> bool:
+        opened = sorted((e["pid"], e["listener"]) for e in journal.read(event="open"))
+        return bool(opened) and sorted((e["pid"], e["listener"]) for e in journal.read(event="close")) == opened
+
+    eventually(done, seconds, f"all close: {[(e['event'], e['listener'], e['pid']) for e in journal.read() if 'listener' in e]}")
+
+
+def nothing_left(journal: Journal, seconds: float = 20) -> None:
+    """No process that opened something is alive."""
+    pids = {e["pid"] for e in journal.read(event="open")}
+    eventually(lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} end")
+
+
+def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
+    """The JVM of a Python driver."""
+    return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "java")
+
+
+def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
+    """spark.stop() inside a topology closes everything."""
+    script = RUNNING + """
+    topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]).start()
+    run(2)
+    spark.stop()
+    """
+    with driver(tmp_path, journal, anywhere, script) as process:
+        assert process.wait(120) == 0
+    all_closed(journal)
+    nothing_left(journal)
+    assert journal.read(event="close", listener="inner")
+
+
+def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
+    """A script that simply ends closes everything."""
+    with driver(tmp_path, journal, anywhere, RUNNING) as process:
+        assert process.wait(120) == 0
+    all_closed(journal)
+    nothing_left(journal)
+
+
+def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
+    """Ctrl-C in a topology cancels its jobs, closes in the cancelled workers too, and KeyboardInterrupt is unchanged."""
+    script = RUNNING + """
+    try:
+        with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]):
+            run(2, seconds=100)
+    except KeyboardInterrupt as error:
+        journal.write(event="interrupted", context=repr(error.__cause__))
+    finally:
+        spark.stop()
+    """
+    with driver(tmp_path, journal, anywhere, script) as process:
+        eventually(lambda: len(journal.read(event="enter", listener="inner")) >= 1, 90, "the topology runs")
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert journal.read(event="interrupted")
+    all_closed(journal)
+    nothing_left(journal)
+    assert "TaskKilled" in {e["error"] for e in journal.read(event="leave", listener="inner")}
+
+
+@pytest.mark.parametrize("who", ["Python", "JVM"])
+def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
+    """When the Python driver, or its JVM, is killed with SIGKILL, workers and executors close and end."""
+    with driver(tmp_path, journal, anywhere, RUNNING + "time.sleep(1000)") as process:
+        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
+        jvm = java_of(process)
+        (jvm if who == "JVM" else psutil.Process(process.pid)).kill()
+        all_closed(journal, 40)
+        nothing_left(journal, 40)
+        eventually(lambda: not jvm.is_running() or jvm.status() == psutil.STATUS_ZOMBIE, 40, "the driver's JVM ends")
+
+
+def test_sigterm_of_an_executor(tmp_path, journal, cluster):
+    """An executor that gets SIGTERM closes what it has open, in its workers and in its agent."""
+    with driver(tmp_path, journal, cluster, RUNNING + "time.sleep(1000)"):
+        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
+        opened = journal.read(event="open")
+        executor = opened[0]["executor"]
+        agent = next(e for e in opened if e["executor"] == executor and e["listener"] == "executor wide")
+        psutil.Process(agent["pid"]).parent().terminate()
+        mine = {e["pid"] for e in opened if e["executor"] == executor}
+        eventually(lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, f"{mine} close")
+        eventually(lambda: not any(alive(pid) for pid in mine), 20, f"{mine} end")
+
+
+def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journal, anywhere):
+    """spark-submit with spark.plugins and spark.stagecrew.listeners alone opens, decorates and closes."""
+    module = tmp_path / "submitted_listeners.py"
+    module.write_text(
+        textwrap.dedent(f"""
+        import json, os, time
+        import stagecrew
+        def note(**fields):
+            with open({journal.path!r}, "a") as file:
+                file.write(json.dumps({{"pid": os.getpid(), "time": time.time(), **fields}}) + "\\n")
+        class Pool(stagecrew.Listener):
+            def open(self, context): note(event="open", listener="pool", executor=context.executor)
+            def close(self, context): note(event="close", listener="pool", executor=context.executor)
+        @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+        def server(context):
+            note(event="open", listener="server", executor=context.executor)
+            yield os.getpid()
+            note(event="close", listener="server", executor=context.executor)
+        pool = Pool()
+        """)
+    )
+    path = tmp_path / "driver.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        import json, os
+        from pyspark.sql import SparkSession
+        spark = SparkSession.builder.getOrCreate()
+        def f(rows):
+            import submitted_listeners
+            submitted_listeners.note(event="body", same=submitted_listeners.pool.get() is not None)
+            yield 1
+        assert spark.sparkContext.parallelize(range(4), 4).mapPartitions(f).count() == 4
+        import sys
+        with open({journal.path!r}, "a") as file:
+            file.write(json.dumps({{"event": "driver", "imported": "stagecrew" in sys.modules}}) + "\\n")
+        """)
+    )
+    submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", anywhere, "--jars", stagecrew.jar_path()]
+    submit += ["--py-files", str(module), "--conf", "spark.plugins=stagecrew.StagecrewPlugin", "--conf", "spark.ui.enabled=false"]
+    submit += ["--conf", "spark.stagecrew.listeners=submitted_listeners:pool,submitted_listeners:server"]
+    submit += ["--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.driver.bindAddress=127.0.0.1"]
+    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    done = subprocess.run([*submit, str(path)], capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert journal.read(event="driver") == [{"event": "driver", "imported": False}]
+    assert len(journal.read(event="body", same=True)) == 4
+    all_closed(journal)
+    nothing_left(journal)
+    servers = journal.read(event="open", listener="server")
+    assert len(servers) == len({e["executor"] for e in servers}) > 0
+
+
+def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, journal):
+    """With spark.python.worker.reuse=false the listener closes when its worker ends, after each task."""
+    spark = sessions.get(LOCAL, spark__python__worker__reuse="false")
+    with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        all_closed(journal)
+        assert len(journal.read(event="open")) == 4
+    assert topology.report.opens == topology.report.closes == 4
+    assert topology.report.lost == 0
+
+
+def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal):
+    """A worker beyond spark.python.factory.idleWorkerMaxPoolSize is ended at once, and closes its listeners."""
+    spark = sessions.get("local[4]", spark__python__factory__idleWorkerMaxPoolSize="1")
+    topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
+    with topology:
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=1)).collect()
+        opened = len(journal.read(event="open"))
+        assert opened > 1
+        eventually(lambda: len(journal.read(event="close")) == opened - 1, 20, "all idle workers but one close")
+    assert len(journal.read(event="close")) == opened
+    assert topology.report.lost == 0
+
+
+def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal):
+    """Eight concurrent first tasks on one executor wait for one open of the executor's scope and share its outcome."""
+
+    class Slow(Recorder):
+        def open(self, context):
+            import time
+
+            super().open(context)
+            time.sleep(1)
+            self.journal.write(event="opened")
+
+    slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
+    spark = sessions.get("local-cluster[1,8,1024]")
+    with stagecrew.crew(spark).topology("t", listeners=[slow]):
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal, seconds=0.5)).collect()
+    assert len(journal.read(event="open")) == len(journal.read(event="close")) == 1
+    opened = journal.read(event="opened")[0]["time"]
+    bodies = journal.read(event="body")
+    assert len(bodies) == 8
+    assert all(e["time"] >= opened for e in bodies)
+
+
+def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
+    """After SIGKILL of an executor the report names it; its agent and workers close by themselves; the exit does not hang."""
+    spark = sessions.get(LOCAL_CLUSTER)
+    crew = stagecrew.crew(spark)
+    with crew.topology("t", listeners=[Recorder(journal), executor_recorder(journal)]) as topology:
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=0.3)).collect()
+        agent = next(e for e in journal.read(event="open", listener="agent's"))
+        kill(psutil.Process(agent["pid"]).ppid())
+        eventually(lambda: agent["executor"] in topology.report.lost_executors, 30, "the loss is reported")
+        mine = {e["pid"] for e in journal.read(event="open", executor=agent["executor"])}
+        eventually(lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves")
+    assert topology.report.state == "closed"
+    sessions.stop()
+
+
+def executor_recorder(journal: Journal) -> Recorder:
+    return Recorder(journal, "agent's", scope=stagecrew.Scope.EXECUTOR)
+
+
+assert json
