@@ -30,9 +30,8 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "SPARK_LOCAL_DIRS": str(temporary),
         "TMPDIR": str(temporary),
         "PYSPARK_PYTHON": sys.executable,
-        "PYTHONPATH": str(
-            Path(stagecrew.__file__).parents[1]
-        ),  # installed, also when it is only on this process's path
+        # As if installed, also when the package is only on the path of this process.
+        "PYTHONPATH": str(Path(stagecrew.__file__).parents[1]),
     }
     return subprocess.run(
         [
