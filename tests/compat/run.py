@@ -277,8 +277,11 @@ def main() -> int:
         return 2
     import stagecrew
 
-    jar = pathlib.Path(stagecrew.jar_path())
+    # So that an ended run leaves neither its folder nor a JVM.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     with tempfile.TemporaryDirectory(prefix="stagecrew-compat-") as temporary:
+        # A copy, so that the jar can be built anew during a long run.
+        jar = pathlib.Path(shutil.copy(stagecrew.jar_path(), temporary))
         house = House(options.source.resolve(), pathlib.Path(temporary) / "house")
         environments = {name: house.variation(name, jar) for name in VARIATIONS}
         folder = options.keep.resolve() if options.keep else pathlib.Path(temporary) / "runs"
