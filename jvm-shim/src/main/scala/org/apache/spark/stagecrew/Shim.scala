@@ -49,6 +49,7 @@ final class DriverShim extends DriverPlugin {
     sc = context
     val conf = SparkInternals.conf(sc)
     DriverShim.configure(conf)
+    SparkInternals.executorEnvironment(sc)("PYTHONPATH") = conf.get(DriverShim.PythonPathKey)
     crew = new DriverCrew(sc)
     crew.start(DriverShim.application(conf, crew.settings))
     facade = new DriverFacade(crew)
@@ -75,7 +76,7 @@ object DriverShim {
   val DaemonModule = "stagecrew.worker.daemon"
   private val UseDaemonKey = "spark.python.use.daemon"
   private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
-  private val PythonPathKey = "spark.executorEnv.PYTHONPATH"
+  val PythonPathKey = "spark.executorEnv.PYTHONPATH"
 
   /** Sets what the plugin needs in Spark's configuration; refuses what cannot work. */
   def configure(conf: SparkConf): Unit = {
@@ -89,7 +90,7 @@ object DriverShim {
     if (conf.getBoolean(UnifiedKey, defaultValue = false)) throw new IllegalArgumentException(ExecutorCrew.UnifiedMessage)
     Settings.unknown(conf).foreach(key => Log.log.warn(s"$key is no setting of stagecrew ${Shim.version}; is it misspelt?"))
     conf.set(DaemonModuleKey, DaemonModule)
-    // PySpark hands these to every Python worker. The jar is here by its path (local masters, spark.driver.extraClassPath),
+    // Where Python workers find stagecrew: the jar is here by its path (local masters, spark.driver.extraClassPath),
     // and by its name in the executors' working folder (spark.jars).
     val jar = Shim.jar
     val ours = Seq(jar, new File(jar).getName).mkString(File.pathSeparator)

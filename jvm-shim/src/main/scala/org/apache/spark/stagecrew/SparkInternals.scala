@@ -173,6 +173,9 @@ package org.apache.spark {
 
       def conf(sc: SparkContext): SparkConf = sc.conf
 
+      /** The environment of executors; the keys spark.executorEnv.* were read before plugins: core/SparkContext.scala. */
+      def executorEnvironment(sc: SparkContext): scala.collection.mutable.Map[String, String] = sc.executorEnvs
+
       def addListener(sc: SparkContext, listener: SparkListener): Unit = sc.listenerBus.addToQueue(listener, "stagecrew")
 
       def activeJobs(sc: SparkContext, property: String): Map[Int, String] = StagecrewScheduler.activeJobs(sc, property)
