@@ -189,7 +189,12 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
 def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
     """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL."""
     jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
-    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": os.path.dirname(pyspark.__file__)}
+    environment = {
+        **os.environ,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_HOME": os.path.dirname(pyspark.__file__),
+        "SPARK_SCALA_VERSION": "2.13",
+    }
     environment.pop("PYSPARK_PYTHON", None)
     options = [
         f"--add-opens=java.base/{p}=ALL-UNNAMED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
+
 import stagecrew
 from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, alive, body, ends, eventually, kill
 
@@ -37,6 +37,11 @@ run(2)
 """
 
 
+def more(lines: str) -> str:
+    """What a driver does after `RUNNING`."""
+    return textwrap.dedent(lines)
+
+
 @pytest.fixture(params=[LOCAL, LOCAL_CLUSTER, "standalone"])
 def anywhere(request) -> str:
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
@@ -48,18 +53,16 @@ def cluster(request) -> str:
 
 
 @contextlib.contextmanager
-def driver(tmp_path: Path, journal: Journal, master: str, script: str, *submit: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver of its own, a Python process or one under spark-submit; ended at the end with all that it started."""
+def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver of its own; ended at the end with all that it started."""
     path = tmp_path / "driver.py"
-    path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + textwrap.dedent(script).replace("{master!r}", repr(master)))
+    path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
     command = [sys.executable, str(path)]
-    if submit:
-        command = [sys.executable, str(Path(pyspark.__file__).parent / "bin" / "spark-submit")]
-        command = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", master, *submit, str(path)]
-    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(Path(pyspark.__file__).parent)}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"}
     with open(tmp_path / "driver.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL
+        )
     try:
         yield process
     except BaseException:
@@ -80,7 +83,11 @@ def all_closed(journal: Journal, seconds: float = 20) -> None:
         opened = sorted((e["pid"], e["listener"]) for e in journal.read(event="open"))
         return bool(opened) and sorted((e["pid"], e["listener"]) for e in journal.read(event="close")) == opened
 
-    eventually(done, seconds, f"all close: {[(e['event'], e['listener'], e['pid']) for e in journal.read() if 'listener' in e]}")
+    eventually(
+        done,
+        seconds,
+        f"all close: {[(e['event'], e['listener'], e['pid']) for e in journal.read() if 'listener' in e]}",
+    )
 
 
 def nothing_left(journal: Journal, seconds: float = 20) -> None:
@@ -96,11 +103,11 @@ def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
     """spark.stop() inside a topology closes everything."""
-    script = RUNNING + """
+    script = RUNNING + more("""
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]).start()
     run(2)
     spark.stop()
-    """
+    """)
     with driver(tmp_path, journal, anywhere, script) as process:
         assert process.wait(120) == 0
     all_closed(journal)
@@ -118,7 +125,7 @@ def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
 
 def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
     """Ctrl-C in a topology cancels its jobs, closes in the cancelled workers too, and KeyboardInterrupt is unchanged."""
-    script = RUNNING + """
+    script = RUNNING + more("""
     try:
         with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]):
             run(2, seconds=100)
@@ -126,7 +133,7 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
         journal.write(event="interrupted", context=repr(error.__cause__))
     finally:
         spark.stop()
-    """
+    """)
     with driver(tmp_path, journal, anywhere, script) as process:
         eventually(lambda: len(journal.read(event="enter", listener="inner")) >= 1, 90, "the topology runs")
         process.send_signal(signal.SIGINT)
@@ -199,12 +206,27 @@ def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journ
             file.write(json.dumps({{"event": "driver", "imported": "stagecrew" in sys.modules}}) + "\\n")
         """)
     )
-    submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", anywhere, "--jars", stagecrew.jar_path()]
-    submit += ["--py-files", str(module), "--conf", "spark.plugins=stagecrew.StagecrewPlugin", "--conf", "spark.ui.enabled=false"]
+    submit = [
+        str(Path(pyspark.__file__).parent / "bin" / "spark-submit"),
+        "--master",
+        anywhere,
+        "--jars",
+        stagecrew.jar_path(),
+    ]
+    submit += [
+        "--py-files",
+        str(module),
+        "--conf",
+        "spark.plugins=stagecrew.StagecrewPlugin",
+        "--conf",
+        "spark.ui.enabled=false",
+    ]
     submit += ["--conf", "spark.stagecrew.listeners=submitted_listeners:pool,submitted_listeners:server"]
     submit += ["--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.driver.bindAddress=127.0.0.1"]
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
-    done = subprocess.run([*submit, str(path)], capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [*submit, str(path)], capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert journal.read(event="driver") == [{"event": "driver", "imported": False}]
     assert len(journal.read(event="body", same=True)) == 4
@@ -270,13 +292,12 @@ def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
         kill(psutil.Process(agent["pid"]).ppid())
         eventually(lambda: agent["executor"] in topology.report.lost_executors, 30, "the loss is reported")
         mine = {e["pid"] for e in journal.read(event="open", executor=agent["executor"])}
-        eventually(lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves")
+        eventually(
+            lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves"
+        )
     assert topology.report.state == "closed"
     sessions.stop()
 
 
 def executor_recorder(journal: Journal) -> Recorder:
     return Recorder(journal, "agent's", scope=stagecrew.Scope.EXECUTOR)
-
-
-assert json

@@ -10,10 +10,9 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
-from pyspark.sql import Row, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import SparkSession
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWriter, InputPartition, WriterCommitMessage
-from pyspark.sql.functions import arrow_udf, pandas_udf, udf, udtf
+from pyspark.sql.functions import arrow_udf, broadcast, pandas_udf, udf, udtf
 
 import stagecrew
 from crewtools import Journal, Recorder, Sessions, eventually
@@ -164,7 +163,7 @@ def broadcast_join_under_aqe(spark: SparkSession) -> Any:
     say = udf(lambda _: hello.get(), "string")
     left = spark.range(4).withColumn("word", say("id"))
     right = spark.range(4).withColumn("other", say("id"))
-    joined = left.join(F.broadcast(right), "id").groupBy("word", "other").count()
+    joined = left.join(broadcast(right), "id").groupBy("word", "other").count()
     return [row.word for row in joined.collect() for _ in range(4) if row.other == "hello"]
 
 
@@ -222,4 +221,3 @@ def test_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
         query.stop()
     assert all(event["words"] == ["hello", "hello"] for event in journal.read(event="batch"))
     assert topology.report.opens == topology.report.closes > 0
-    assert Row  # imported for the namespace of functions that travel by value

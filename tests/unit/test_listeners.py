@@ -219,7 +219,7 @@ def test_registering_ends_with_its_block_and_counts_for_its_thread_alone():
     release = threading.Event()
     thread = threading.Thread(target=other)
     thread.start()
-    with pytest.raises(ZeroDivisionError), registering(), registering():  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), registering(), registering():
         inside.set()
         assert done.wait(10)
         assert SECRET.encode() in cloudpickle.dumps(orders)
@@ -416,7 +416,7 @@ def test_a_resource_that_does_not_yield_once(yields, text):
         yield from range(yields)
 
     made = wrong()
-    with pytest.raises(RuntimeError, match=text):  # noqa: PT012
+    with pytest.raises(RuntimeError, match=text):
         made.open(CONTEXT)
         made.close(CONTEXT)
 
@@ -496,7 +496,7 @@ def test_logging_context_sets_and_restores():
     """Records in a task carry its attributes, others do not, also after an exception and one inside another."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before = logging.getLogRecordFactory()
-    with pytest.raises(ZeroDivisionError), LoggingContext().decorate(task):  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), LoggingContext().decorate(task):
         record = record_of("hello")
         text = logging.Formatter(
             "%(application)s %(topology)s %(stage)s/%(partition)s #%(attempt)s %(message)s"

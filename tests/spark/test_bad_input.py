@@ -1,0 +1,187 @@
+"""What a user may do wrong, and the error that says what happened and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+import stagecrew
+from crewtools import Recorder, Sessions, base
+
+TESTS = str(Path(__file__).parent.parent)
+
+
+def refused(sessions: Sessions, **conf: str) -> str:
+    """The text of the error with which the plugin refuses this configuration."""
+    sessions.stop()
+    with pytest.raises(stagecrew.ConfigurationError) as caught:
+        sessions.get("local[1]", **conf)
+    return str(caught.value)
+
+
+def test_a_daemon_module_of_the_user(sessions):
+    """A user's own spark.python.daemon.module is refused, with its name and the remedy."""
+    text = refused(sessions, spark__python__daemon__module="my.daemon")
+    assert "spark.python.daemon.module=my.daemon" in text
+    assert "take this setting away" in text
+
+
+def test_no_daemon(sessions):
+    """spark.python.use.daemon=false is refused."""
+    assert "spark.python.use.daemon=false" in refused(sessions, spark__python__use__daemon="false")
+
+
+def test_unified_execution_at_the_start(sessions):
+    """Unified UDF execution is refused when Spark starts with it."""
+    text = refused(sessions, spark__sql__execution__udf__unified__execution__enabled="true")
+    assert "bypass stagecrew" in text
+
+
+def test_a_context_that_runs_without_the_plugin(sessions, journal):
+    """With a SparkContext that runs already without the plugin, configure and crew say that Spark would ignore it."""
+    sessions.stop()
+    plain = base("local[1]").getOrCreate()
+    try:
+        assert not stagecrew.is_active(plain)
+        with pytest.raises(stagecrew.NotActive, match=r"Stop this session and build it again"):
+            stagecrew.configure(base("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
+        with pytest.raises(stagecrew.NotActive, match=r"spark-submit --jars"):
+            stagecrew.crew(plain)
+    finally:
+        plain.stop()
+
+
+def test_configure_again_with_the_plugin(sessions, journal):
+    """configure on a running session answers it; new listeners for the application are refused by name."""
+    mine = Recorder(journal, "mine")
+    spark = sessions.get("local[1]", listeners=(mine,))
+    assert stagecrew.is_active(spark)
+    assert stagecrew.configure(base("local[1]"), listeners=[mine]).getOrCreate() is spark
+    with pytest.raises(stagecrew.ConfigurationError, match="not among them: late"):
+        stagecrew.configure(base("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
+    with pytest.raises(stagecrew.ConfigurationError, match="takes SparkSession.builder"):
+        stagecrew.configure(spark)
+
+
+def test_a_class_and_an_uncalled_resource(sessions):
+    """A listener class, or a resource that was not called, is refused with what to write."""
+    crew = stagecrew.crew(sessions.get("local[1]"))
+
+    @stagecrew.resource()
+    def pool(context):
+        yield 1
+
+    with pytest.raises(stagecrew.ListenerError, match=r"Recorder is a class; register an instance"):
+        crew.topology("t", listeners=[Recorder])
+    with pytest.raises(stagecrew.ListenerError, match=r"was not called"):
+        crew.topology("t", listeners=[pool])
+
+
+def test_a_listener_that_cannot_be_pickled(sessions, journal):
+    """It is named, with the attribute that cannot travel."""
+    import threading
+
+    crew = stagecrew.crew(sessions.get("local[1]"))
+    bad = Recorder(journal, "bad", guard=threading.Lock())
+    with pytest.raises(
+        stagecrew.ListenerNotPicklable, match=r"'bad' cannot be pickled: its attribute 'guard' is a lock"
+    ):
+        crew.topology("t", listeners=[bad])
+
+
+def test_a_name_that_cannot_be_imported(sessions):
+    """A name in spark.stagecrew.listeners that no executor can import fails the job, and is named with the remedy."""
+    spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
+    with pytest.raises(
+        Exception, match=r"'no_such_module:pool' in spark.stagecrew.listeners cannot be imported"
+    ) as caught:
+        spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
+    assert "--py-files" in str(caught.value)
+
+
+def test_spark_connect(monkeypatch):
+    """A Connect session, or an environment that asks for one, is refused."""
+    monkeypatch.setenv("SPARK_REMOTE", "sc://localhost")
+    with pytest.raises(stagecrew.UnsupportedSession, match="Spark Connect"):
+        stagecrew.configure(SparkSession.builder).getOrCreate()
+
+
+def test_unified_execution_that_is_switched_on_later(sessions, journal):
+    """A session that switches unified UDF execution on gets an error, not silently no listeners."""
+    spark = sessions.get("local[2,1]")
+    spark.conf.set("spark.sql.execution.udf.unified.execution.enabled", "true")
+    try:
+        with (
+            stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]),
+            pytest.raises(Exception, match="bypass stagecrew"),
+        ):
+            spark.range(2).mapInArrow(lambda batches: batches, "id long").collect()
+    finally:
+        spark.conf.unset("spark.sql.execution.udf.unified.execution.enabled")
+
+
+def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A driver of its own."""
+    head = f"import os, sys\nsys.path.insert(0, {TESTS!r})\n"
+    return subprocess.run(
+        [sys.executable, "-c", head + textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_jar_of_another_version(tmp_path):
+    """A jar of another version than the package: the error names both and where the right one lies."""
+    other = tmp_path / "stagecrew_2.13-0.0.1.jar"
+    with zipfile.ZipFile(stagecrew.jar_path()) as ours, zipfile.ZipFile(other, "w") as theirs:
+        for item in ours.infolist():
+            data = ours.read(item)
+            if item.filename == "stagecrew/_version.py":
+                data = data.replace(stagecrew.__version__.encode(), b"0.0.1")
+            theirs.writestr(item, data)
+    done = run(f"""
+    from crewtools import base
+    import stagecrew
+    spark = base("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
+    try:
+        stagecrew.crew(spark)
+    except stagecrew.VersionMismatch as error:
+        print("REFUSED", error)
+    spark.stop()
+    """)
+    assert "REFUSED" in done.stdout, done.stderr[-2000:]
+    assert "stagecrew 0.0.1" in done.stdout
+    assert stagecrew.__version__ in done.stdout
+
+
+def test_a_missing_jar(monkeypatch):
+    """Without its jar the package says how to get it back."""
+    from stagecrew import jar
+
+    monkeypatch.setattr(jar, "__version__", "9.9.9")
+    with pytest.raises(stagecrew.JarMissing, match="reinstall"):
+        stagecrew.configure(SparkSession.builder)
+
+
+def test_a_first_session_without_stagecrew(tmp_path):
+    """In a process whose JVM was started by a plain session, a later session with stagecrew works all the same."""
+    done = run("""
+    from crewtools import base
+    import stagecrew
+    base("local[1]").getOrCreate().stop()
+    spark = stagecrew.configure(base("local[1]")).getOrCreate()
+    @stagecrew.resource()
+    def word(context):
+        yield "opened"
+    hello = word()
+    with stagecrew.crew(spark).topology("t", listeners=[hello]):
+        print(spark.sparkContext.parallelize([1], 1).map(lambda _: hello.get()).collect())
+    spark.stop()
+    """)
+    assert "['opened']" in done.stdout, done.stderr[-3000:]

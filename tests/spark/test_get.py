@@ -1,0 +1,154 @@
+"""`get()` in tasks: from wherever the function that calls it came."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+import stagecrew
+from crewtools import Recorder, Sessions
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+POOLS = """
+import stagecrew
+
+@stagecrew.resource()
+def pool(context, dsn):
+    yield f"{dsn} in {context.topology}"
+
+class Plain(stagecrew.Listener):
+    def __init__(self, dsn):
+        self.dsn = dsn
+
+    def open(self, context):
+        self.opened = f"{self.dsn} in {context.topology}"
+
+orders = pool("orders")
+planes = pool("planes")
+plain = Plain("plain")
+
+def words(rows):
+    for _ in rows:
+        yield orders.get(), planes.get(), plain.get().opened
+"""
+
+
+@pytest.fixture
+def spark(sessions: Sessions, master: str) -> SparkSession:
+    return sessions.get(master)
+
+
+@pytest.fixture
+def crew(spark: SparkSession) -> stagecrew.Crew:
+    return stagecrew.crew(spark)
+
+
+@pytest.fixture
+def pools(spark, tmp_path, monkeypatch):
+    """A module that the workers import themselves: it makes its listeners anew there."""
+    name = f"pools_{abs(hash(str(tmp_path)))}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(POOLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spark.sparkContext.addPyFile(str(path))
+    import importlib
+
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+def collect(spark: SparkSession, f, partitions: int = 2):
+    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(f).collect()
+
+
+def test_from_an_imported_module_with_two_pools_of_one_factory(spark, crew, pools):
+    """A function of a module that the worker imports finds each of two pools by its arguments."""
+    with crew.topology("t", listeners=[pools.orders, pools.planes, pools.plain]):
+        found = collect(spark, pools.words)
+    assert found == [("orders in t", "planes in t", "plain in t")] * 2
+
+
+def test_from_main(spark, crew):
+    """A function and a listener of `__main__` travel by value, and find each other."""
+    main = types.ModuleType("__main__")
+    exec(POOLS, main.__dict__)
+    with crew.topology("t", listeners=[main.orders, main.planes, main.plain]):
+        found = collect(spark, main.words)
+    assert found == [("orders in t", "planes in t", "plain in t")] * 2
+
+
+def test_a_cell_that_was_run_again(spark, crew):
+    """A factory that was defined twice under one name, as a notebook does, still finds what its first one opened."""
+    first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
+    exec(POOLS, first.__dict__)
+    exec(POOLS, second.__dict__)
+    with crew.topology("t", listeners=[first.orders, first.planes, first.plain]):
+        found = collect(spark, second.words)
+    assert found == [("orders in t", "planes in t", "plain in t")] * 2
+
+
+def test_a_dataset_that_is_run_after_its_topology(spark, crew, pools):
+    """get() outside of its topology raises ResourceNotOpen, which names the topology and the remedy."""
+    orders = pools.pool("orders")
+    with crew.topology("gone", listeners=[orders]):
+        dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda _: orders.get())
+        assert dataset.collect() == ["orders in gone"] * 2
+        lazy = spark.sparkContext.parallelize(range(2), 2).map(lambda _: orders.get())
+    with pytest.raises(Exception, match="ResourceNotOpen") as caught:
+        lazy.collect()
+    text = str(caught.value)
+    assert "topology 'gone'" in text
+    assert "Run the action inside `with crew.topology" in text
+
+
+def test_threads_with_and_without_wrap(spark, crew, pools):
+    """A thread's jobs belong to the topology when its function was wrapped, and not otherwise."""
+    results: dict[str, object] = {}
+
+    def job(name: str) -> None:
+        try:
+            results[name] = collect(spark, pools.words, 1)
+        except Exception as error:
+            results[name] = str(error)
+
+    with crew.topology("t", listeners=[pools.orders, pools.planes, pools.plain]) as topology:
+        wrapped = threading.Thread(target=topology.wrap(job), args=("wrapped",))
+        plain = threading.Thread(target=job, args=("plain",))
+        for thread in (wrapped, plain):
+            thread.start()
+            thread.join(60)
+    assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
+    assert "ResourceNotOpen" in str(results["plain"])
+
+
+def test_a_topology_used_after_it_closed(spark, crew, journal):
+    """start, with and wrapped functions of a closed topology raise TopologyClosed; close does nothing."""
+    topology = crew.topology("t", listeners=[Recorder(journal)])
+    with topology:
+        wrapped = topology.wrap(lambda: 1)
+        assert wrapped() == 1
+    for use in (topology.start, topology.__enter__, wrapped):
+        with pytest.raises(stagecrew.TopologyClosed, match="'t'"):
+            use()
+    topology.close()
+    assert topology.report.state == "closed"
+
+
+def test_from_the_configuration(sessions, spark, pools, tmp_path, master):
+    """A listener that the configuration names is found by functions of its module."""
+    if not master.startswith("local"):
+        master = "local[2,4]"
+    name = pools.__name__
+    spark = sessions.get(
+        master,
+        spark__stagecrew__listeners=f"{name}:orders,{name}:planes,{name}:plain",
+        spark__executorEnv__PYTHONPATH=str(tmp_path),
+    )
+    found = collect(spark, pools.words)
+    assert found == [("orders in application", "planes in application", "plain in application")] * 2
