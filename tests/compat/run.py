@@ -157,6 +157,8 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
     results, calls = folder / "results.jsonl", folder / "calls"
     calls.touch()
     (folder / "tmp").mkdir()
+    # Tests name their files from the root of the source tree.
+    (folder / "python").symlink_to(pathlib.Path(environment["SPARK_HOME"]) / "python")
     started = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
