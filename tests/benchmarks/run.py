@@ -97,7 +97,7 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, count: int, pairs: int, war
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
-            f"ratio {pair['on'] / pair['off']:.3f}, load {rounds[-1]['load']:.1f}"
+            f"ratio {pair['on'] / pair['off']:.3f}, CPU {pair['on_cpu'] / pair['off_cpu']:.3f}, load {rounds[-1]['load']:.1f}"
         )
 
     def median(name):
@@ -179,7 +179,7 @@ def show(results) -> None:
                 "",
                 "",
             )
-    rich.console.Console(highlight=False).print(table)
+    rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
     if "demo" in results:
         rich.console.Console().print("demo:", results["demo"].get("skipped") or results["demo"])
 
@@ -188,7 +188,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=2000, help="tasks in a round")
-    parser.add_argument("--pairs", type=int, default=15, help="pairs of rounds")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of rounds")
     parser.add_argument("--warm-ups", type=int, default=4, help="rounds before, not counted")
     parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
     parser.add_argument("--only", nargs="+", choices=["jvm", "python", "exits", "demo"], help="some of the figures")

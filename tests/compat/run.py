@@ -157,6 +157,8 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
     results, calls = folder / "results.jsonl", folder / "calls"
     calls.touch()
     (folder / "tmp").mkdir()
+    # Tests name their files from the root of the source tree.
+    (folder / "python").symlink_to(pathlib.Path(environment["SPARK_HOME"]) / "python")
     started = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
@@ -207,7 +209,7 @@ def found_differences(
     modules: list[str], environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
 ) -> tuple[int, list[tuple[str, dict[str, str], str]]]:
     """Runs all modules; prints a line for each. Answers how many tests were compared, and what differs for good."""
-    console = rich.console.Console()
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
     table = rich.table.Table("module", "off", *VARIATIONS[1:], "opens/closes", "seconds", "differ", title="compat")
     differences: list[tuple[str, dict[str, str], str]] = []
     compared = 0
