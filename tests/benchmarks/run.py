@@ -28,7 +28,7 @@ MASTER = "local-cluster[2,1,1024]"
 #: kind of task -> the ratio of medians that is aimed at.
 GOALS = {"jvm": 1.02, "python": 1.03}
 
-console = rich.console.Console(stderr=True, highlight=False)
+console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Driver:
@@ -204,9 +204,9 @@ def main() -> None:
 
     results = {
         "at": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
-        "stagecrew": stagecrew.__version__,
-        "spark": pyspark.__version__,
-        "python": platform.python_version(),
+        "stagecrew_version": stagecrew.__version__,
+        "spark_version": pyspark.__version__,
+        "python_version": platform.python_version(),
         "master": MASTER,
         "cores": os.cpu_count(),
         "load_before": os.getloadavg(),
