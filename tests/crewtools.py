@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pyspark
-from pyspark import cloudpickle
+from pyspark import SparkContext, cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
@@ -139,6 +139,8 @@ class Sessions:
         key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
         if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
             self.stop()
+            # What a JVM is started with stays a default of later sessions: so it is started with nothing.
+            SparkContext._ensure_initialized()
             builder = base(master)
             for name, value in conf.items():
                 builder = builder.config(name.replace("__", "."), value)

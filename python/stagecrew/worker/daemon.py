@@ -1,9 +1,10 @@
 """The entry of Spark's Python daemon with stagecrew: `python -m stagecrew.worker.daemon pyspark.worker`.
 
 Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It *is* pyspark's
-daemon, with one function replaced: `worker`, which the forked worker calls once per task. Around it the listeners of
-this process are closed; inside it, `setup_broadcasts` (the last thing before the user's function is read, where raising
-is a failure that Spark counts) is where a task begins, and `main` is where it ends.
+daemon, with two functions replaced. `worker`, which the forked worker calls once per task: around it the listeners of this
+process are closed; inside it, `setup_broadcasts` (the last thing before the user's function is read, where raising is a
+failure that Spark counts) is where a task begins, and `main` is where it ends. And `kill`, by which Spark ends a worker that
+it does not need: one that has listeners is asked first.
 
 Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
 """
@@ -20,6 +21,7 @@ from typing import Any
 import pyspark.daemon
 
 import stagecrew
+from stagecrew.worker import politely
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
 
 _original_worker = pyspark.daemon.worker
@@ -34,6 +36,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
         _process.wait_for_task(sock)
         if not _process.anything_open and _process._channel.fileno() < 0:
             _process = None
+    politely.forget()
     _hook_pyspark()
     code = 1
     try:
@@ -133,4 +136,5 @@ def _read_our_jar_once() -> None:
 if __name__ == "__main__":
     _read_our_jar_once()
     pyspark.daemon.worker = worker
+    politely.install()
     pyspark.daemon.manager()
