@@ -67,7 +67,7 @@ test-long: setup ## the long seeded runs
 	$(BIN)/pytest -q tests -m long
 
 docs: setup ## the documentation, strictly, into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: setup ## the figures, as JSON and a table
 	$(BIN)/python tests/benchmarks/run.py

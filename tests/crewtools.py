@@ -260,3 +260,9 @@ def executor_wide(context: stagecrew.ListenerContext, path: str) -> Iterator[int
     log.write(event="open", listener="executor wide", executor=context.executor)
     yield os.getpid()
     log.write(event="close", listener="executor wide", executor=context.executor)
+
+
+@stagecrew.resource()
+def secret_pool(context: stagecrew.ListenerContext, password: str) -> Iterator[int]:
+    """A resource whose argument is a secret."""
+    yield len(password)

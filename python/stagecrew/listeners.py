@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import logging
+import os
 import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -74,11 +75,17 @@ class Task:
     attempt_number: int
 
 
+@functools.cache
+def _key() -> bytes:
+    return os.urandom(32)
+
+
 class Identity:
     """By which a listener is found again in a task, however the task's function came to know of it.
 
     `id` travels with a listener that is pickled. A module that is imported in the worker makes its listeners anew: these
-    are recognised by `factory` (module and name of the class or function) and equal arguments.
+    are recognised by `factory` (module and name of the class or function) and equal arguments. A reference that travels
+    without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
     """
 
     def __init__(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -87,6 +94,7 @@ class Identity:
         self.topologies: list[str] = []
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
+        self._digest: bytes | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -94,6 +102,7 @@ class Identity:
             "factory": self.factory,
             "topologies": self.topologies,
             "_pickled": self.pickled_arguments,
+            "_digest": self.digest,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,12 +116,23 @@ class Identity:
                 self._pickled = pickle.dumps(self._arguments, protocol=5)
         return self._pickled
 
+    @property
+    def digest(self) -> bytes | None:
+        """A keyed digest of the arguments, made where the listener was made; None when they cannot be pickled."""
+        if self._digest is None and self._arguments is not None and self.pickled_arguments is not None:
+            import hmac
+
+            self._digest = hmac.digest(_key(), self.pickled_arguments, "sha256")
+        return self._digest
+
     def same(self, other: Identity) -> bool:
         """Whether both name the same listener."""
         if self.id == other.id:
             return True
         if self.factory != other.factory:
             return False
+        if self.digest is not None and self.digest == other.digest:
+            return True
         mine, theirs = self.pickled_arguments, other.pickled_arguments
         if mine is None or theirs is None:
             return False
@@ -126,7 +146,12 @@ class Identity:
         """The same identity without the arguments, which may hold secrets."""
         bare = Identity.__new__(Identity)
         bare.__dict__.update(
-            id=self.id, factory=self.factory, topologies=self.topologies, _arguments=None, _pickled=None
+            id=self.id,
+            factory=self.factory,
+            topologies=self.topologies,
+            _arguments=None,
+            _pickled=None,
+            _digest=self.digest,
         )
         return bare
 

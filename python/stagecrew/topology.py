@@ -301,6 +301,15 @@ class Topology:
     def _end(self) -> None:
         timeout = self._crew.close_timeout
         self._crew.end(self.id, timeout)
-        unclosed = self.report.unclosed
-        if unclosed:
-            _log.warning("topology %r has ended; not closed after %g s: %s", self.name, timeout, "; ".join(unclosed))
+        report = self.report
+        for one in report.listeners:
+            if one.failures:
+                last = one.last_error.strip().rsplit("\n", 1)[-1]
+                _log.warning(
+                    "topology %r: listener %r failed %d times on executor %s, last: %s",
+                    self.name, one.name, one.failures, one.executor, last,
+                )  # fmt: skip
+        if report.unclosed:
+            _log.warning(
+                "topology %r has ended; not closed after %g s: %s", self.name, timeout, "; ".join(report.unclosed)
+            )

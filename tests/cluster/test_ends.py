@@ -255,7 +255,7 @@ def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal):
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=1)).collect()
         opened = len(journal.read(event="open"))
         assert opened > 1
-        eventually(lambda: len(journal.read(event="close")) == opened - 1, 20, f"all idle workers but one close")
+        eventually(lambda: len(journal.read(event="close")) == opened - 1, 20, "all idle workers but one close")
     assert len(journal.read(event="close")) == opened
     assert topology.report.lost == 0
 

@@ -34,6 +34,6 @@ def test_the_examples_are_found():
         "stagecrew.conf",
         "stagecrew.frames",
         "stagecrew.listeners",
-        "stagecrew.session",
+        "stagecrew.jar",
         "stagecrew.testing",
     }

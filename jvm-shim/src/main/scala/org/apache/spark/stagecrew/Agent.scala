@@ -31,8 +31,8 @@ object Opened {
  */
 final class Agent(place: () => Path, settings: Settings, jar: String, log: String => Unit) {
   private val lock = new java.util.concurrent.locks.ReentrantLock()
-  private var process: Option[Process] = None
-  private var arrival = new CompletableFuture[Link]()
+  @volatile private var process: Option[Process] = None
+  @volatile private var arrival = new CompletableFuture[Link]()
   @volatile private var link: Option[Link] = None
   @volatile private var answer = Option.empty[(String, CompletableFuture[Frame])]
 
@@ -61,12 +61,13 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     } finally answer = None
   }
 
-  /** The agent has connected. */
-  def connected(arrived: Link): Unit = {
-    link = Some(arrived)
-    arrival.complete(arrived)
-    ()
-  }
+  /** An agent has connected. One that was given up meanwhile is sent away: it closes what it has open and ends. */
+  def connected(arrived: Link): Unit =
+    if (process.exists(_.pid == arrived.pid)) {
+      link = Some(arrived)
+      arrival.complete(arrived)
+      ()
+    } else arrived.close()
 
   def received(frame: Frame): Unit = answer.foreach { case (topology, reply) =>
     if (frame.text("topology") == topology) reply.complete(frame)
@@ -100,7 +101,8 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
   private val StartMs = 60000L
 
   private def running(python: PythonCommand): Link = link.getOrElse {
-    arrival = new CompletableFuture[Link]()
+    val awaited = new CompletableFuture[Link]()
+    arrival = awaited
     val root = SparkFiles.getRootDirectory()
     val folders = root +: python.files.map(name => s"$root/$name")
     val command = Seq(python.executable, "-m", "stagecrew.agent", place().toString) ++ folders
@@ -117,12 +119,12 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     process = Some(started)
     log(s"started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
-      arrival.completeExceptionally(new IllegalStateException(
+      awaited.completeExceptionally(new IllegalStateException(
         s"the agent (${python.executable} -m stagecrew.agent) ended with exit code ${ended.exitValue}; the executor's stderr " +
           "says why"))
       ()
     }
-    try arrival.get(StartMs, TimeUnit.MILLISECONDS) catch {
+    try awaited.get(StartMs, TimeUnit.MILLISECONDS) catch {
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
       case _: TimeoutException =>
         started.destroyForcibly()

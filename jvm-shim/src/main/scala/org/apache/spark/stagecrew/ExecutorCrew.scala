@@ -384,7 +384,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
     reply.foreach(closing.replies ::= _)
     this.closing = true
-    schedule(timeoutMs)(inLoop(closing.giveUp()))
+    schedule(timeoutMs + ReportGraceMs)(closing.giveUp())
     progress()
   }
 
@@ -530,6 +530,9 @@ object ExecutorCrew {
 
   /** How long after its timeout a hook has to heed the timer signal before its process is ended. */
   val HookGraceMs = 1000L
+
+  /** A hook that heeds its timeout says so a moment later: then it is counted, and nobody is waited for. */
+  private val ReportGraceMs = 300L
 
   /** How long after an attempt its worker has to say that it has ended. */
   private val CutGraceMs = 2000L

@@ -1,0 +1,292 @@
+"""What stagecrew leaves behind and gives away: nothing. And Spark behaves as it does without it."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+from pyspark import SparkContext
+
+import stagecrew
+from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually
+
+TESTS = str(Path(__file__).parent.parent)
+SECRET = "correct-horse-battery-staple"
+
+
+def run(
+    script: str, timeout: int = 150, python: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """A driver of its own."""
+    head = f"import os, sys\nsys.path.insert(0, {TESTS!r})\n"
+    return subprocess.run(
+        [python, "-c", head + textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
+    """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
+    events = tmp_path / "events"
+    events.mkdir()
+    script = f"""
+    from crewtools import *
+    import psutil, urllib.request
+    journal = Journal({journal.path!r})
+    listeners = [Recorder(journal, "app", password={SECRET!r})]
+    builder = (base("local[2]").config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
+        .config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", "file://{events}"))
+    spark = stagecrew.configure(builder, listeners=listeners).getOrCreate()
+    pool = secret_pool({SECRET!r})
+    other = [Recorder(journal, "inner", password={SECRET!r}), Recorder(journal, "wide", password={SECRET!r}, scope=stagecrew.Scope.EXECUTOR)]
+    with stagecrew.crew(spark).topology("t", listeners=[pool, *other]):
+        spark.sparkContext.parallelize(range(4), 4).map(lambda _: pool.get()).collect()
+        seen = [str(spark.sparkContext.getConf().getAll())]
+        for page in ("environment", "stagecrew", "stagecrew/json", "executors", "api/v1/applications"):
+            seen.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
+        seen += [" ".join(p.cmdline()) for p in psutil.process_iter() if p.pid != os.getpid()]
+        assert any("stagecrew.agent" in one for one in seen)
+    spark.stop()
+    assert not any({SECRET!r} in one for one in seen), "seen"
+    print("DONE")
+    """
+    path = tmp_path / "driver.py"
+    path.write_text(f"import os, sys\nsys.path.insert(0, {TESTS!r})\n" + textwrap.dedent(script))
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False)
+    assert "DONE" in done.stdout, done.stderr[-3000:]
+    assert SECRET not in done.stderr
+    assert SECRET not in done.stdout
+    logs = glob.glob(f"{events}/**/*", recursive=True)
+    read = [Path(log).read_bytes() for log in logs if os.path.isfile(log)]
+    assert read
+    assert not any(SECRET.encode() in log for log in read)
+
+
+def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
+    """In local mode tasks share their properties with the job: the token must not travel in them."""
+    events = tmp_path / "events"
+    events.mkdir()
+    done = run(f"""
+    from crewtools import *
+    import json
+    journal = Journal({journal.path!r})
+    builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", "file://{events}")
+    spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate()
+    def place(rows):
+        from pyspark import TaskContext
+        yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
+    path = spark.sparkContext.parallelize([1], 1).mapPartitions(place).collect()[0]
+    token = json.load(open(path))["token"]
+    print(oct(os.stat(path).st_mode & 0o777), oct(os.stat(os.path.dirname(path)).st_mode & 0o777))
+    spark.range(0, 100, 1, 4).mapInArrow(lambda batches: batches, "id long").groupBy("id").count().collect()
+    spark.stop()
+    print("TOKEN", token)
+    print("GONE", not os.path.exists(path))
+    """)
+    assert "GONE True" in done.stdout, done.stderr[-3000:]
+    assert "0o600 0o700" in done.stdout
+    token = done.stdout.split("TOKEN ")[1].split()[0]
+    read = [Path(log).read_text() for log in glob.glob(f"{events}/**/*", recursive=True) if os.path.isfile(log)]
+    assert any("spark.stagecrew.chain" in log for log in read)  # what tasks share does reach it
+    assert not any(token in log for log in read)
+    assert token not in done.stderr
+
+
+BARE = (
+    "pyspark",
+    "py4j",
+    "pandas",
+    "numpy",
+    "numpy.libs",
+    "pyarrow",
+    "pyarrow.libs",
+    "pytz",
+    "dateutil",
+    "six.py",
+    "tzdata",
+)
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory) -> str:
+    """A Python that has PySpark, pandas and pyarrow, and neither stagecrew nor psutil."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    ours = Path(SparkContext.__module__ and sys.modules["pyspark"].__file__).parent.parent
+    theirs = next((folder / "venv").glob("lib/python3*/site-packages"))
+    for name in BARE:
+        if (ours / name).exists():
+            (theirs / name).symlink_to(ours / name)
+    python = str(folder / "venv" / "bin" / "python")
+    for missing in ("stagecrew", "psutil"):
+        assert subprocess.run([python, "-c", f"import {missing}"], check=False, capture_output=True).returncode == 1
+    return python
+
+
+@pytest.mark.parametrize("master", ["local[2]", "local-cluster[1,2,1024]"])
+def test_executors_need_nothing_but_pyspark(bare_python, journal, master):
+    """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes."""
+    done = run(f"""
+    from crewtools import *
+    journal = Journal({journal.path!r})
+    os.environ["PYSPARK_PYTHON"] = {bare_python!r}
+    del os.environ["PYTHONPATH"]
+    spark = stagecrew.configure(base({master!r})).getOrCreate()
+    with stagecrew.crew(spark).topology("t", listeners=[PORT, PLAIN]) as topology:
+        print(spark.sparkContext.parallelize(range(4), 2).map(lambda _: (PORT.get() > 0, __import__("sys").prefix)).collect())
+        print(spark.range(4).mapInArrow(lambda batches: batches, "id long").count())
+    print(topology.report.opens, topology.report.closes, topology.report.failures)
+    spark.stop()
+    """.replace("PORT", "port").replace("PLAIN", "plain").replace("spark = ", """
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def number(context):
+        import os
+        yield os.getpid()
+    class Plain(stagecrew.Listener):
+        pass
+    port, plain = number(), Plain()
+    spark = """), PYTHONPATH="")  # fmt: skip
+    assert str(Path(bare_python).parent.parent) in done.stdout, done.stderr[-3000:]
+    opens, closes, failures = done.stdout.strip().splitlines()[-1].split()
+    assert opens == closes != "0"
+    assert failures == "0"
+
+
+def test_a_session_leaves_nothing(journal):
+    """After a session no process, port or file of ours is left."""
+    done = run(f"""
+    from crewtools import *
+    journal = Journal({journal.path!r})
+    spark = stagecrew.configure(base({LOCAL_CLUSTER!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+    import json
+    def place(rows):
+        from pyspark import TaskContext
+        yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
+    for path in set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(place).collect()):
+        print("PLACE", path, json.load(open(path))["port"])
+    spark.stop()
+    """)
+    places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
+    assert places, done.stderr[-3000:]
+    pids = {e["pid"] for e in journal.read(event="open")}
+    eventually(lambda: not any(alive(pid) for pid in pids), 20, "its processes end")
+    for path, port in places:
+        eventually(lambda path=path: not os.path.exists(os.path.dirname(path)), 10, f"{path} is removed")
+        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert int(port) not in listening
+
+
+def test_twenty_sessions_leak_nothing(journal):
+    """Twenty sessions in one process leak no more threads and descriptors, in Python and the JVM, than without the plugin."""
+    script = f"""
+    from crewtools import *
+    import psutil
+    from pyspark import SparkContext
+    journal = Journal({journal.path!r})
+    SparkContext._ensure_initialized()
+    plugin = sys.argv[1] == "on" if len(sys.argv) > 1 else PLUGIN
+    def once():
+        builder = base("local[1]")
+        spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate() if plugin else builder.getOrCreate()
+        spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
+        spark.stop()
+    def counts():
+        jvm = next(p for p in psutil.Process().children(recursive=True) if p.name() == "java")
+        return [psutil.Process().num_threads(), psutil.Process().num_fds(), jvm.num_threads(), jvm.num_fds()]
+    for _ in range(3):
+        once()
+    before = counts()
+    for _ in range(20):
+        once()
+    import time
+    deadline = time.monotonic() + 15
+    best = counts()
+    while time.monotonic() < deadline:
+        best = [min(a, b) for a, b in zip(best, counts())]
+        time.sleep(0.2)
+    print("GREW", *[b - a for a, b in zip(before, best)])
+    """
+    grew = {}
+    for plugin in (False, True):
+        done = run(script.replace("PLUGIN", str(plugin)), 280)
+        assert "GREW" in done.stdout, done.stderr[-3000:]
+        grew[plugin] = [int(n) for n in done.stdout.split("GREW")[1].split()]
+    for without, with_plugin in zip(grew[False], grew[True], strict=True):
+        assert with_plugin <= without + 3, grew
+
+
+def test_spark_behaves_as_without(sessions: Sessions, journal):
+    """Accumulators, broadcasts, barrier tasks and files work with listeners open."""
+    spark = sessions.get("local[2,4]")
+    sc = spark.sparkContext
+    with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]):
+        total, word = sc.accumulator(0), sc.broadcast("shared")
+
+        def add(rows):
+            for row in rows:
+                total.add(row)
+                yield word.value
+
+        assert sc.parallelize(range(5), 2).mapPartitions(add).collect() == ["shared"] * 5
+        assert total.value == 10
+
+        def together(rows):
+            from pyspark import BarrierTaskContext
+
+            context = BarrierTaskContext.get()
+            context.barrier()
+            yield context.allGather(str(context.partitionId()))
+
+        assert sc.parallelize(range(2), 2).barrier().mapPartitions(together).collect() == [["0", "1"]] * 2
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"spark__python__unix__domain__socket__enabled": "true"},
+        {"spark__python__udf__pipelined__enabled": "true"},
+        {"spark__python__worker__faulthandler__enabled": "true", "spark__sql__execution__pyspark__udf__faulthandler__enabled": "true"},
+        {"spark__executor__pyspark__memory": "2g"},
+        {"spark__python__profile": "true"},
+    ],
+    ids=lambda conf: next(iter(conf)).replace("__", "."),
+)  # fmt: skip
+def test_ways_of_running_python(sessions: Sessions, journal, conf):
+    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler work, and listeners open and close."""
+    spark = sessions.get("local[2,4]", **conf)
+    with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        assert spark.range(10).mapInArrow(lambda batches: batches, "id long").count() == 10
+    assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
+    assert topology.report.failures == topology.report.lost == 0
+
+
+def test_sessions_one_after_the_other(sessions: Sessions, journal):
+    """A second session in the same JVM has its own listeners and its own counts."""
+    for i in range(2):
+        sessions.stop()
+        mine = Recorder(journal, f"session {i}")
+        spark = sessions.get("local[2,4]", listeners=(mine,))
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal, f"body {i}")).collect()
+        entered = {
+            e["listener"]
+            for b in journal.read(event="body", name=f"body {i}")
+            for e in journal.read(event="enter", attempt=b["attempt"], pid=b["pid"])
+        }
+        assert entered == {f"session {i}"}
+    sessions.stop()
+    assert len(journal.read(event="open")) == len(journal.read(event="close"))
+
+
+def test_the_drivers_interpreter_in_local_masters(sessions: Sessions):
+    """In a local master workers run the driver's own interpreter when the user set none."""
+    assert "PYSPARK_PYTHON" not in os.environ
+    spark = sessions.get("local[2,4]")
+    assert spark.sparkContext.parallelize([1], 1).map(lambda _: sys.executable).collect() == [sys.executable]
