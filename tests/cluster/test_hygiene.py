@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from pyspark import SparkContext
+from pyspark.sql.functions import udf
 
 import stagecrew
 from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually
@@ -188,6 +189,7 @@ def test_twenty_sessions_leak_nothing(journal):
     from crewtools import *
     import psutil
     from pyspark import SparkContext
+from pyspark.sql.functions import udf
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     plugin = sys.argv[1] == "on" if len(sys.argv) > 1 else PLUGIN
@@ -263,7 +265,7 @@ def test_ways_of_running_python(sessions: Sessions, journal, conf):
     spark = sessions.get("local[2,4]", **conf)
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
         spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
-        assert spark.range(10).mapInArrow(lambda batches: batches, "id long").count() == 10
+        assert len(spark.range(10).select(udf(lambda n: n + 1, "long")("id")).collect()) == 10
     assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
     assert topology.report.failures == topology.report.lost == 0
 

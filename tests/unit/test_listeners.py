@@ -153,14 +153,16 @@ def test_a_notebook_cell_that_is_run_again():
     assert same(*runs)
 
 
-def test_a_reference_is_known_by_its_id_alone():
-    """It has no arguments, so it is not mistaken for another listener of its factory, and keeps its topologies."""
-    one, other = pool("a"), pool("a")
+def test_a_reference_is_known_without_its_arguments():
+    """It has no arguments, and is not mistaken for a listener with others; a cell that was run again is the same."""
+    one, again, other = pool("a"), pool("a"), pool("b")
     one._stagecrew.topologies.append("topology 'enrich'")
     bare = one._stagecrew.reference()
     assert bare.same(one._stagecrew)
     assert one._stagecrew.same(bare)
+    assert bare.same(pickle.loads(pickle.dumps(again._stagecrew)))
     assert not bare.same(other._stagecrew)
+    assert not bare.same(pickle.loads(pickle.dumps(other._stagecrew)))
     assert bare.topologies == ["topology 'enrich'"]
     assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
 

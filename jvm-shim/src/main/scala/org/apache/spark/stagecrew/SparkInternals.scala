@@ -205,8 +205,12 @@ package org.apache.spark {
       def pythonPath(paths: String*): String = PythonUtils.mergePythonPaths(PythonUtils.sparkPythonPath +: paths: _*)
 
       /** A folder of this JVM's own, removed when it ends: core/util/Utils.scala. */
-      def temporaryFolder(conf: SparkConf): java.io.File =
-        util.Utils.createTempDir(util.Utils.getLocalDir(conf), "stagecrew")
+      def temporaryFolder(conf: SparkConf): java.io.File = {
+        val folder = util.Utils.createTempDir(util.Utils.getLocalDir(conf), "stagecrew")
+        java.nio.file.Files.setPosixFilePermissions(
+          folder.toPath, java.nio.file.attribute.PosixFilePermissions.fromString("rwx------"))
+        folder
+      }
 
       def delete(folder: java.io.File): Unit = util.Utils.deleteRecursively(folder)
 
