@@ -176,7 +176,9 @@ package org.apache.spark {
       /** The environment of executors; the keys spark.executorEnv.* were read before plugins: core/SparkContext.scala. */
       def executorEnvironment(sc: SparkContext): scala.collection.mutable.Map[String, String] = sc.executorEnvs
 
-      def addListener(sc: SparkContext, listener: SparkListener): Unit = sc.listenerBus.addToQueue(listener, "stagecrew")
+      /** To the queue of executor management, which always has a listener (HeartbeatReceiver.scala) and is quick: a queue
+        * of our own would cost each task's start and end another hand-over between threads. */
+      def addListener(sc: SparkContext, listener: SparkListener): Unit = sc.listenerBus.addToManagementQueue(listener)
 
       def activeJobs(sc: SparkContext, property: String): Map[Int, String] = StagecrewScheduler.activeJobs(sc, property)
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] = StagecrewScheduler.jobOfStage(sc, stage)

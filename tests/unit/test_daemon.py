@@ -1,0 +1,106 @@
+"""The daemon's own: how it ends workers, and how it imports from the jar."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import subprocess
+import sys
+import zipfile
+import zipimport
+
+import pytest
+
+from stagecrew.worker import daemon, politely
+
+CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
+IGNORES = CATCHES.format(then="None")
+LEAVES = CATCHES.format(then="sys.exit(7)")
+PLAIN = "import signal; print('ready', flush=True); signal.pause()"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    """The grace is short, and the alarm is as it was."""
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(politely, "SECONDS", 0.3)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    politely._asked.clear()
+
+
+@pytest.fixture
+def child():
+    """Starts a Python process that waits for signals."""
+    started = []
+
+    def start(script: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.timeout(30, method="thread")  # the other method needs the alarm
+def test_a_worker_that_catches_sigterm_is_asked_first(child):
+    """A worker with listeners gets SIGTERM and ends as it likes."""
+    process = child(LEAVES)
+    politely._kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == 7
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_one_that_stays_is_killed(child):
+    """A worker that is still there after the grace gets SIGKILL."""
+    process = child(IGNORES)
+    politely._kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert not politely._asked
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_worker_without_listeners_is_killed_at_once(child):
+    """A worker that does not catch SIGTERM gets what Spark's daemon sends; other signals pass unchanged."""
+    process = child(PLAIN)
+    politely._kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert not politely._asked
+    other = child(PLAIN)
+    politely._kill(other.pid, signal.SIGINT)
+    assert other.wait(10) != -signal.SIGKILL
+
+
+def test_a_pid_that_is_used_again_is_left_alone(child):
+    """After the grace only the process that was asked is killed, not another one with its pid."""
+    process = child(IGNORES)
+    politely._asked.append((0.0, process.pid, "another start"))
+    politely._later(0, None)
+    assert process.poll() is None
+
+
+def test_the_jars_list_of_files_is_read_once(tmp_path, monkeypatch):
+    """importlib.invalidate_caches(), which PySpark calls for each task, does not read our jar again."""
+    path = tmp_path / "some.jar"
+    with zipfile.ZipFile(path, "w") as jar:
+        jar.writestr("in_the_jar.py", "answer = 42")
+    importer = daemon._Jar(str(path))
+    monkeypatch.setitem(sys.path_importer_cache, str(path), importer)
+
+    def read(_archive):
+        raise AssertionError("the jar was read again")
+
+    monkeypatch.setattr(zipimport, "_read_directory", read)
+    importlib.invalidate_caches()
+    spec = importer.find_spec("in_the_jar")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.answer == 42
