@@ -42,7 +42,7 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
     journal = Journal({journal.path!r})
     listeners = [Recorder(journal, "app", password={SECRET!r})]
     builder = (base("local[2]").config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
-        .config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", "file://{events}"))
+        .config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}"))
     spark = stagecrew.configure(builder, listeners=listeners).getOrCreate()
     pool = secret_pool({SECRET!r})
     other = [Recorder(journal, "inner", password={SECRET!r}), Recorder(journal, "wide", password={SECRET!r}, scope=stagecrew.Scope.EXECUTOR)]
@@ -77,7 +77,7 @@ def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
     from crewtools import *
     import json
     journal = Journal({journal.path!r})
-    builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", "file://{events}")
+    builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
     spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate()
     def place(rows):
         from pyspark import TaskContext
@@ -189,7 +189,6 @@ def test_twenty_sessions_leak_nothing(journal):
     from crewtools import *
     import psutil
     from pyspark import SparkContext
-from pyspark.sql.functions import udf
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     plugin = sys.argv[1] == "on" if len(sys.argv) > 1 else PLUGIN
