@@ -198,6 +198,8 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
         "SPARK_SCALA_VERSION": "2.13",
     }
     environment.pop("PYSPARK_PYTHON", None)
+    # Executors of a cluster run the python3 of their PATH: the tests' own.
+    environment["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{environment['PATH']}"
     options = [
         f"--add-opens=java.base/{p}=ALL-UNNAMED"
         for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")
