@@ -24,7 +24,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val executions = new ConcurrentHashMap[String, String]()
   private val sides = new ConcurrentHashMap[String, CompletableFuture[Side]]()
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
-  private val interrupted = ConcurrentHashMap.newKeySet[Long]() // live attempts that Spark asked to end
+  private val interrupted = ConcurrentHashMap.newKeySet[Long]() // attempts that Spark asked to end
   private val failures = new ConcurrentHashMap[String, Integer]() // topology -> failed opens in a row, for the back-off
   private val processes = new Processes(ledger, nameOf, () => System.nanoTime())
   private val ending = new AtomicBoolean(false)
@@ -64,10 +64,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
         problems.remove(attempt)
-        interrupted.remove(attempt)
+        if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
         if (table.finish(attempt).nonEmpty) inLoop(progress())
-        // Spark has dropped an evaluation that still runs (cut short, or killed): it would go on until it writes.
-        if (processes.running(attempt).nonEmpty) schedule(CutGraceMs)(processes.running(attempt).foreach(terminate))
+        if (processes.running(attempt).nonEmpty) endIfCut(attempt)
       }
     })
     val properties = SparkInternals.localProperties(task)
@@ -249,6 +248,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     ()
   }
 
+  /** Spark has dropped an evaluation that still runs (cut short, or killed): it would go on until it writes. */
+  private def endIfCut(attempt: Long): Unit = schedule(CutGraceMs)(processes.running(attempt).foreach(terminate))
+
   private def terminate(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroy(); () })
 
   // -- Links: Python processes (their own threads)
@@ -262,8 +264,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     case "BEGIN" =>
       val attempt = frame.long("attempt")
       processes.began(link, attempt)
-      // It may have been interrupted, or be over, while its worker was starting.
-      if (interrupted.contains(attempt) || table.chainOf(attempt).isEmpty) terminate(link)
+      // While its worker was starting it may have been interrupted, or be over: cut short. A short task may also be over
+      // before this thread hears of its begin; then its end is on the way.
+      if (interrupted.contains(attempt)) terminate(link)
+      else if (table.chainOf(attempt).isEmpty) endIfCut(attempt)
     case "END" =>
       processes.ended(link)
       if (closing) inLoop(progress())
@@ -536,6 +540,9 @@ object ExecutorCrew {
 
   /** How long after an attempt its worker has to say that it has ended. */
   private val CutGraceMs = 2000L
+
+  /** How long an interrupted attempt is remembered after its end, for a worker that begins it late. */
+  private val RememberMs = 60000L
   private val AskMs = 30000L
   private val BackOffMs = 100L
   private val MaxBackOffMs = 5000L
