@@ -56,4 +56,4 @@ def test_a_master_that_is_none():
     assert ran.returncode == 1
     line, remedy = re.findall(r"^failed +Spark +(.*)\n +-> (.*)$", ran.stdout, re.MULTILINE)[0]
     assert "master" in line.lower()
-    assert "local[2]" in remedy
+    assert "--master" in remedy

@@ -41,8 +41,8 @@ trait LinkHandler {
  * The executor's side of the channels to its Python processes: a server on a loopback port.
  *
  * A connection must say within the deadline who it is, with the token; whatever else arrives is refused, and the others are
- * served meanwhile. Port and token stand in a file that only this user can read: a local property would reach the event
- * log, because in local mode tasks share their properties with the job.
+ * served meanwhile. Port and token stand in a file that only this user can read: a local property could reach the
+ * event log, because in local mode tasks share their properties with the job.
  */
 final class Channels(folder: Path, settings: Settings, version: String, welcome: () => String, handler: LinkHandler) {
   import Channels._
