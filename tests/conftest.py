@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
     os.environ["SPARK_WORKER_DIR"] = str(folder / "work")  # of local-cluster
+    # On a cluster Spark runs the python3 of the PATH, also for the planning of data sources on the driver: the tests' own.
+    os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")
