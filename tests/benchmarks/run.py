@@ -8,8 +8,8 @@
 """
 
 import argparse
+import contextlib
 import datetime as dt
-import importlib.util
 import json
 import os
 import pathlib
@@ -24,6 +24,10 @@ import rich.console
 import rich.table
 
 HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from postgres import postgresql  # noqa: E402 (it lies beside this folder)
+
 MASTER = "local-cluster[2,1,1024]"
 #: kind of task -> the ratio of medians that is aimed at.
 GOALS = {"jvm": 1.02, "python": 1.03}
@@ -139,19 +143,26 @@ def exits(on: Driver, count: int):
 
 
 def demo():
-    """What the demo says of itself; a reason when it cannot be asked."""
-    if importlib.util.find_spec("stagecrew.demo") is None:
-        return {"skipped": "this stagecrew has no demo"}
-    console.print("demo: all flights, with and without stagecrew")
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-c", "from stagecrew.cli import main; main()", "demo", "--json", "--output", folder]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode == 0:
-        try:
-            return json.loads(ended.stdout)
-        except ValueError:
-            return {"skipped": "`stagecrew demo --json` did not print JSON"}
-    return {"skipped": f"`stagecrew demo --json` ended with {ended.returncode}: {ended.stderr.strip()[-500:]}"}
+    """What the demo says of itself, on SQLite and on a PostgreSQL server that is made for it."""
+    found = {}
+    with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as folder:
+        for name in ("sqlite", "postgresql"):
+            console.print(f"demo on {name}: all flights, with and without stagecrew")
+            environment = dict(os.environ)
+            if name == "postgresql":
+                environment["STAGECREW_DEMO_DATABASE"] = servers.enter_context(postgresql()).url
+            command = [
+                str(pathlib.Path(sys.executable).parent / "stagecrew"),
+                "demo",
+                "--json",
+                "--output",
+                f"{folder}/{name}",
+            ]
+            ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+            if ended.returncode != 0:
+                raise SystemExit(f"{' '.join(command)} ended with {ended.returncode}: {ended.stderr[-2000:]}")
+            found[name] = json.loads(ended.stdout)
+    return found
 
 
 def show(results) -> None:
@@ -179,9 +190,14 @@ def show(results) -> None:
                 "",
                 "",
             )
+    for name, result in results.get("demo", {}).items():
+        without, with_stagecrew = result["without"], result["with_stagecrew"]
+        counts = f"{without['connections']}", f"{with_stagecrew['connections']}"
+        table.add_row(f"demo on {name}: connections, counted by {result['counted_by']}", *counts, "", "")
+        ratio = with_stagecrew["seconds"] / without["seconds"]
+        seconds = f"{without['seconds']:.2f} s", f"{with_stagecrew['seconds']:.2f} s", f"{ratio:.3f}"
+        table.add_row(f"demo on {name}: {without['rows']:,} flights enriched", *seconds, "")
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
-    if "demo" in results:
-        rich.console.Console().print("demo:", results["demo"].get("skipped") or results["demo"])
 
 
 def main() -> None:

@@ -116,11 +116,12 @@ def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
 
 
 def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
-    """A script that simply ends closes everything."""
-    with driver(tmp_path, journal, anywhere, RUNNING) as process:
+    """A script that simply ends closes everything, and nobody is said not to have closed."""
+    with driver(tmp_path, journal, anywhere, RUNNING + 'spark.sparkContext.setLogLevel("WARN")') as process:
         assert process.wait(120) == 0
     all_closed(journal)
     nothing_left(journal)
+    assert "have not closed" not in (tmp_path / "driver.log").read_text()
 
 
 def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):

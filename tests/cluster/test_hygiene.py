@@ -51,13 +51,13 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
         seen = [str(spark.sparkContext.getConf().getAll())]
         for page in ("environment", "stagecrew", "stagecrew/json", "executors", "api/v1/applications"):
             seen.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
-        seen += [" ".join(p.cmdline()) for p in psutil.process_iter() if p.pid != os.getpid()]
+        seen += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
         assert any("stagecrew.agent" in one for one in seen)
     spark.stop()
     assert not any({SECRET!r} in one for one in seen), "seen"
     print("DONE")
     """
-    path = tmp_path / "driver.py"
+    path = tmp_path / "driver.py"  # its own command line must not hold the secret
     path.write_text(f"import os, sys\nsys.path.insert(0, {TESTS!r})\n" + textwrap.dedent(script))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False)
     assert "DONE" in done.stdout, done.stderr[-3000:]

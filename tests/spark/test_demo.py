@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -106,6 +107,18 @@ def test_on_sqlite(tmp_path):
     assert_enriched(tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["flights", "flights.sqlite", "spark.log"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_as_json(tmp_path, server):
+    """With --json the figures alone are on the standard output, for machines."""
+    ran = demo(tmp_path, "--database", server.url, "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["without"]["connections"], found["without"]["rows"], found["same"]) == (64, FLIGHTS, True)
+    (pool,) = found["pools"].values()
+    assert found["with_stagecrew"]["connections"] == pool["opens"] == pool["closes"] <= 2
+    assert found["counted_by"] == "pg_stat_database.sessions"
+    assert_nowhere(server.password, ran, tmp_path)
 
 
 def test_on_postgresql(tmp_path, server):

@@ -15,14 +15,9 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWrite
 from pyspark.sql.functions import arrow_udf, broadcast, pandas_udf, udf, udtf
 
 import stagecrew
-from crewtools import Journal, Recorder, Sessions, eventually
+from crewtools import Journal, Recorder, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture
-def spark(sessions: Sessions, master: str) -> SparkSession:
-    return sessions.get(master)
 
 
 @stagecrew.resource()

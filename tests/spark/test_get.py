@@ -11,7 +11,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Recorder, Sessions
+from crewtools import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -37,16 +37,6 @@ def words(rows):
     for _ in rows:
         yield orders.get(), planes.get(), plain.get().opened
 """
-
-
-@pytest.fixture
-def spark(sessions: Sessions, master: str) -> SparkSession:
-    return sessions.get(master)
-
-
-@pytest.fixture
-def crew(spark: SparkSession) -> stagecrew.Crew:
-    return stagecrew.crew(spark)
 
 
 @pytest.fixture

@@ -11,19 +11,9 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, Sessions, body, eventually
+from crewtools import Journal, Recorder, body, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture
-def spark(sessions: Sessions, master: str) -> SparkSession:
-    return sessions.get(master)
-
-
-@pytest.fixture
-def crew(spark: SparkSession) -> stagecrew.Crew:
-    return stagecrew.crew(spark)
 
 
 def run(spark: SparkSession, journal: Journal, partitions: int = 4, name: str = "body", seconds: float = 0.0) -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stagecrew.demo.driver import Comparison
+
 __all__ = ["run"]
 
 
-def run(database: str | None, output: Path, flights: int | None, master: str, console: Console) -> bool:
-    """Runs the demo and prints what it found; False when both ways gave different rows. `stagecrew demo --help` says more."""
+def run(database: str | None, output: Path, flights: int | None, master: str, console: Console) -> Comparison:
+    """Runs the demo, prints what it found, and answers it. `stagecrew demo --help` says more."""
     from stagecrew.demo.driver import Demo
 
     return Demo(database, output, flights, master, console).run()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from stagecrew.demo.enrich import Enrich
 
-__all__ = ["Demo", "Outcome"]
+__all__ = ["Comparison", "Demo", "Outcome"]
 
 _GROUP: Final = "stagecrew-demo"
 
@@ -43,13 +43,33 @@ class Outcome:
     checksum: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Both ways, side by side. `pools` are the opens and closes of the pool by executor, `counted_by` who counted."""
+
+    without: Outcome
+    with_stagecrew: Outcome
+    pools: dict[str, tuple[int, int]]
+    counted_by: str
+
+    @property
+    def same(self) -> bool:
+        """Whether both gave the same rows."""
+        return (self.without.rows, self.without.checksum) == (self.with_stagecrew.rows, self.with_stagecrew.checksum)
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines."""
+        pools = {executor: {"opens": opens, "closes": closes} for executor, (opens, closes) in self.pools.items()}
+        return {**dataclasses.asdict(self), "pools": pools, "same": self.same}
+
+
 class Demo:
-    """One run. `run` answers whether both ways gave the same rows."""
+    """One run. `run` answers how the two ways compare."""
 
     def __init__(self, database: str | None, output: Path, flights: int | None, master: str, console: Console) -> None:
         self._url, self._output, self._limit, self._master, self._console = database, output, flights, master, console
 
-    def run(self) -> bool:
+    def run(self) -> Comparison:
         """Everything, from the tables to the result; takes away what it does not leave on purpose."""
         require_java()
         try:
@@ -68,7 +88,7 @@ class Demo:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _in_session(self, database: Database, scratch: Path) -> bool:
+    def _in_session(self, database: Database, scratch: Path) -> Comparison:
         from stagecrew.demo.flights import tables, write_flights
 
         with self._console.status("Building the database ..."):
@@ -116,7 +136,7 @@ class Demo:
     def _more(self) -> str:
         return f"{self._log} says more, and `stagecrew doctor` looks for the usual causes"
 
-    def _compare(self, spark: SparkSession, database: Database, scratch: Path, parts: int) -> bool:
+    def _compare(self, spark: SparkSession, database: Database, scratch: Path, parts: int) -> Comparison:
         from stagecrew.demo.enrich import as_it_is, connection_per_task, database_pool, pool_per_worker
 
         flights = spark.read.parquet((scratch / "flights").as_uri())
@@ -132,17 +152,16 @@ class Demo:
             with self._watched(spark, progress, "With stagecrew", parts):
                 topology = stagecrew.crew(spark).topology("enrich", listeners=[pool])
                 with_ = self._timed(spark, database, flights, pool_per_worker(database, pool), after, topology)
-        self._show(without, with_, database, topology.report)
-        same = (without.rows, without.checksum) == (with_.rows, with_.checksum)
-        if same:
-            self._say(
-                f"Both ways gave the same {with_.rows:,} rows (checksum {with_.checksum & 0xFFFF_FFFF_FFFF_FFFF:016x}).",
-                "green",
-            )
+        pools = {one.executor: (one.opens, one.closes) for one in topology.report.listeners}
+        found = Comparison(without, with_, pools, database.counted_by)
+        self._show(found)
+        if found.same:
+            checksum = with_.checksum & 0xFFFF_FFFF_FFFF_FFFF
+            self._say(f"Both ways gave the same {with_.rows:,} rows (checksum {checksum:016x}).", "green")
         else:
             self._say("The two ways gave DIFFERENT rows. This must not happen: please report it.", "red")
         self._say(f"The enriched flights are in {self._output / 'flights'} (Parquet).")
-        return same
+        return found
 
     def _timed(
         self,
@@ -220,8 +239,8 @@ class Demo:
             if watcher is not None:
                 watcher.join(5)
 
-    def _show(self, without: Outcome, with_: Outcome, database: Database, report: stagecrew.TopologyReport) -> None:
-        table = Table(title=f"{with_.rows:,} flights, enriched twice", title_justify="left")
+    def _show(self, found: Comparison) -> None:
+        table = Table(title=f"{found.with_stagecrew.rows:,} flights, enriched twice", title_justify="left")
         table.add_column("")
         table.add_column("without stagecrew", justify="right")
         table.add_column("with stagecrew", justify="right")
@@ -231,13 +250,11 @@ class Demo:
             ("rows", lambda outcome: f"{outcome.rows:,}"),
         ]
         for label, cell in rows:
-            table.add_row(label, cell(without), cell(with_))
-        for listener in report.listeners:
-            table.add_row(
-                f"executor {listener.executor}: pools opened / closed", "-", f"{listener.opens} / {listener.closes}"
-            )
+            table.add_row(label, cell(found.without), cell(found.with_stagecrew))
+        for executor, (opens, closes) in found.pools.items():
+            table.add_row(f"executor {executor}: pools opened / closed", "-", f"{opens} / {closes}")
         self._console.print(table)
-        self._say(f"Connections are counted by {database.counted_by}.", "dim")
+        self._say(f"Connections are counted by {found.counted_by}.", "dim")
 
     def _say(self, line: str, style: str = "") -> None:
         self._console.print(Text(line, style), soft_wrap=True)

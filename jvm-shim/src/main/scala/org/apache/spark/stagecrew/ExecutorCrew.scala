@@ -9,25 +9,21 @@ import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
 import org.apache.spark.util.{TaskCompletionListener, TaskFailureListener, TaskInterruptListener}
 
 /**
- * One executor's part: books attempts, opens and closes listeners, and obeys the driver.
+ * One executor's part: books attempts, has listeners opened and closed, and obeys the driver.
  *
  * Task threads book attempts and wait for opens; links have a thread each; `loop` is the one thread that closes. RPC threads
  * only hand over. Everything is made at first use, so that an executor without listeners has none of it.
  */
-final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar: String) extends Handler with LinkHandler {
+final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar: String) extends Handler with LinkHandler with Loop {
   import ExecutorCrew._
 
   val settings = new Settings(conf)
-  private val table = new TopologyTable
   val ledger = new Ledger
-  private val descriptions = new ConcurrentHashMap[String, CompletableFuture[Option[Description]]]()
-  private val executions = new ConcurrentHashMap[String, String]()
-  private val sides = new ConcurrentHashMap[String, CompletableFuture[Side]]()
+  private val table = new TopologyTable
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
   private val interrupted = ConcurrentHashMap.newKeySet[Long]() // attempts that Spark asked to end
-  private val failures = new ConcurrentHashMap[String, Integer]() // topology -> failed opens in a row, for the back-off
-  private val processes = new Processes(ledger, nameOf, () => System.nanoTime())
   private val ending = new AtomicBoolean(false)
+  private val ended = new CountDownLatch(1)
 
   private val loop = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-executor"))
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
@@ -42,8 +38,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private val lock = new Object
   @volatile private var server = Option.empty[(Channels, java.io.File)]
+  private val descriptions = new Descriptions(executor, () => host, settings, table,
+    bytes => driver.askSync(SparkInternals.withSender(self, bytes), AskMs))
+  private val processes = new Processes(ledger, nameOf, () => System.nanoTime())
   private val agent = new Agent(() => place, settings, jar, text => Log.log.info(s"executor $executor $text"))
-  private val closings = scala.collection.mutable.LinkedHashMap.empty[String, Closing] // of the loop's thread
+  private val sides = new Sides(settings, ledger, processes, agent, pool,
+    description => Where(application, description.name, description.id, executor, host, configuration.asJava))
+  private val closings = new Closings(executor, table, processes, sides, pool, this)(closingReport, closed)
+  private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
   loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(report()), settings.reportIntervalMs,
     settings.reportIntervalMs, TimeUnit.MILLISECONDS)
@@ -60,13 +62,16 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val described = wanted.filter(description => booked.contains(description.id))
     val withListeners = described.exists(_.listeners.nonEmpty)
     var decorations = List.empty[(JvmListeners, List[(Entry, AutoCloseable)])]
+    var watched = false
     task.addTaskCompletionListener(new TaskCompletionListener {
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
-        problems.remove(attempt)
-        if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
-        if (table.finish(attempt).nonEmpty) inLoop(progress())
-        if (processes.running(attempt).nonEmpty) endIfCut(attempt)
+        if (table.finish(attempt).nonEmpty) inLoop(closings.progress())
+        if (watched) {
+          problems.remove(attempt)
+          if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
+          if (processes.running(attempt).nonEmpty) endIfCut(attempt)
+        }
       }
     })
     val properties = SparkInternals.localProperties(task)
@@ -76,13 +81,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       if ("true" == task.getLocalProperty(UnifiedProperty)) throw new UnsupportedOperationException(UnifiedMessage)
       described.foreach { description =>
         try {
-          val side = opened(description)
+          val side = sides.opened(description)
           side.jvm.foreach(listeners => decorations = (listeners -> listeners.decorate(task)) :: decorations)
         } catch { case NonFatal(error) => throw new SideFailed(description, error) }
       }
       if (described.exists(_.listeners.exists(_.python))) {
         properties.setProperty(ChainProperty, booked.mkString(" "))
         properties.setProperty(PlaceProperty, place.toString)
+        watched = true
         watch(task, attempt)
       } else properties.remove(ChainProperty)
     } catch {
@@ -93,122 +99,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   /** The topologies of a task, outermost first: the application's, its execution's, the named ones. */
   private def chain(task: TaskContext, topology: String): Seq[Description] = {
-    val application = describe(Description.Application).getOrElse(
+    val application = descriptions.describe(Description.Application).getOrElse(
       throw new IllegalStateException("the driver's plugin has ended"))
-    val execution =
-      if (!forExecutions(application)) None
-      else executionOf(task).flatMap(id => describe(id))
-    val named = if (topology == null) Nil else ancestors(topology, Nil)
+    val forExecutions = application.listeners.exists { entry =>
+      entry.forExecution || (entry.kind == "name" && sides.lifetimeOf(application, entry) == "execution")
+    }
+    val execution = if (forExecutions) descriptions.execution(task) else None
+    val named = if (topology == null) Nil else descriptions.named(topology)
     application +: (execution.toSeq ++ named)
-  }
-
-  private def ancestors(id: String, inner: List[Description]): List[Description] = describe(id) match {
-    case None => Nil // it has ended: the task runs under the application's topology
-    case Some(description) => description.parent match {
-      case None => description :: inner
-      case Some(parent) => ancestors(parent, description :: inner)
-    }
-  }
-
-  private def executionOf(task: TaskContext): Option[String] = {
-    def asked(key: String): Option[String] = Option(executions.computeIfAbsent(key, _ => {
-      val reply = Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key)))
-      reply.text("topology") match { case "" => null; case id => id }
-    }))
-    Option(task.getLocalProperty(QueryProperty)).map(id => asked(s"query:$id"))
-      .orElse(Option(task.getLocalProperty(RootExecutionProperty)).map(id => Some(Description.ExecutionPrefix + "sql-" + id)))
-      .getOrElse(asked(s"stage:${task.stageId()}"))
-  }
-
-  /** Asks the driver once; None for a topology that has ended. */
-  private def describe(id: String): Option[Description] = {
-    val before = descriptions.get(id)
-    if (before != null && before.isDone && !before.isCompletedExceptionally) return before.get()
-    if (!table.active(id)) return None
-    val mine = new CompletableFuture[Option[Description]]()
-    val first = descriptions.putIfAbsent(id, mine)
-    if (first != null) first.get(settings.channelTimeoutMs + AskMs, TimeUnit.MILLISECONDS)
-    else try {
-      val reply = Frames.decodeMessage(ask(Frames.encode("ASK_DESCRIPTION", executor, host, id)))
-      val found = if (reply.text("body").isEmpty) None else Some(Description.decode(reply.text("body"), reply.blobs("blobs")))
-      mine.complete(found)
-      if (found.isEmpty) table.end(id)
-      found
-    } catch {
-      case error: Throwable =>
-        descriptions.remove(id, mine)
-        mine.completeExceptionally(error)
-        throw error
-    }
-  }
-
-  private def ask(bytes: Array[Byte]): Array[Byte] = driver.askSync(SparkInternals.withSender(self, bytes), AskMs)
-
-  private def known(id: String): Option[Description] =
-    Option(descriptions.get(id)).filter(_.isDone).flatMap(future => try future.get() catch { case NonFatal(_) => None })
-
-  private def forExecutions(application: Description): Boolean = application.listeners.exists { entry =>
-    entry.forExecution || (entry.kind == "name" && lifetimeOf(application, entry) == "execution")
-  }
-
-  private def lifetimeOf(application: Description, entry: Entry): String = entry.lifetime.getOrElse {
-    // A name's lifetime is known when an executor has imported it; the application's side does that.
-    opened(application).agent.listeners.get(entry.index).map(_.lifetime).getOrElse("application")
-  }
-
-  // -- What is opened once per executor: JVM listeners, and Python ones in the agent
-
-  /** Opens the executor's side of a topology, or shares the outcome of whoever opens it now. */
-  private def opened(description: Description): Side = {
-    if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker"))) return NoSide
-    val mine = new CompletableFuture[Side]()
-    val first = sides.putIfAbsent(description.id, mine)
-    val side = if (first != null) first else {
-      // Not in the task's thread: a task that is killed meanwhile must not take the open of all others with it.
-      pool.execute(() => {
-        try {
-          mine.complete(openSide(description))
-          failures.remove(description.id)
-        } catch {
-          case error: Throwable =>
-            sides.remove(description.id, mine)
-            failures.merge(description.id, 1, (a, b) => a + b)
-            mine.completeExceptionally(error)
-        }
-        ()
-      })
-      mine
-    }
-    try side.get() catch { case failed: ExecutionException => throw failed.getCause }
-  }
-
-  private def openSide(description: Description): Side = {
-    val execution = description.id.startsWith(Description.ExecutionPrefix)
-    val lifetime =
-      if (execution) Some("execution") else if (description.id == Description.Application) Some("application") else None
-    val where = Where(application, description.name, description.id, executor, host, configuration.asJava)
-    val jvm = description.listeners.filter(_.kind == "jvm")
-    val listeners = if (jvm.isEmpty) None else Some(new JvmListeners(jvm, where, settings, ledger, pool))
-    listeners.foreach(_.open())
-    try {
-      val forAgent = description.listeners.exists(e => e.kind == "name" || (e.kind == "pickle" && e.scope.contains("executor")))
-      val answer = if (!forAgent) Opened(Map.empty, None) else openInAgent(description, lifetime)
-      new Side(listeners, answer)
-    } catch {
-      case error: Throwable =>
-        listeners.foreach(_.close())
-        throw error
-    }
-  }
-
-  private def openInAgent(description: Description, lifetime: Option[String]): Opened = {
-    val answer = agent.open(description, lifetime)(processes.touched(_, description.id))
-    if (answer.error.nonEmpty || !answer.listeners.values.exists(one => one.scope == "executor" && lifetime.forall(_ == one.lifetime))) {
-      agent.current.foreach(processes.closed(_, description.id))
-      if (answer.error.isEmpty) agent.retire(processes.touchesAny) // after a failure the next attempt wants it again
-    }
-    answer.error.foreach(error => throw new AgentFailed(error))
-    answer
   }
 
   /** A listener of the executor's side failed: the body of this attempt does not run, and the driver is told. */
@@ -218,14 +116,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case failed: OpenFailedException => s"${failed.getMessage}\n${trace(failed.getCause)}"
       case other => trace(other)
     }
-    val name = known(topology).map(_.name).getOrElse(topology)
+    val name = descriptions.known(topology).map(_.name).getOrElse(topology)
     val text = s"stagecrew: a listener of topology '$name' could not be opened on executor $executor:\n$error"
     SparkInternals.markInterrupted(task, text)
     Log.log.warn(s"attempt ${task.taskAttemptId()} of stage ${task.stageId()} does not run: $text")
     driver.send(SparkInternals.withSender(self, Frames.encode("OPEN_FAILED", executor, topology, listener,
       task.stageId().toLong, task.partitionId().toLong, task.taskAttemptId(), text)))
     // Spark does not count such attempts and would start 100 a second.
-    val doublings = math.min(5, Option(failures.get(topology)).map(_.intValue).getOrElse(1) - 1).max(0)
+    val doublings = (sides.failedInARow(topology) - 1).max(0).min(5)
     try Thread.sleep(math.min(BackOffMs << doublings, MaxBackOffMs)) catch {
       case _: InterruptedException => Thread.currentThread().interrupt()
     }
@@ -270,7 +168,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       else if (table.chainOf(attempt).isEmpty) endIfCut(attempt)
     case "END" =>
       processes.ended(link)
-      if (closing) inLoop(progress())
+      if (closings.nonEmpty) inLoop(closings.progress())
     case "DESCRIBE" => describeTo(link, frame.text("topology"))
     case "HOOK" =>
       val timeoutMs = frame.long("timeout") + HookGraceMs
@@ -284,7 +182,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     case "OPENED" => agent.received(frame)
     case "CLOSED" =>
       processes.closed(link, frame.text("topology"))
-      inLoop(progress())
+      inLoop(closings.progress())
     case "GOODBYE" => Log.log.debug(s"$link ended: ${frame.text("reason")}")
     case other => throw new FrameException(s"a process does not send $other")
   }
@@ -292,28 +190,22 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   override def disconnected(link: Link): Unit = {
     processes.disconnected(link)
     if (link.role == "agent") {
-      // What it had open is gone: the next task opens it again.
-      sides.forEach((topology, side) =>
-        if (side.isDone && !side.isCompletedExceptionally && side.get().agent.listeners.values.exists(_.scope == "executor")) {
-          sides.remove(topology, side)
-          side.get().jvm.foreach(listeners => pool.execute(() => listeners.close()))
-        })
+      sides.agentGone()
       agent.disconnected(link, Option(agentProblem))
       agentProblem = null
     }
-    inLoop(progress())
+    inLoop(closings.progress())
   }
 
   @volatile private var agentProblem: String = _
-  @volatile private var closing = false
 
-  private def describeTo(link: Link, topology: String): Unit = known(topology) match {
+  private def describeTo(link: Link, topology: String): Unit = descriptions.known(topology) match {
     case None => link.send("REFUSED", s"topology $topology is not known on executor $executor")
     case Some(description) =>
       processes.touched(link, topology)
       val (body, blobs) = description.encoded
       val node = Json.parse(body)
-      val side = Option(sides.get(topology)).filter(_.isDone).map(_.get().agent.listeners).getOrElse(Map.empty)
+      val side = sides.of(topology).map(_.agent.listeners).getOrElse(Map.empty)
       val execution = topology.startsWith(Description.ExecutionPrefix)
       val entries = node.putArray("listeners")
       var all = blobs
@@ -336,9 +228,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   private def nameOf(topology: String, index: Int): (String, String) =
-    known(topology).flatMap(_.listeners.find(_.index == index)).map { entry =>
-      val said = Option(sides.get(topology)).filter(s => s.isDone && !s.isCompletedExceptionally)
-        .flatMap(_.get().agent.listeners.get(index))
+    descriptions.known(topology).flatMap(_.listeners.find(_.index == index)).map { entry =>
+      val said = sides.of(topology).flatMap(_.agent.listeners.get(index))
       (entry.name, entry.scope.orElse(said.map(_.scope)).getOrElse("worker"))
     }.getOrElse((s"listener $index", "worker"))
 
@@ -346,7 +237,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def endOverdue(): Unit = processes.overdue().foreach { case (link, hook, attempt) =>
     val (name, _) = nameOf(hook.topology, hook.index)
     val limit = if (hook.name == "open") settings.openTimeoutMs else settings.closeTimeoutMs
-    val topology = known(hook.topology).map(_.name).getOrElse(hook.topology)
+    val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
     val text = s"${hook.name} of listener '$name' (topology '$topology', executor $executor, host $host) took longer than " +
       s"$limit ms and ignored its interruption; process ${link.pid} was ended"
     Log.log.warn(text)
@@ -376,101 +267,25 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
     val frame = Frames.decodeMessage(message)
     frame.kind match {
-      case "END_TOPOLOGY" => inLoop(end(frame.text("topology"), frame.long("timeout"), Some(reply)))
+      case "END_TOPOLOGY" => inLoop(closings.end(frame.text("topology"), frame.long("timeout"), Some(reply)))
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
 
-  // -- Closing (the loop's thread)
+  // -- What the driver is told (the loop's thread)
 
-  private def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
-    table.end(topology)
-    val closing = closings.getOrElseUpdate(topology, new Closing(topology))
-    reply.foreach(closing.replies ::= _)
-    this.closing = true
-    schedule(timeoutMs + ReportGraceMs)(closing.giveUp())
-    progress()
+  private def closingReport(topology: String, unclosed: Seq[String]): Array[Byte] = {
+    val (sequence, counts) = ledger.full(topology)
+    val body = Json.parse(counts)
+    body.set[com.fasterxml.jackson.databind.JsonNode]("unclosed", Json.arr(unclosed))
+    Frames.encode("REPORT", executor, sequence, Json.write(body))
   }
 
-  private def progress(): Unit = {
-    closings.values.toSeq.foreach(closing => Log.contained(s"closing topology ${closing.topology}")(closing.advance()))
-    closing = closings.nonEmpty
+  private def closed(topology: String): Unit = {
+    descriptions.forget(topology)
+    toForget += topology
+    agent.retire(processes.touchesAny)
   }
-
-  /** One topology on its way to be closed here: attempts, then workers, then the agent, then JVM listeners. */
-  private final class Closing(val topology: String) {
-    var replies: List[Reply] = Nil
-    private var asked = Set.empty[Link]
-    private var jvm: Option[CompletableFuture[Void]] = None
-
-    def advance(): Unit = {
-      val workers = processes.touching(topology).filter(_._1.role == "worker")
-      if (table.attemptsOf(topology).isEmpty) {
-        workers.foreach { case (link, busy) =>
-          askToClose(link)
-          if (busy) processes.defer(link, topology)
-        }
-        if (workers.forall(_._2)) closeAgent()
-      }
-    }
-
-    private def closeAgent(): Unit = processes.touching(topology).find(_._1.role == "agent") match {
-      case Some((link, _)) => askToClose(link)
-      case None => closeJvm()
-    }
-
-    private def closeJvm(): Unit = jvm match {
-      case Some(future) => if (future.isDone) finish()
-      case None =>
-        val side = Option(sides.remove(topology)).filter(s => s.isDone && !s.isCompletedExceptionally).flatMap(_.get().jvm)
-        val closed = CompletableFuture.runAsync(
-          () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
-        jvm = Some(closed)
-        closed.whenComplete((_, _) => inLoop(progress())) // only now is it done, when the loop looks
-        ()
-    }
-
-    private def askToClose(link: Link): Unit = if (!asked(link)) {
-      asked += link
-      link.send("CLOSE", topology)
-    }
-
-    private def finish(): Unit = {
-      closings.remove(topology)
-      table.forget(topology)
-      failures.remove(topology)
-      executions.values.remove(topology)
-      if (replies.nonEmpty) answer(Nil)
-      descriptions.remove(topology)
-      toForget += topology
-      agent.retire(processes.touchesAny)
-      onceClosed.remove(topology).foreach(_.countDown())
-    }
-
-    /** The time is over: says who has not closed, and goes on. */
-    def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
-      val attempts = table.attemptsOf(topology).toSeq.sorted.map(attempt => s"attempt $attempt on executor $executor still runs")
-      val held = processes.touching(topology).collect { case (link, busy) if !busy =>
-        val names = processes.unclosed(link, topology)
-        s"${if (names.isEmpty) "" else names.mkString("listener ", ", ", " in ")}$link on executor $executor"
-      }
-      val late = jvm.filterNot(_.isDone).map(_ => s"JVM listeners on executor $executor")
-      answer(attempts ++ (if (attempts.isEmpty) held ++ late else Nil))
-    }
-
-    private def answer(unclosed: Seq[String]): Unit = {
-      val (sequence, counts) = ledger.full(topology)
-      val body = Json.parse(counts)
-      body.set[com.fasterxml.jackson.databind.JsonNode]("unclosed", Json.arr(unclosed))
-      val bytes = Frames.encode("REPORT", executor, sequence, Json.write(body))
-      replies.foreach(_.answer(bytes))
-      replies = Nil
-    }
-  }
-
-  private val onceClosed = scala.collection.concurrent.TrieMap.empty[String, CountDownLatch]
-
-  private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
   private def report(): Unit = {
     // What is closed everywhere and reported is not remembered; deferred workers close later.
@@ -486,22 +301,23 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   // -- The end of the executor
 
   /** Closes everything that is open, and waits for it at most so long. A second call waits for the first. */
-  def shutdown(timeoutMs: Long): Unit = if (ending.compareAndSet(false, true)) {
+  def shutdown(timeoutMs: Long): Unit =
+    if (!ending.compareAndSet(false, true)) { ended.await(timeoutMs, TimeUnit.MILLISECONDS); () }
+    else try closeAll(timeoutMs) finally ended.countDown()
+
+  private def closeAll(timeoutMs: Long): Unit = {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(0L, (deadline - System.nanoTime()) / 1000000L)
-    val ids = descriptions.keySet.asScala.toSeq
-    val latches = ids.map { id =>
-      val latch = new CountDownLatch(1)
-      onceClosed(id) = latch
-      id -> latch
+    def end(topologies: Seq[String]): Unit = {
+      val latches = topologies.map(closings.latch)
+      topologies.foreach(id => inLoop(closings.end(id, left, None)))
+      latches.foreach(_.await(left, TimeUnit.MILLISECONDS))
     }
-    val inner = latches.filterNot(_._1 == Description.Application)
+    val (application, inner) = descriptions.ids.partition(_ == Description.Application)
     // Attempts are being killed, or will never end: their workers are asked to end, which closes what they have open.
     processes.busy.foreach(terminate)
-    inner.foreach { case (id, _) => inLoop(end(id, left, None)) }
-    inner.foreach(_._2.await(left, TimeUnit.MILLISECONDS))
-    inLoop(end(Description.Application, left, None))
-    latches.filter(_._1 == Description.Application).foreach(_._2.await(left, TimeUnit.MILLISECONDS))
+    end(inner)
+    end(application)
     agent.stop()
     agent.await(left)
     loop.shutdownNow()
@@ -513,10 +329,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     Log.contained("stopping the endpoint")(SparkInternals.stopEndpoint(self))
   }
 
-  private def inLoop(f: => Unit): Unit =
+  override def inLoop(f: => Unit): Unit =
     try loop.execute(() => Log.contained("the executor's loop")(f)) catch { case _: RejectedExecutionException => () }
 
-  private def schedule(ms: Long)(f: => Unit): Unit =
+  override def schedule(ms: Long)(f: => Unit): Unit =
     try { loop.schedule((() => Log.contained("the executor's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
     catch { case _: RejectedExecutionException => () }
 }
@@ -526,8 +342,6 @@ object ExecutorCrew {
   val TopologyProperty = "spark.stagecrew.topology"
   val ChainProperty = "spark.stagecrew.chain"
   val PlaceProperty = "spark.stagecrew.place"
-  private val QueryProperty = "sql.streaming.queryId"
-  private val RootExecutionProperty = "spark.sql.execution.root.id"
   private val UnifiedProperty = "spark.sql.execution.udf.unified.execution.enabled"
 
   val UnifiedMessage: String = s"$UnifiedProperty=true starts Python processes that bypass stagecrew; set it to false"
@@ -535,23 +349,17 @@ object ExecutorCrew {
   /** How long after its timeout a hook has to heed the timer signal before its process is ended. */
   val HookGraceMs = 1000L
 
-  /** A hook that heeds its timeout says so a moment later: then it is counted, and nobody is waited for. */
-  private val ReportGraceMs = 300L
-
   /** How long after an attempt its worker has to say that it has ended. */
   private val CutGraceMs = 2000L
 
   /** How long an interrupted attempt is remembered after its end, for a worker that begins it late. */
   private val RememberMs = 60000L
-  private val AskMs = 30000L
+
+  /** How long an executor waits for an answer of the driver. */
+  private[stagecrew] val AskMs = 30000L
   private val BackOffMs = 100L
   private val MaxBackOffMs = 5000L
 
-  /** What one topology has open once per executor. */
-  private final class Side(val jvm: Option[JvmListeners], val agent: Opened)
-  private val NoSide = new Side(None, Opened(Map.empty, None))
-
-  private final class AgentFailed(text: String) extends Exception(text)
   private final class HookTimeoutException(text: String) extends Exception(text)
   private final class SideFailed(val description: Description, cause: Throwable) extends Exception(cause) {
     def listener: String = cause match { case failed: OpenFailedException => failed.listener; case _ => "" }

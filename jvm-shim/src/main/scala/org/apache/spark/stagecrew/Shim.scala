@@ -59,7 +59,7 @@ final class DriverShim extends DriverPlugin {
 
   override def registerMetrics(application: String, plugin: PluginContext): Unit = {
     Shim.running(application, facade)
-    hook = SparkInternals.addShutdownHook(() => crew.drain(crew.settings.shutdownTimeoutMs))
+    hook = SparkInternals.addShutdownHook(driver = true)(() => crew.drain(crew.settings.shutdownTimeoutMs))
     // The tab only shows: an application is not refused for want of it.
     Log.contained("attaching the tab to the Spark UI")(Tab.attach(sc, crew))
   }
@@ -129,7 +129,7 @@ final class ExecutorShim extends ExecutorPlugin {
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar)
       // In a local master the driver's metrics have the same names, and count this executor already.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
-      hook = SparkInternals.addShutdownHook(() => end())
+      hook = SparkInternals.addShutdownHook(driver = false)(() => end())
     } catch { case NonFatal(error) => Log.log.error("stagecrew does not run on this executor", error) }
 
   override def onTaskStart(): Unit = if (crew != null) crew.taskStarted(TaskContext.get())

@@ -195,10 +195,12 @@ package org.apache.spark {
 
       // -- Processes: core/util/ShutdownHookManager.scala, core/api/python/PythonUtils.scala
 
-      /** Before Spark's own hook stops the SparkContext (priority 50), and before shutdown deletes folders (25). */
-      val HookPriority: Int = ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY + 10
-
-      def addShutdownHook(hook: () => Unit): AnyRef = ShutdownHookManager.addShutdownHook(HookPriority)(hook)
+      /** Runs a hook before Spark's own stops the SparkContext (priority 50) and before folders are deleted (25). The
+        * driver's comes first: in a local master the executor beside it must still answer. */
+      def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = {
+        val priority = ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY + (if (driver) 20 else 10)
+        ShutdownHookManager.addShutdownHook(priority)(hook)
+      }
 
       def removeShutdownHook(hook: AnyRef): Unit = if (!ShutdownHookManager.inShutdown()) {
         ShutdownHookManager.removeShutdownHook(hook)

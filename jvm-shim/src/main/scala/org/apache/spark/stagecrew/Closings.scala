@@ -1,0 +1,114 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.{CompletableFuture, CountDownLatch, ExecutorService}
+import scala.collection.concurrent.TrieMap
+import scala.collection.mutable
+
+/** A thread that does one thing after the other. What is scheduled on it after its end is dropped. */
+trait Loop {
+  def inLoop(f: => Unit): Unit
+  def schedule(ms: Long)(f: => Unit): Unit
+}
+
+/**
+ * Topologies on their way to be closed on an executor: attempts gone, then workers, then the agent, then JVM listeners.
+ * Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
+ */
+final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: Sides, pool: ExecutorService, loop: Loop)(
+    report: (String, Seq[String]) => Array[Byte], closed: String => Unit) {
+  import Closings._
+
+  private val closings = mutable.LinkedHashMap.empty[String, Closing]
+  private val latches = TrieMap.empty[String, CountDownLatch]
+  @volatile private var some = false
+
+  /** Whether anything is closing: from any thread, a moment late at most. */
+  def nonEmpty: Boolean = some
+
+  /** A latch that falls when the topology is closed; to be asked for before `end`, from any thread. */
+  def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
+
+  /** The topology has ended: closes it, and answers when it is closed, or with who has not closed when the time is over. */
+  def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
+    table.end(topology)
+    val closing = closings.getOrElseUpdate(topology, new Closing(topology))
+    reply.foreach(closing.replies ::= _)
+    some = true
+    loop.schedule(timeoutMs + ReportGraceMs)(closing.giveUp())
+    progress()
+  }
+
+  /** Takes each closing as far as it goes now. */
+  def progress(): Unit = {
+    closings.values.toSeq.foreach(closing => Log.contained(s"closing topology ${closing.topology}")(closing.advance()))
+    some = closings.nonEmpty
+  }
+
+  private final class Closing(val topology: String) {
+    var replies: List[Reply] = Nil
+    private var asked = Set.empty[Link]
+    private var jvm: Option[CompletableFuture[Void]] = None
+
+    def advance(): Unit = {
+      val workers = processes.touching(topology).filter(_._1.role == "worker")
+      if (table.attemptsOf(topology).isEmpty) {
+        workers.foreach { case (link, busy) =>
+          askToClose(link)
+          if (busy) processes.defer(link, topology)
+        }
+        if (workers.forall(_._2)) closeAgent()
+      }
+    }
+
+    private def closeAgent(): Unit = processes.touching(topology).find(_._1.role == "agent") match {
+      case Some((link, _)) => askToClose(link)
+      case None => closeJvm()
+    }
+
+    private def closeJvm(): Unit = jvm match {
+      case Some(future) => if (future.isDone) finish()
+      case None =>
+        val side = sides.take(topology)
+        val closed = CompletableFuture.runAsync(
+          () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
+        jvm = Some(closed)
+        closed.whenComplete((_, _) => loop.inLoop(progress())) // only now is it done, when the loop looks
+        ()
+    }
+
+    private def askToClose(link: Link): Unit = if (!asked(link)) {
+      asked += link
+      link.send("CLOSE", topology)
+    }
+
+    private def finish(): Unit = {
+      closings.remove(topology)
+      table.forget(topology)
+      if (replies.nonEmpty) answer(Nil)
+      closed(topology)
+      latches.remove(topology).foreach(_.countDown())
+    }
+
+    /** The time is over: says who has not closed, and goes on. */
+    def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
+      val attempts = table.attemptsOf(topology).toSeq.sorted.map(attempt => s"attempt $attempt on executor $executor still runs")
+      val held = processes.touching(topology).collect { case (link, busy) if !busy =>
+        val names = processes.unclosed(link, topology)
+        s"${if (names.isEmpty) "" else names.mkString("listener ", ", ", " in ")}$link on executor $executor"
+      }
+      val late = jvm.filterNot(_.isDone).map(_ => s"JVM listeners on executor $executor")
+      answer(attempts ++ (if (attempts.isEmpty) held ++ late else Nil))
+    }
+
+    private def answer(unclosed: Seq[String]): Unit = {
+      val bytes = report(topology, unclosed)
+      replies.foreach(_.answer(bytes))
+      replies = Nil
+    }
+  }
+}
+
+object Closings {
+  /** A hook that heeds its timeout says so a moment later: then it is counted, and nobody is waited for. */
+  private val ReportGraceMs = 300L
+}
