@@ -13,9 +13,12 @@ import pytest
 @pytest.fixture(scope="session", autouse=True)
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Spark's own files of this run stay in one folder."""
+    from crewtools import QUICK
+
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
     os.environ["SPARK_WORKER_DIR"] = str(folder / "work")  # of local-cluster
+    os.environ["SPARK_SUBMIT_OPTS"] = QUICK  # executors have it from `base`
     # On a cluster Spark runs the python3 of the PATH, also for the planning of data sources on the driver: the tests' own.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 

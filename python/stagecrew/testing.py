@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from stagecrew.listeners import Identity, Listener, ListenerContext, opened_value, resolving
 
 __all__ = ["opened"]
 
 _MISSING: Any = object()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # values need not compare
+class _Opened:
+    identity: Identity
+    value: Any
+
+
+_opened: Final[list[_Opened]] = []
 
 
 @contextlib.contextmanager
@@ -39,10 +49,17 @@ def opened(listener: Listener, value: Any = _MISSING) -> Iterator[Any]:
             listener.open(context)
             value = opened_value(listener)
 
-        def resolve(identity: Identity) -> Any:
-            if identity.same(listener._stagecrew):
-                return value
-            raise LookupError("stagecrew.testing.opened opened another listener")
-
-        stack.enter_context(resolving(resolve))
+        entry = _Opened(listener._stagecrew, value)
+        _opened.append(entry)
+        stack.callback(lambda: _opened.remove(entry))
+        stack.enter_context(resolving(_find))
         yield value
+
+
+def _find(identity: Identity) -> Any:
+    # As in a worker: the very listener comes before one that only looks the same; then the innermost first.
+    for matches in (lambda one: one.id == identity.id, identity.same):
+        for one in reversed(_opened):
+            if matches(one.identity):
+                return one.value
+    raise LookupError("stagecrew.testing.opened opened another listener")

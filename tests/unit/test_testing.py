@@ -47,6 +47,16 @@ def test_a_fake_value():
     assert pool.events == []
 
 
+def test_two_that_look_the_same():
+    """Of two listeners with equal arguments each answers its own value, in whatever order they were opened."""
+    one, two = numbers(1), numbers(1)
+    with opened(one, value="one"), opened(two, value="two"):
+        assert (one.get(), two.get()) == ("one", "two")
+        assert numbers(1).get() == "two"  # a look-alike: the innermost
+    with pytest.raises(ResourceNotOpen):
+        one.get()
+
+
 def test_really_opened():
     """Without a value the listener is opened as on an executor called `test`, and closed at the end."""
     pool = Pool("a")

@@ -22,8 +22,11 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
   private val latches = TrieMap.empty[String, CountDownLatch]
   @volatile private var some = false
 
-  /** Whether anything is closing: from any thread, a moment late at most. */
-  def nonEmpty: Boolean = some
+  /**
+   * Something that a closing may wait for has changed: a link began or ended an attempt, closed, or is gone; an attempt is
+   * over. From any thread, after the change was booked; costs nothing while nothing closes.
+   */
+  def changed(): Unit = if (some) loop.inLoop(progress())
 
   /** A latch that falls when the topology is closed; to be asked for before `end`, from any thread. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
@@ -38,8 +41,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     progress()
   }
 
-  /** Takes each closing as far as it goes now. */
-  def progress(): Unit = {
+  private def progress(): Unit = {
     closings.values.toSeq.foreach(closing => Log.contained(s"closing topology ${closing.topology}")(closing.advance()))
     some = closings.nonEmpty
   }
@@ -72,7 +74,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
         val closed = CompletableFuture.runAsync(
           () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
         jvm = Some(closed)
-        closed.whenComplete((_, _) => loop.inLoop(progress())) // only now is it done, when the loop looks
+        closed.whenComplete((_, _) => changed()) // only now is it done, when the loop looks
         ()
     }
 

@@ -66,7 +66,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     task.addTaskCompletionListener(new TaskCompletionListener {
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
-        if (table.finish(attempt).nonEmpty) inLoop(closings.progress())
+        if (table.finish(attempt).nonEmpty) closings.changed()
         if (watched) {
           problems.remove(attempt)
           if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
@@ -158,7 +158,12 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     if (link.role == "agent") agent.connected(link)
   }
 
-  override def received(link: Link, frame: Frame): Unit = frame.kind match {
+  override def received(link: Link, frame: Frame): Unit = {
+    took(link, frame)
+    closings.changed()
+  }
+
+  private def took(link: Link, frame: Frame): Unit = frame.kind match {
     case "BEGIN" =>
       val attempt = frame.long("attempt")
       processes.began(link, attempt)
@@ -166,9 +171,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       // before this thread hears of its begin; then its end is on the way.
       if (interrupted.contains(attempt)) terminate(link)
       else if (table.chainOf(attempt).isEmpty) endIfCut(attempt)
-    case "END" =>
-      processes.ended(link)
-      if (closings.nonEmpty) inLoop(closings.progress())
+    case "END" => processes.ended(link)
     case "DESCRIBE" => describeTo(link, frame.text("topology"))
     case "HOOK" =>
       val timeoutMs = frame.long("timeout") + HookGraceMs
@@ -180,9 +183,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       processes.hookEnded(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"), failed,
         frame.long("micros"), frame.text("error"))
     case "OPENED" => agent.received(frame)
-    case "CLOSED" =>
-      processes.closed(link, frame.text("topology"))
-      inLoop(closings.progress())
+    case "CLOSED" => processes.closed(link, frame.text("topology"))
     case "GOODBYE" => Log.log.debug(s"$link ended: ${frame.text("reason")}")
     case other => throw new FrameException(s"a process does not send $other")
   }
@@ -194,7 +195,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       agent.disconnected(link, Option(agentProblem))
       agentProblem = null
     }
-    inLoop(closings.progress())
+    closings.changed()
   }
 
   @volatile private var agentProblem: String = _

@@ -1,7 +1,5 @@
 package org.apache.spark.stagecrew
 
-import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, OutputStream}
-import java.net.Socket
 import org.scalatest.funsuite.AnyFunSuite
 
 class ProcessesSuite extends AnyFunSuite {
@@ -13,9 +11,7 @@ class ProcessesSuite extends AnyFunSuite {
 
     def link(role: String = "worker"): Link = {
       pids += 1
-      val socket = new Socket { override def getOutputStream: OutputStream = new ByteArrayOutputStream }
-      val hello = new Frame("HELLO", Map("process" -> s"p$pids", "role" -> role, "pid" -> pids))
-      val link = new Link(socket, hello, new DataInputStream(new ByteArrayInputStream(Array.emptyByteArray)))
+      val link = Links.link(s"p$pids", role, pids)(_ => ())
       processes.connected(link)
       link
     }

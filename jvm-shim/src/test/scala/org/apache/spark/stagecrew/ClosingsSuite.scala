@@ -1,0 +1,147 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.{AbstractExecutorService, TimeUnit}
+import scala.collection.mutable
+import org.apache.spark.SparkConf
+import org.scalatest.funsuite.AnyFunSuite
+
+/** How a topology is closed on an executor: in order, once, bounded; with the links' answers made by hand. */
+class ClosingsSuite extends AnyFunSuite {
+  private final class Fixture {
+    val ledger = new Ledger
+    val table = new TopologyTable
+    val processes = new Processes(ledger, (_, index) => (s"listener $index", "worker"), () => 0L)
+    val sent = mutable.ArrayBuffer.empty[(String, String)] // process, topology
+    val replies = mutable.ArrayBuffer.empty[Seq[String]] // who has not closed
+    val closed = mutable.ArrayBuffer.empty[String]
+    private val due = mutable.ArrayBuffer.empty[() => Unit]
+    private val settings = new Settings(new SparkConf(false))
+    private val inline = new AbstractExecutorService {
+      override def execute(body: Runnable): Unit = body.run()
+      override def shutdown(): Unit = ()
+      override def shutdownNow(): java.util.List[Runnable] = java.util.List.of()
+      override def isShutdown: Boolean = false
+      override def isTerminated: Boolean = false
+      override def awaitTermination(timeout: Long, unit: TimeUnit): Boolean = true
+    }
+    private val loop = new Loop {
+      private val queue = mutable.Queue.empty[() => Unit]
+      private var running = false
+      override def inLoop(f: => Unit): Unit = {
+        queue += (() => f)
+        if (!running) {
+          running = true
+          while (queue.nonEmpty) queue.dequeue().apply()
+          running = false
+        }
+      }
+      override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
+    }
+    private val agent = new Agent(() => null, settings, "", _ => ())
+    private val sides = new Sides(settings, ledger, processes, agent, inline, _ => throw new IllegalStateException("opens nothing"))
+    val closings = new Closings("1", table, processes, sides, inline, loop)(
+      (_, unclosed) => { replies += unclosed; Array.emptyByteArray }, closed += _)
+    private var pids = 100L
+
+    def link(role: String = "worker"): Link = {
+      pids += 1
+      val name = s"p$pids"
+      val link = Links.link(name, role, pids) { frame => sent += name -> frame.text("topology"); () }
+      processes.connected(link)
+      processes.touched(link, "t")
+      processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
+      processes.hookEnded(link, "t", 0, "open", failed = false, 1, "")
+      link
+    }
+
+    def end(): Unit = loop.inLoop(closings.end("t", 1000, Some(new Reply {
+      override def answer(bytes: Array[Byte]): Unit = ()
+      override def fail(error: Throwable): Unit = ()
+    })))
+
+    def said(link: Link): Unit = { processes.closed(link, "t"); closings.changed() }
+    def timeIsOver(): Unit = { due.foreach(_.apply()); due.clear() }
+  }
+
+  test("attempts are waited for, then workers close, then the agent") {
+    val f = new Fixture
+    val (worker, agent) = (f.link(), f.link("agent"))
+    f.table.begin(1, Seq("t"))
+    f.end()
+    assert(f.sent.isEmpty)
+    f.table.finish(1)
+    f.closings.changed()
+    assert(f.sent == Seq(worker.process -> "t"))
+    f.said(worker)
+    assert(f.sent == Seq(worker.process -> "t", agent.process -> "t"))
+    assert(f.replies.isEmpty)
+    f.said(agent)
+    assert(f.replies == Seq(Nil))
+    assert(f.closed == Seq("t"))
+  }
+
+  test("a busy worker is asked and not waited for") {
+    val f = new Fixture
+    val worker = f.link()
+    f.processes.began(worker, 7)
+    f.end()
+    assert(f.sent == Seq(worker.process -> "t"))
+    assert(f.replies == Seq(Nil))
+    assert(f.ledger.of("t").deferred == Set(worker.process))
+    f.said(worker)
+    assert(f.ledger.of("t").deferred.isEmpty)
+  }
+
+  test("a worker that begins a task after it was asked is not waited for") {
+    val f = new Fixture
+    val worker = f.link()
+    f.end()
+    assert(f.replies.isEmpty)
+    f.processes.began(worker, 7)
+    f.closings.changed()
+    assert(f.replies == Seq(Nil))
+    assert(f.ledger.of("t").deferred == Set(worker.process))
+    assert(f.sent.size == 1)
+  }
+
+  test("a process that is gone is not waited for, and counts as lost") {
+    val f = new Fixture
+    val (gone, stays) = (f.link(), f.link())
+    f.end()
+    f.processes.disconnected(gone)
+    f.closings.changed()
+    assert(f.replies.isEmpty)
+    f.said(stays)
+    assert(f.replies == Seq(Nil))
+    assert(f.ledger.of("t").lostProcesses == Set(gone.process))
+  }
+
+  test("when the time is over it is said who has not closed, once; the close goes on") {
+    val f = new Fixture
+    val worker = f.link()
+    f.end()
+    f.timeIsOver()
+    assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1")))
+    f.end() // asked again: it waits again
+    f.said(worker)
+    assert(f.replies.size == 2 && f.replies(1).isEmpty)
+    assert(f.closed == Seq("t"))
+    assert(f.sent.size == 1)
+  }
+
+  test("attempts that still run when the time is over are named, not the workers that they keep") {
+    val f = new Fixture
+    f.link()
+    f.table.begin(3, Seq("t"))
+    f.end()
+    f.timeIsOver()
+    assert(f.replies == Seq(Seq("attempt 3 on executor 1 still runs")))
+  }
+
+  test("a latch falls when all is closed, also when nothing was open") {
+    val f = new Fixture
+    val latch = f.closings.latch("t")
+    f.end()
+    assert(latch.getCount == 0)
+  }
+}

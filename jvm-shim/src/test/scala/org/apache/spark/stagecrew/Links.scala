@@ -1,0 +1,18 @@
+package org.apache.spark.stagecrew
+
+import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, OutputStream}
+import java.net.Socket
+
+/** Links without a process behind them. */
+object Links {
+  /** One that gives what is sent on it to `sent`. */
+  def link(process: String, role: String, pid: Long)(sent: Frame => Unit): Link = {
+    val socket = new Socket {
+      override def getOutputStream: OutputStream = new ByteArrayOutputStream {
+        override def write(bytes: Array[Byte]): Unit = sent(Frames.decodeMessage(bytes))
+      }
+    }
+    val hello = new Frame("HELLO", Map("process" -> process, "role" -> role, "pid" -> pid))
+    new Link(socket, hello, new DataInputStream(new ByteArrayInputStream(Array.emptyByteArray)))
+  }
+}
