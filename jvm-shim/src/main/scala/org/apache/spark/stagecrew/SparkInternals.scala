@@ -196,9 +196,12 @@ package org.apache.spark {
       // -- Processes: core/util/ShutdownHookManager.scala, core/api/python/PythonUtils.scala
 
       /** Runs a hook before Spark's own stops the SparkContext (priority 50) and before folders are deleted (25). The
-        * driver's comes first: in a local master the executor beside it must still answer. */
+        * driver's comes before that of core/executor/Executor.scala (100), which ends the executor's plugin: in a local
+        * master the executor must still answer. */
       def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = {
-        val priority = ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY + (if (driver) 20 else 10)
+        val priority =
+          if (driver) ShutdownHookManager.DEFAULT_SHUTDOWN_PRIORITY + 10
+          else ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY + 10
         ShutdownHookManager.addShutdownHook(priority)(hook)
       }
 
