@@ -29,8 +29,9 @@ LOCAL = "local[2,4]"
 LOCAL_CLUSTER = "local-cluster[2,2,1024]"
 STANDALONE = "standalone"
 
-#: The JVMs of short sessions do little but start: with one compiler they do that in half the time.
-QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+#: The JVMs of short sessions do little but start: with one compiler, and without checking Spark's own classes anew, they
+#: do that in half the time. (`make demo`, the shim's suites and the benchmarks run as users' JVMs do.)
+QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:

@@ -31,6 +31,10 @@ from postgres import postgresql  # noqa: E402 (it lies beside this folder)
 MASTER = "local-cluster[2,1,1024]"
 #: kind of task -> the ratio of medians that is aimed at.
 GOALS = {"jvm": 1.02, "python": 1.03}
+#: Rounds before those that count: for about a minute of JVM tasks the compiler of each JVM still changes what is measured
+#: (ratios of single rounds go from 0.9 to 1.35 then).
+WARM_UPS = {"jvm": 40, "python": 4}
+PAIRS = {"jvm": 30, "python": 10}
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -204,8 +208,8 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=2000, help="tasks in a round")
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of rounds")
-    parser.add_argument("--warm-ups", type=int, default=4, help="rounds before, not counted")
+    parser.add_argument("--pairs", type=int, help="pairs of rounds; 30 of JVM tasks, 10 of Python tasks")
+    parser.add_argument("--warm-ups", type=int, help="rounds before, not counted; 40 of JVM tasks, 4 of Python tasks")
     parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
     parser.add_argument("--only", nargs="+", choices=["jvm", "python", "exits", "demo"], help="some of the figures")
     parser.add_argument(
@@ -231,7 +235,9 @@ def main() -> None:
         on, off = Driver("on"), Driver("off")
         for kind in GOALS:
             if kind in chosen:
-                results[kind] = tasks((off, on), kind, options.tasks, options.pairs, options.warm_ups)
+                warm_ups = WARM_UPS[kind] if options.warm_ups is None else options.warm_ups
+                pairs = PAIRS[kind] if options.pairs is None else options.pairs
+                results[kind] = tasks((off, on), kind, options.tasks, pairs, warm_ups)
         if "exits" in chosen:
             results["exits"] = exits(on, options.exits)
         for driver in (on, off):

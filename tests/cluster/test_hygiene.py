@@ -257,25 +257,39 @@ def test_spark_behaves_as_without(sessions: Sessions, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
+UNIX, PIPELINED = "spark.python.unix.domain.socket.enabled", "spark.python.udf.pipelined.enabled"
+FAULTS, MEMORY, PROFILE = (
+    "spark.python.worker.faulthandler.enabled",
+    "spark.executor.pyspark.memory",
+    "spark.python.profile",
+)
+
+
 @pytest.mark.parametrize(
-    "conf",
-    [
-        {"spark__python__unix__domain__socket__enabled": "true"},
-        {"spark__python__udf__pipelined__enabled": "true"},
-        {"spark__python__worker__faulthandler__enabled": "true", "spark__sql__execution__pyspark__udf__faulthandler__enabled": "true"},
-        {"spark__executor__pyspark__memory": "2g"},
-        {"spark__python__profile": "true"},
-    ],
-    ids=lambda conf: next(iter(conf)).replace("__", "."),
-)  # fmt: skip
-def test_ways_of_running_python(sessions: Sessions, journal, conf):
+    ("key", "value"), [(UNIX, "true"), (PIPELINED, "true"), (FAULTS, "true"), (MEMORY, "2g"), (PROFILE, "true")]
+)
+def test_ways_of_running_python(sessions: Sessions, journal, key, value):
     """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler work, and listeners open and close."""
-    spark = sessions.get("local[2,4]", **conf)
+    spark = sessions.get("local[2,4]", **{key.replace(".", "__"): value})
+    sc = spark.sparkContext
+
+    def limits(_rows):
+        import faulthandler
+        import resource
+
+        yield faulthandler.is_enabled(), resource.getrlimit(resource.RLIMIT_AS)[0]
+
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        sc.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
         assert len(spark.range(10).select(udf(lambda n: n + 1, "long")("id")).collect()) == 10
+        ((faults, memory),) = sc.parallelize([1], 1).mapPartitions(limits).collect()
     assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
     assert topology.report.failures == topology.report.lost == 0
+    assert faults == (key == FAULTS)
+    assert (0 < memory <= 2 << 30) == (key == MEMORY)
+    profiled = sc.profiler_collector.profilers if sc.profiler_collector else []
+    assert bool(profiled) == (key == PROFILE)
+    profiled.clear()  # else PySpark prints them when Python ends
 
 
 def test_sessions_one_after_the_other(sessions: Sessions, journal):
