@@ -46,24 +46,27 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     val agent = running(description.python)
     touched(agent)
     val reply = new CompletableFuture[Frame]()
+    // Each hook is bounded by its process and by the executor; this bound is for an agent that says nothing at all.
+    val bound = StartMs + (settings.openTimeoutMs + settings.closeTimeoutMs + ExecutorCrew.HookGraceMs) * (description.listeners.size + 1)
     answer = Some(description.id -> reply)
     try {
+      if (!link.contains(agent)) throw new IllegalStateException(s"the agent (process ${agent.pid}) has ended")
       val (body, blobs) = description.encoded
       val request = Json.parse(body)
       lifetime.foreach(request.put("lifetime", _))
       agent.send("OPEN", description.id, Json.write(request), blobs)
-      // Each hook is bounded by its process and by the executor; this bound is for an agent that says nothing at all.
-      val bound = StartMs + (settings.openTimeoutMs + settings.closeTimeoutMs + ExecutorCrew.HookGraceMs) * (description.listeners.size + 1)
       Opened.of(reply.get(bound, TimeUnit.MILLISECONDS))
     } catch {
-      case _: TimeoutException => throw new IllegalStateException(s"the agent (process ${agent.pid}) does not answer")
+      case _: TimeoutException => // it hangs where no hook's timeout counts: in an import, or while it unpickles
+        ProcessHandle.of(agent.pid).ifPresent(process => { process.destroyForcibly(); () })
+        throw new IllegalStateException(s"the agent (process ${agent.pid}) did not answer within $bound ms and was ended")
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
     } finally answer = None
   }
 
   /** An agent has connected. One that was given up meanwhile is sent away: it closes what it has open and ends. */
   def connected(arrived: Link): Unit =
-    if (process.exists(_.pid == arrived.pid)) {
+    if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
       link = Some(arrived)
       arrival.complete(arrived)
       ()
@@ -73,11 +76,17 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     if (frame.text("topology") == topology) reply.complete(frame)
   }
 
-  /** The agent is gone; whoever waits for it learns why. */
-  def disconnected(gone: Link, why: Option[String]): Unit = if (link.contains(gone)) {
+  // The interpreter may be a script that starts the real one as its child.
+  private def isOrDescends(pid: Long, ancestor: Long): Boolean = Iterator
+    .iterate(ProcessHandle.of(pid))(_.flatMap(_.parent()))
+    .takeWhile(_.isPresent).exists(_.get.pid == ancestor)
+
+  /** The agent is gone; whoever waits for it learns why. Answers whether it was lost, not retired. */
+  def disconnected(gone: Link, why: Option[String]): Boolean = link.contains(gone) && {
     link = None
     answer.foreach(_._2.completeExceptionally(
       new IllegalStateException(why.getOrElse(s"the agent (process ${gone.pid}) ended while it opened a listener"))))
+    true
   }
 
   def current: Option[Link] = link

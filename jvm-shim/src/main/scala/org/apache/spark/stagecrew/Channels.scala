@@ -52,7 +52,7 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     new SecureRandom().nextBytes(bytes)
     bytes.map(b => f"${b & 0xff}%02x").mkString
   }
-  private val server = new ServerSocket(0, 128, InetAddress.getLoopbackAddress)
+  private val server = new ServerSocket(0, 128, InetAddress.getByName("127.0.0.1")) // as Python connects, also where Java prefers IPv6
   private val links = ConcurrentHashMap.newKeySet[Socket]()
   private val strangers = new Semaphore(MaxStrangers)
   @volatile private var closed = false

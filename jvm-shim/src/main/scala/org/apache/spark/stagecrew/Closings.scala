@@ -11,8 +11,8 @@ trait Loop {
 }
 
 /**
- * Topologies on their way to be closed on an executor: attempts gone, then workers, then the agent, then JVM listeners.
- * Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
+ * Topologies on their way to be closed on an executor: attempts gone and what opens has opened, then workers, then the
+ * agent, then JVM listeners. Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
  */
 final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: Sides, pool: ExecutorService, loop: Loop)(
     report: (String, Seq[String]) => Array[Byte], closed: String => Unit) {
@@ -21,6 +21,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
   private val latches = TrieMap.empty[String, CountDownLatch]
   @volatile private var some = false
+  private var forced = false
 
   /**
    * Something that a closing may wait for has changed: a link began or ended an attempt, closed, or is gone; an attempt is
@@ -41,6 +42,12 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     progress()
   }
 
+  /** Attempts are not waited for any more: the executor ends. */
+  def force(): Unit = {
+    forced = true
+    progress()
+  }
+
   private def progress(): Unit = {
     closings.values.toSeq.foreach(closing => Log.contained(s"closing topology ${closing.topology}")(closing.advance()))
     some = closings.nonEmpty
@@ -50,16 +57,22 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     var replies: List[Reply] = Nil
     private var asked = Set.empty[Link]
     private var jvm: Option[CompletableFuture[Void]] = None
+    private var opening: Option[CompletableFuture[Side]] = None
 
-    def advance(): Unit = {
-      val workers = processes.touching(topology).filter(_._1.role == "worker")
-      if (table.attemptsOf(topology).isEmpty) {
+    def advance(): Unit = if (forced || table.attemptsOf(topology).isEmpty) sides.opening(topology) match {
+      // Whoever waited for it may be gone; it would open behind our back.
+      case Some(open) => if (!opening.contains(open)) {
+        opening = Some(open)
+        open.whenComplete((_, _) => changed())
+        ()
+      }
+      case None =>
+        val workers = processes.touching(topology).filter(_._1.role == "worker")
         workers.foreach { case (link, busy) =>
           askToClose(link)
           if (busy) processes.defer(link, topology)
         }
         if (workers.forall(_._2)) closeAgent()
-      }
     }
 
     private def closeAgent(): Unit = processes.touching(topology).find(_._1.role == "agent") match {
@@ -85,7 +98,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
 
     private def finish(): Unit = {
       closings.remove(topology)
-      table.forget(topology)
+      if (table.attemptsOf(topology).isEmpty) table.forget(topology) // else the executor ends
       if (replies.nonEmpty) answer(Nil)
       closed(topology)
       latches.remove(topology).foreach(_.countDown())
@@ -99,7 +112,8 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
         s"${if (names.isEmpty) "" else names.mkString("listener ", ", ", " in ")}$link on executor $executor"
       }
       val late = jvm.filterNot(_.isDone).map(_ => s"JVM listeners on executor $executor")
-      answer(attempts ++ (if (attempts.isEmpty) held ++ late else Nil))
+      val opens = sides.opening(topology).map(_ => s"listeners that still open on executor $executor")
+      answer(attempts ++ (if (attempts.isEmpty) held ++ late ++ opens else Nil))
     }
 
     private def answer(unclosed: Seq[String]): Unit = {

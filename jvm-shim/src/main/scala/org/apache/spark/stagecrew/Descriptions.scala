@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, TimeUnit}
+import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutionException, TimeUnit}
+import scala.annotation.tailrec
 import scala.jdk.CollectionConverters._
 import scala.util.control.NonFatal
 import org.apache.spark.TaskContext
@@ -13,41 +14,33 @@ import org.apache.spark.TaskContext
 final class Descriptions(executor: String, host: () => String, settings: Settings, table: TopologyTable, ask: Array[Byte] => Array[Byte]) {
   import Descriptions._
 
-  private val described = new ConcurrentHashMap[String, CompletableFuture[Option[Description]]]()
-  private val executions = new ConcurrentHashMap[String, String]()
+  private val described = new Answers[Description]
+  private val executions = new Answers[String]
 
   /** None for a topology that has ended. */
-  def describe(id: String): Option[Description] = {
-    val before = described.get(id)
-    if (before != null && before.isDone && !before.isCompletedExceptionally) return before.get()
-    if (!table.active(id)) return None
-    val mine = new CompletableFuture[Option[Description]]()
-    val first = described.putIfAbsent(id, mine)
-    if (first != null) first.get(settings.channelTimeoutMs + ExecutorCrew.AskMs, TimeUnit.MILLISECONDS)
-    else try {
+  def describe(id: String): Option[Description] = described.now(id).orElse {
+    if (!table.active(id)) None
+    else described.of(id) {
       val reply = Frames.decodeMessage(ask(Frames.encode("ASK_DESCRIPTION", executor, host(), id)))
-      val found = if (reply.text("body").isEmpty) None else Some(Description.decode(reply.text("body"), reply.blobs("blobs")))
-      mine.complete(found)
-      if (found.isEmpty) table.end(id)
-      found
-    } catch {
-      case error: Throwable =>
-        described.remove(id, mine)
-        mine.completeExceptionally(error)
-        throw error
+      if (reply.text("body").isEmpty) {
+        table.end(id)
+        table.forget(id)
+        None
+      } else Some(Description.decode(reply.text("body"), reply.blobs("blobs")))
     }
   }
 
   /** What was asked for before, and is not forgotten. */
-  def known(id: String): Option[Description] =
-    Option(described.get(id)).filter(_.isDone).flatMap(future => try future.get() catch { case NonFatal(_) => None })
+  def known(id: String): Option[Description] = described.now(id)
 
-  def ids: Seq[String] = described.keySet.asScala.toSeq
+  def ids: Seq[String] = described.keys
+
+  /** The topology has ended: what belongs to its key belongs to another now (a streaming query that runs again). */
+  def ended(id: String): Unit = executions.forget(_ == id)
 
   def forget(id: String): Unit = {
-    executions.values.remove(id)
-    described.remove(id)
-    ()
+    ended(id)
+    described.forget(_.id == id)
   }
 
   /** A named topology and those that it lies in, outermost first; none when it has ended. */
@@ -63,14 +56,58 @@ final class Descriptions(executor: String, host: () => String, settings: Setting
 
   /** The topology of the execution that a task belongs to: streaming query, root SQL execution, or job. */
   def execution(task: TaskContext): Option[Description] = {
-    def asked(key: String): Option[String] = Option(executions.computeIfAbsent(key, _ => {
-      val reply = Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key)))
-      reply.text("topology") match { case "" => null; case id => id }
-    }))
-    val id = Option(task.getLocalProperty(QueryProperty)).map(id => asked(s"query:$id"))
+    val id = Option(task.getLocalProperty(QueryProperty)).map(query => asked(s"query:$query"))
       .orElse(Option(task.getLocalProperty(RootExecutionProperty)).map(id => Some(Description.ExecutionPrefix + "sql-" + id)))
       .getOrElse(asked(s"stage:${task.stageId()}"))
     id.flatMap(describe)
+  }
+
+  private[stagecrew] def asked(key: String): Option[String] = executions.of(key) {
+    Some(Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key))).text("topology")).filter(_.nonEmpty)
+  }
+
+  /** Answers by key, each asked for once, by the first who wants it; an answer that is none is not kept. */
+  private final class Answers[T] {
+    private val known = new ConcurrentHashMap[String, CompletableFuture[Option[T]]]()
+
+    def now(key: String): Option[T] = Option(known.get(key)).filter(a => a.isDone && !a.isCompletedExceptionally).flatMap(_.get())
+
+    @tailrec
+    def of(key: String)(question: => Option[T]): Option[T] = {
+      val mine = new CompletableFuture[Option[T]]()
+      val first = known.putIfAbsent(key, mine)
+      if (first == null) answer(key, mine)(question)
+      else {
+        val shared =
+          try Right(first.get(settings.channelTimeoutMs + ExecutorCrew.AskMs, TimeUnit.MILLISECONDS))
+          catch { case failed: ExecutionException => Left(failed.getCause) }
+        shared match {
+          case Right(found) => found
+          case Left(_: InterruptedException) => of(key)(question) // the one who asked was killed: not our end
+          case Left(cause) => throw cause
+        }
+      }
+    }
+
+    private def answer(key: String, mine: CompletableFuture[Option[T]])(question: => Option[T]): Option[T] =
+      try {
+        val found = question
+        if (found.isEmpty) known.remove(key, mine)
+        mine.complete(found)
+        found
+      } catch {
+        case error: Throwable =>
+          known.remove(key, mine)
+          mine.completeExceptionally(error)
+          throw error
+      }
+
+    def keys: Seq[String] = known.keySet.asScala.toSeq
+
+    def forget(which: T => Boolean): Unit = {
+      known.values.removeIf(answer => answer.isDone && (try answer.get().exists(which) catch { case NonFatal(_) => false }))
+      ()
+    }
   }
 }
 

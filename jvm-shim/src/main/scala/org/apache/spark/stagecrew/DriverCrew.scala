@@ -3,6 +3,7 @@ package org.apache.spark.stagecrew
 import java.util.concurrent._
 import java.util.concurrent.atomic.AtomicBoolean
 import scala.collection.mutable
+import scala.jdk.CollectionConverters._
 import scala.util.control.NonFatal
 import org.apache.spark.SparkContext
 
@@ -47,7 +48,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     val before = application.description.listeners
     val renumbered = listeners.zipWithIndex.map { case (entry, i) => entry.copy(index = before.size + i) }
     application.description = application.description.copy(listeners = before ++ renumbered, python = python)
-    publish()
+    publish(application)
   }
 
   def begin(description: Description): Unit = call {
@@ -91,8 +92,20 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     cancelNow(topology)
   })
 
-  /** What runs of a topology: jobs, SQL executions and streaming queries. */
-  def activity(id: String): Activity = call {
+  /** What runs of a topology: jobs, SQL executions and streaming queries, those too that were started just now. */
+  def activity(id: String): Activity = {
+    val before = seen(id)
+    if (before.jobs.nonEmpty || before.executions.nonEmpty || before.queries.nonEmpty) before
+    else {
+      // The event of what began a moment ago may be on its way to us; one behind it tells that it has come.
+      val heard = new CountDownLatch(1)
+      SparkInternals.post(sc, Heard(heard))
+      heard.await(HeardMs, TimeUnit.MILLISECONDS)
+      seen(id)
+    }
+  }
+
+  private def seen(id: String): Activity = call {
     val jobs = SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty)
     val mine = jobs.collect { case (job, topology) if within(topology, id) => job }.toSeq.sorted
     topologies.get(id) match {
@@ -123,16 +136,18 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       waitingForStage.remove(stage).foreach(_.foreach(_.apply(Some(jobExecution(job)))))
     }
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf)
-    (covering ++ topologies.get(Description.Application)).distinct.foreach(_.jobs += 1)
+    val counted = (covering ++ topologies.get(Description.Application)).distinct
+    counted.foreach(_.jobs += 1)
     covering.headOption.foreach { t =>
       // An AQE query that is cancelled between two of its jobs goes on with the next.
       chainOf(t).find(_.cancelled.nonEmpty).foreach(cancelled => sc.cancelJob(job, cancelled.cancelled.get))
     }
-    publish()
+    publish(counted: _*)
   }
 
   def jobEnded(job: Int): Unit = inLoop {
     jobOfStage.filterInPlace((_, j) => j != job)
+    openFailures.filterInPlace((of, _) => jobOfStage.contains(of._1))
     endExecution(jobExecution(job))
   }
 
@@ -155,6 +170,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   def executorRemoved(id: String): Unit = inLoop(lost(id))
+
+  def heard(latch: CountDownLatch): Unit = inLoop(latch.countDown())
 
   // -- What executors ask (RPC threads)
 
@@ -190,7 +207,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     if (id.startsWith(Description.ExecutionPrefix) && !topologies.contains(id)) beginExecution(id)
     topologies.get(id).filter(_.state == "active") match {
       case Some(topology) =>
-        topology.executors += executor
+        if (topology.executors.add(executor)) publish(topology)
         val (body, blobs) = topology.description.encoded
         reply.answer(Frames.encode("DESCRIPTION", id, body, blobs))
       case None => reply.answer(Frames.encode("DESCRIPTION", id, "", Vector.empty))
@@ -198,7 +215,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   private def execution(key: String, answer: Option[String] => Unit): Unit = key.split(":", 2) match {
-    case Array("query", id) => answer(queries.get(id).map(queryExecution))
+    case Array("query", id) => // the event of its start is on its way, or was dropped: then Spark knows
+      answer(queries.get(id).orElse(SparkInternals.queryRun(id)).map(queryExecution))
     case Array("stage", number) =>
       val stage = number.toInt
       jobOfStage.get(stage) match {
@@ -227,14 +245,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   private def executionRuns(id: String): Boolean = id.stripPrefix(Description.ExecutionPrefix).split("-", 2) match {
     case Array("sql", n) => SparkInternals.executionRuns(n.toLong)
-    case Array("query", run) => queries.values.exists(_ == run)
+    case Array("query", run) => queries.values.exists(_ == run) || SparkInternals.queryRuns(run)
     case Array("job", n) => SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty).contains(n.toInt)
     case _ => false
   }
 
   private def endExecution(id: String): Unit = {
     if (topologies.get(id).exists(_.state == "active")) end(id, settings.closeTimeoutMs)
-    publish()
+    ()
   }
 
   /** Events may be dropped: what has ended by Spark's own books is ended here too. */
@@ -274,13 +292,13 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         }
       }
       settle(topology)
-      publish()
+      publish(topology)
   }
 
   private def answered(topology: Topology, executor: String): Unit = {
     topology.pending -= executor
     settle(topology)
-    publish()
+    publish(topology)
   }
 
   private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty) {
@@ -293,35 +311,34 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     }
     // Closed ones keep no pickled listeners, and only so many are remembered.
     topology.description = topology.description.copy(listeners = topology.description.listeners.map(_.copy(blob = None)))
-    val closed = topologies.values.filter(t => t.state == "closed" && t.kind != ApplicationKind).map(_.description.id).toSeq
-    closed.take(closed.size - settings.retainedTopologies).foreach(topologies.remove)
-    publish()
+    val closed = topologies.values.filter(t => t.state == "closed" && t.kind != ApplicationKind).toSeq
+    // The one that ended last is never among them: Python reads its report next.
+    closed.sortBy(_.ended).dropRight(settings.retainedTopologies).foreach(t => topologies.remove(t.description.id))
+    publish(topology)
     waiters.foreach(_.complete(()))
   }
 
   private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
-    topologies.values.filter(_.executors(executor)).foreach { topology =>
-      if (topology.state != "closed") {
-        topology.lostExecutors += executor
-        if (topology.pending(executor)) answered(topology, executor)
-      }
+    val concerned = topologies.values.filter(t => t.executors(executor) && t.state != "closed").toSeq
+    concerned.foreach { topology =>
+      topology.lostExecutors += executor
+      if (topology.pending(executor)) answered(topology, executor)
     }
-    publish()
+    publish(concerned: _*)
   }
 
   private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit = {
     if (totals.get(executor).forall(_._1 < sequence)) {
       totals(executor) = sequence -> Totals.of(body.get("totals").asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
     }
-    val reports = body.get("topologies")
-    reports.fieldNames.forEachRemaining { id =>
-      topologies.get(id).foreach { topology =>
-        if (sequence > topology.counts.get(executor).map(_._1).getOrElse(0L)) {
-          topology.counts(executor) = sequence -> ExecutorCounts.of(reports.get(id).asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
-        }
+    val reports = body.get("topologies").asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode]
+    val newer = reports.properties.asScala.toSeq.flatMap { entry =>
+      topologies.get(entry.getKey).filter(topology => sequence > topology.counts.get(executor).map(_._1).getOrElse(0L)).map { topology =>
+        topology.counts(executor) = sequence -> ExecutorCounts.of(entry.getValue.asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
+        topology
       }
     }
-    publish()
+    publish(newer: _*)
   }
 
   /** Spark retries these attempts without end: at the limit of the task's retries its stage is cancelled with the cause. */
@@ -347,8 +364,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def within(inner: String, outer: String): Boolean =
     inner == outer || topologies.get(inner).exists(t => chainOf(t).exists(_.description.id == outer))
 
-  private def publish(): Unit = published = Snapshot(
-    topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _))
+  /** Makes what is shown anew, of these topologies; the others are shown as they were. */
+  private def publish(changed: Topology*): Unit = {
+    changed.foreach(_.changed())
+    published = Snapshot(topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _))
+  }
 
   private def inLoop(f: => Unit): Unit =
     try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
@@ -364,6 +384,9 @@ object DriverCrew {
 
   /** How much longer than a topology's own time-out the driver waits for the answer of an executor. */
   private val AnswerMs = 2000L
+
+  /** How long an exit waits for the listener bus; a bus that is behind by more is not waited for. */
+  private val HeardMs = 1000L
 
   val ApplicationKind = "application"
   val NamedKind = "named"
@@ -394,9 +417,17 @@ object DriverCrew {
     val executions = mutable.LinkedHashSet.empty[Long]
     val queries = mutable.LinkedHashSet.empty[String]
 
-    def view: TopologyView = TopologyView(
-      description.id, description.name, kind, description.parent, state, started, ended, jobs,
-      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+    private var shown = Option.empty[TopologyView]
+
+    def changed(): Unit = shown = None
+
+    def view: TopologyView = shown.getOrElse {
+      val view = TopologyView(
+        description.id, description.name, kind, description.parent, state, started, ended, jobs,
+        executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+      shown = Some(view)
+      view
+    }
   }
 }
 

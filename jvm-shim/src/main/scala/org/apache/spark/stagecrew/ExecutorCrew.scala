@@ -27,6 +27,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private val loop = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-executor"))
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
+  private lazy val watchdog = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-watchdog"))
   private val self: Peer = SparkInternals.endpoint(s"stagecrew-$executor", this)
   private lazy val driver: Peer = SparkInternals.driver(DriverCrew.EndpointName)
   private lazy val host: String = Option(SparkEnv.get).flatMap(env => Option(env.blockManager.blockManagerId)).map(_.host).getOrElse("")
@@ -88,6 +89,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       if (described.exists(_.listeners.exists(_.python))) {
         properties.setProperty(ChainProperty, booked.mkString(" "))
         properties.setProperty(PlaceProperty, place.toString)
+        properties.setProperty(StageAttemptProperty, task.stageAttemptNumber().toString)
         watched = true
         watch(task, attempt)
       } else properties.remove(ChainProperty)
@@ -177,7 +179,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       val timeoutMs = frame.long("timeout") + HookGraceMs
       processes.hookBegan(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
         System.nanoTime() + timeoutMs * 1000000L)
-      schedule(timeoutMs + 10)(endOverdue())
+      // Not in the loop, which writes to links: a process that hangs must not keep itself from being ended.
+      watchdog.schedule((() => Log.contained("ending overdue processes")(endOverdue())): Runnable, timeoutMs + 10, TimeUnit.MILLISECONDS)
+      ()
     case "HOOK_DONE" =>
       val failed = frame.text("outcome") != "ok"
       processes.hookEnded(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"), failed,
@@ -191,8 +195,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   override def disconnected(link: Link): Unit = {
     processes.disconnected(link)
     if (link.role == "agent") {
-      sides.agentGone()
-      agent.disconnected(link, Option(agentProblem))
+      if (agent.disconnected(link, Option(agentProblem))) {
+        // Workers have copies of what it had opened: they close, and are described anew at their next task.
+        val stale = sides.agentLost().toSet
+        stale.foreach(topology => processes.touching(topology).foreach { case (worker, _) => worker.send("CLOSE", topology) })
+      }
       agentProblem = null
     }
     closings.changed()
@@ -242,7 +249,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val text = s"${hook.name} of listener '$name' (topology '$topology', executor $executor, host $host) took longer than " +
       s"$limit ms and ignored its interruption; process ${link.pid} was ended"
     Log.log.warn(text)
-    attempt.foreach(problems.put(_, text))
+    attempt.filter(table.chainOf(_).nonEmpty).foreach(problems.put(_, text))
     if (link.role == "agent") agentProblem = text
     ProcessHandle.of(link.pid).ifPresent(process => { process.destroyForcibly(); () })
   }
@@ -268,7 +275,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
     val frame = Frames.decodeMessage(message)
     frame.kind match {
-      case "END_TOPOLOGY" => inLoop(closings.end(frame.text("topology"), frame.long("timeout"), Some(reply)))
+      case "END_TOPOLOGY" =>
+        descriptions.ended(frame.text("topology"))
+        inLoop(closings.end(frame.text("topology"), frame.long("timeout"), Some(reply)))
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
@@ -293,8 +302,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
     ledger.report().foreach { case (sequence, counts) =>
       driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), AskMs) {
-        case Right(_) => ()
-        case Left(_) => ledger.notDelivered(counts)
+        case Right(_) => ledger.delivered(sequence)
+        case Left(_) => ledger.notDelivered(sequence)
       }
     }
   }
@@ -314,6 +323,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       topologies.foreach(id => inLoop(closings.end(id, left, None)))
       latches.foreach(_.await(left, TimeUnit.MILLISECONDS))
     }
+    // What still runs then (a task of the JVM cannot be ended) must not cost the others their close.
+    schedule(timeoutMs / 2)(closings.force())
     val (application, inner) = descriptions.ids.partition(_ == Description.Application)
     // Attempts are being killed, or will never end: their workers are asked to end, which closes what they have open.
     processes.busy.foreach(terminate)
@@ -321,7 +332,13 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     end(application)
     agent.stop()
     agent.await(left)
+    Log.contained("a last report to the driver") {
+      ledger.report().foreach { case (sequence, counts) =>
+        driver.askSync(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), math.max(left, LastReportMs))
+      }
+    }
     loop.shutdownNow()
+    watchdog.shutdownNow()
     pool.shutdown()
     server.foreach { case (channels, folder) =>
       channels.close()
@@ -343,6 +360,7 @@ object ExecutorCrew {
   val TopologyProperty = "spark.stagecrew.topology"
   val ChainProperty = "spark.stagecrew.chain"
   val PlaceProperty = "spark.stagecrew.place"
+  val StageAttemptProperty = "spark.stagecrew.stageAttempt"
   private val UnifiedProperty = "spark.sql.execution.udf.unified.execution.enabled"
 
   val UnifiedMessage: String = s"$UnifiedProperty=true starts Python processes that bypass stagecrew; set it to false"
@@ -358,6 +376,7 @@ object ExecutorCrew {
 
   /** How long an executor waits for an answer of the driver. */
   private[stagecrew] val AskMs = 30000L
+  private val LastReportMs = 500L
   private val BackOffMs = 100L
   private val MaxBackOffMs = 5000L
 

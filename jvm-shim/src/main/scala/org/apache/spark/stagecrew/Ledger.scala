@@ -48,9 +48,9 @@ object Totals {
 /** One topology on one executor. */
 final case class ExecutorCounts(
     listeners: Map[Int, ListenerCounts] = Map.empty,
-    processes: Set[String] = Set.empty, // Python processes that opened something, by id
-    lostProcesses: Set[String] = Set.empty,
-    deferred: Set[String] = Set.empty) {
+    processes: Long = 0, // Python processes that opened something
+    lostProcesses: Long = 0, // those of them that were gone before they had closed it
+    deferred: Set[String] = Set.empty) { // ids of those that close after their task
 
   def totals: Totals = listeners.valuesIterator.foldLeft(Totals())((sum, c) => sum + Totals(c.opens, c.closes, c.failures, c.lost))
 
@@ -58,8 +58,7 @@ final case class ExecutorCounts(
     val node = Json.obj()
     val entries = node.putArray("listeners")
     listeners.toSeq.sortBy(_._1).foreach { case (index, counts) => entries.add(counts.json(index)) }
-    node.set[ObjectNode]("processes", Json.arr(processes))
-    node.set[ObjectNode]("lostProcesses", Json.arr(lostProcesses))
+    node.put("processes", processes).put("lostProcesses", lostProcesses)
     node.set[ObjectNode]("deferred", Json.arr(deferred))
     node
   }
@@ -68,8 +67,8 @@ final case class ExecutorCounts(
 object ExecutorCounts {
   private[stagecrew] def of(node: ObjectNode): ExecutorCounts = ExecutorCounts(
     Json.items(node.get("listeners")).map(ListenerCounts.of).toMap,
-    Json.strings(node.get("processes")).toSet,
-    Json.strings(node.get("lostProcesses")).toSet,
+    node.get("processes").asLong,
+    node.get("lostProcesses").asLong,
     Json.strings(node.get("deferred")).toSet)
 }
 
@@ -80,6 +79,7 @@ object ExecutorCounts {
 final class Ledger {
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val dirty = mutable.LinkedHashSet.empty[String]
+  private val sent = mutable.LinkedHashMap.empty[Long, Seq[String]] // reports of which it is not known that they arrived
   private var sequence = 0L
   private var forgotten = Totals()
 
@@ -102,13 +102,18 @@ final class Ledger {
     else {
       val changed = dirty.toSeq
       dirty.clear()
-      Some(body(changed))
+      val report = body(changed)
+      sent(report._1) = changed
+      Some(report)
     }
   }
 
-  /** Says again what a report said that did not arrive. */
-  def notDelivered(body: String): Unit = synchronized {
-    Json.parse(body).get("topologies").fieldNames.forEachRemaining(topology => if (topologies.contains(topology)) dirty += topology)
+  /** The driver has the report with this number. */
+  def delivered(number: Long): Unit = synchronized { sent.remove(number); () }
+
+  /** A report may not have arrived: what it said is said again. */
+  def notDelivered(number: Long): Unit = synchronized {
+    dirty ++= sent.remove(number).toSeq.flatten.filter(topologies.contains)
   }
 
   /** A report of one topology, whether it changed or not. */
@@ -129,7 +134,7 @@ final class Ledger {
 
   /** A closed topology; answers false when the driver does not have its counts yet. */
   def forget(topology: String): Boolean = synchronized {
-    val reported = !dirty.contains(topology)
+    val reported = !dirty.contains(topology) && !sent.valuesIterator.exists(_.contains(topology))
     if (reported) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
     reported
   }

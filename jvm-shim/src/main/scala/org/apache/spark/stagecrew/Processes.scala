@@ -19,7 +19,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     book.remove(link).foreach { process =>
       process.open.groupBy(_._1).foreach { case (topology, keys) =>
         keys.foreach { case (_, index) => count(topology, index)(c => c.copy(lost = c.lost + 1)) }
-        ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + link.process))
+        ledger.change(topology)(c => c.copy(lostProcesses = c.lostProcesses + 1))
       }
       process.deferred.foreach(undefer(_, link))
     }
@@ -35,6 +35,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
   def closed(link: Link, topology: String): Unit = synchronized {
     book.get(link).foreach { process =>
       process.touched -= topology
+      process.counted -= topology
       if (process.deferred.remove(topology)) undefer(topology, link)
     }
   }
@@ -45,7 +46,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       process.hook = Some(Hook(topology, index, hook, overdueAt))
       if (hook == "open") {
         process.open += topology -> index
-        ledger.change(topology)(c => c.copy(processes = c.processes + link.process))
+        if (process.counted.add(topology)) ledger.change(topology)(c => c.copy(processes = c.processes + 1))
         count(topology, index)(c => c.copy(opens = c.opens + 1))
       }
     }
@@ -125,6 +126,7 @@ object Processes {
     val open = mutable.LinkedHashSet.empty[(String, Int)]
     val touched = mutable.LinkedHashSet.empty[String]
     val deferred = mutable.LinkedHashSet.empty[String]
+    val counted = mutable.HashSet.empty[String] // topologies of which it opened something
     var attempt = Option.empty[Long]
     var hook = Option.empty[Hook]
   }

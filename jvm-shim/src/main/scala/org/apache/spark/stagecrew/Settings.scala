@@ -10,13 +10,19 @@ final class Settings(conf: SparkConf) {
 
   val listeners: Seq[String] = names(Listeners)
   val jvmListeners: Seq[String] = names(JvmListeners)
-  val openTimeoutMs: Long = conf.getTimeAsMs(OpenTimeout, defaults(OpenTimeout))
-  val closeTimeoutMs: Long = conf.getTimeAsMs(CloseTimeout, defaults(CloseTimeout))
-  val shutdownTimeoutMs: Long = conf.getTimeAsMs(ShutdownTimeout, defaults(ShutdownTimeout))
-  val channelTimeoutMs: Long = conf.getTimeAsMs(ChannelTimeout, defaults(ChannelTimeout))
+  val openTimeoutMs: Long = time(OpenTimeout)
+  val closeTimeoutMs: Long = time(CloseTimeout)
+  val shutdownTimeoutMs: Long = time(ShutdownTimeout)
+  val channelTimeoutMs: Long = time(ChannelTimeout)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
-  val reportIntervalMs: Long = conf.getTimeAsMs(ReportInterval, defaults(ReportInterval))
-  val retainedTopologies: Int = conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt)
+  val reportIntervalMs: Long = time(ReportInterval)
+  val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
+
+  private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
+
+  private def positive[T](key: String, value: T)(implicit numeric: Numeric[T]): T =
+    if (numeric.gt(value, numeric.zero)) value
+    else throw new IllegalArgumentException(s"$key=${conf.get(key, defaults(key))}: it has to be more than nothing; take it away for ${defaults(key)}")
 
   private def names(key: String): Seq[String] =
     conf.get(key, defaults(key)).split(",").map(_.trim).filter(_.nonEmpty).toSeq

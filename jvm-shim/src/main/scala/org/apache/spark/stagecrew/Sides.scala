@@ -1,9 +1,10 @@
 package org.apache.spark.stagecrew
 
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutionException, ExecutorService}
+import scala.jdk.CollectionConverters._
 
-/** What one topology has open once per executor: JVM listeners, and Python ones in the agent. */
-final class Side(val jvm: Option[JvmListeners], val agent: Opened)
+/** What one topology has open once per executor: JVM listeners, and Python ones in the agent (`inAgent`: it has some). */
+final class Side(val jvm: Option[JvmListeners], val agent: Opened, val inAgent: Boolean)
 
 /** The agent said that a listener could not be opened: its traceback. */
 final class AgentFailed(text: String) extends Exception(text)
@@ -16,6 +17,7 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
   import Sides._
 
   private val sides = new ConcurrentHashMap[String, CompletableFuture[Side]]()
+  private val jvms = new ConcurrentHashMap[String, JvmListeners]() // open ones: they outlive an agent that is lost
   private val failures = new ConcurrentHashMap[String, Integer]()
 
   /** Opens the executor's side of a topology, or shares the outcome of whoever opens it now. Throws what the open threw. */
@@ -46,6 +48,9 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
   def of(topology: String): Option[Side] =
     Option(sides.get(topology)).filter(side => side.isDone && !side.isCompletedExceptionally).map(_.get())
 
+  /** The open of a topology's side that is under way. */
+  def opening(topology: String): Option[CompletableFuture[Side]] = Option(sides.get(topology)).filterNot(_.isDone)
+
   /** How many opens of a topology failed in a row: for the back-off. */
   def failedInARow(topology: String): Int = Option(failures.get(topology)).map(_.intValue).getOrElse(0)
 
@@ -56,17 +61,15 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
   /** Takes a topology's side away and answers its JVM listeners, which are to be closed. */
   def take(topology: String): Option[JvmListeners] = {
     failures.remove(topology)
-    val side = of(topology)
     sides.remove(topology)
-    side.flatMap(_.jvm)
+    Option(jvms.remove(topology))
   }
 
-  /** The agent is gone and what it had open with it: the next task opens it again. */
-  def agentGone(): Unit = sides.keySet.forEach { topology =>
-    of(topology).filter(_.agent.listeners.values.exists(_.scope == "executor")).foreach { side =>
-      sides.remove(topology)
-      side.jvm.foreach(listeners => pool.execute(() => listeners.close()))
-    }
+  /** The agent was lost, and what it had open with it: the next task opens that again. Answers the topologies. */
+  def agentLost(): Seq[String] = {
+    val had = sides.keySet.asScala.filter(topology => of(topology).exists(_.inAgent)).toSeq
+    had.foreach(sides.remove)
+    had
   }
 
   private def open(description: Description): Side = {
@@ -74,30 +77,35 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
     val lifetime =
       if (execution) Some("execution") else if (description.id == Description.Application) Some("application") else None
     val jvm = description.listeners.filter(_.kind == "jvm")
-    val listeners = if (jvm.isEmpty) None else Some(new JvmListeners(jvm, where(description), settings, ledger, pool))
-    listeners.foreach(_.open())
+    if (jvm.nonEmpty && !jvms.containsKey(description.id)) {
+      val listeners = new JvmListeners(jvm, where(description), settings, ledger, pool)
+      listeners.open()
+      jvms.put(description.id, listeners)
+    }
     try {
       val forAgent = description.listeners.exists(e => e.kind == "name" || (e.kind == "pickle" && e.scope.contains("executor")))
-      val answer = if (!forAgent) Opened(Map.empty, None) else openInAgent(description, lifetime)
-      new Side(listeners, answer)
+      val (answer, inAgent) = if (!forAgent) (Opened(Map.empty, None), false) else openInAgent(description, lifetime)
+      new Side(Option(jvms.get(description.id)), answer, inAgent)
     } catch {
       case error: Throwable =>
-        listeners.foreach(_.close())
+        Option(jvms.remove(description.id)).foreach(_.close())
         throw error
     }
   }
 
-  private def openInAgent(description: Description, lifetime: Option[String]): Opened = {
+  private def openInAgent(description: Description, lifetime: Option[String]): (Opened, Boolean) = {
     val answer = agent.open(description, lifetime)(processes.touched(_, description.id))
-    if (answer.error.nonEmpty || !answer.listeners.values.exists(one => one.scope == "executor" && lifetime.forall(_ == one.lifetime))) {
+    val opened = answer.error.isEmpty &&
+      answer.listeners.values.exists(one => one.scope == "executor" && lifetime.forall(_ == one.lifetime))
+    if (!opened) {
       agent.current.foreach(processes.closed(_, description.id))
       if (answer.error.isEmpty) agent.retire(processes.touchesAny) // after a failure the next attempt wants it again
     }
     answer.error.foreach(error => throw new AgentFailed(error))
-    answer
+    (answer, opened)
   }
 }
 
 object Sides {
-  private val NoSide = new Side(None, Opened(Map.empty, None))
+  private val NoSide = new Side(None, Opened(Map.empty, None), inAgent = false)
 }

@@ -41,11 +41,17 @@ package org.apache.spark {
       def queryName(runId: String): Option[String] =
         running(runId).map(query => Option(query.name).getOrElse(query.id.toString))
 
-      private def running(runId: String): Option[org.apache.spark.sql.streaming.StreamingQuery] = {
+      /** The run of the query with this id. */
+      def queryRun(id: String): Option[String] = find(_.id.toString == id).map(_.runId.toString)
+
+      private type Query = org.apache.spark.sql.streaming.StreamingQuery
+
+      private def running(runId: String): Option[Query] = find(_.runId.toString == runId)
+
+      private def find(which: Query => Boolean): Option[Query] = {
         import scala.jdk.CollectionConverters._
         classic.SparkSession.getDefaultSession.flatMap { session =>
-          session.sharedState.activeStreamingQueries.values.asScala
-            .find(query => query.runId.toString == runId && query.isActive)
+          session.sharedState.activeStreamingQueries.values.asScala.find(query => which(query) && query.isActive)
         }
       }
     }
@@ -60,7 +66,7 @@ package org.apache.spark {
     import scala.util.{Failure, Success}
     import org.apache.spark.api.python.PythonUtils
     import org.apache.spark.rpc._
-    import org.apache.spark.scheduler.{SparkListener, StagecrewScheduler, TaskSchedulerImpl}
+    import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent, StagecrewScheduler, TaskSchedulerImpl}
     import org.apache.spark.sql.StagecrewSql
     import org.apache.spark.ui.{SparkUI, SparkUITab, UIUtils, WebUIPage}
     import org.apache.spark.util.{RpcUtils, ShutdownHookManager}
@@ -182,8 +188,10 @@ package org.apache.spark {
 
       def activeJobs(sc: SparkContext, property: String): Map[Int, String] = StagecrewScheduler.activeJobs(sc, property)
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] = StagecrewScheduler.jobOfStage(sc, stage)
+      def post(sc: SparkContext, event: SparkListenerEvent): Unit = sc.listenerBus.post(event)
       def executionRuns(id: Long): Boolean = StagecrewSql.executionRuns(id)
       def queryRuns(runId: String): Boolean = StagecrewSql.queryRuns(runId)
+      def queryRun(id: String): Option[String] = StagecrewSql.queryRun(id)
       def queryName(runId: String): Option[String] = StagecrewSql.queryName(runId)
       def stopQuery(runId: String): Unit = StagecrewSql.stopQuery(runId)
 

@@ -16,15 +16,17 @@ class ClosingsSuite extends AnyFunSuite {
     val closed = mutable.ArrayBuffer.empty[String]
     private val due = mutable.ArrayBuffer.empty[() => Unit]
     private val settings = new Settings(new SparkConf(false))
-    private val inline = new AbstractExecutorService {
-      override def execute(body: Runnable): Unit = body.run()
+    val held = mutable.ArrayBuffer.empty[Runnable] // what the pool has not run
+    var hold = false
+    private val pool = new AbstractExecutorService {
+      override def execute(body: Runnable): Unit = if (hold) held += body else body.run()
       override def shutdown(): Unit = ()
       override def shutdownNow(): java.util.List[Runnable] = java.util.List.of()
       override def isShutdown: Boolean = false
       override def isTerminated: Boolean = false
       override def awaitTermination(timeout: Long, unit: TimeUnit): Boolean = true
     }
-    private val loop = new Loop {
+    val loop = new Loop {
       private val queue = mutable.Queue.empty[() => Unit]
       private var running = false
       override def inLoop(f: => Unit): Unit = {
@@ -38,8 +40,8 @@ class ClosingsSuite extends AnyFunSuite {
       override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
     }
     private val agent = new Agent(() => null, settings, "", _ => ())
-    private val sides = new Sides(settings, ledger, processes, agent, inline, _ => throw new IllegalStateException("opens nothing"))
-    val closings = new Closings("1", table, processes, sides, inline, loop)(
+    val sides = new Sides(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
+    val closings = new Closings("1", table, processes, sides, pool, loop)(
       (_, unclosed) => { replies += unclosed; Array.emptyByteArray }, closed += _)
     private var pids = 100L
 
@@ -113,7 +115,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.replies.isEmpty)
     f.said(stays)
     assert(f.replies == Seq(Nil))
-    assert(f.ledger.of("t").lostProcesses == Set(gone.process))
+    assert(f.ledger.of("t").lostProcesses == 1)
   }
 
   test("when the time is over it is said who has not closed, once; the close goes on") {
@@ -143,5 +145,47 @@ class ClosingsSuite extends AnyFunSuite {
     val latch = f.closings.latch("t")
     f.end()
     assert(latch.getCount == 0)
+  }
+
+  test("an open that is under way is waited for, and then closed") {
+    ClosingsSuite.closes.set(0)
+    val f = new Fixture
+    val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
+    val description = Description("t", "t", None, Vector(jvm), PythonCommand("python3", Map.empty, Nil))
+    f.hold = true
+    val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
+    waiting.start()
+    while (f.held.isEmpty) Thread.sleep(1)
+    waiting.interrupt() // its task was cancelled
+    waiting.join()
+    f.end()
+    assert(f.replies.isEmpty && f.closed.isEmpty)
+    f.timeIsOver()
+    assert(f.replies == Seq(Seq("listeners that still open on executor 1")))
+    f.hold = false
+    f.held.foreach(_.run())
+    assert(f.closed == Seq("t"))
+    assert(ClosingsSuite.closes.get == 1)
+  }
+
+  test("when the executor ends, attempts that go on do not keep the others from closing") {
+    val f = new Fixture
+    val (worker, agent) = (f.link(), f.link("agent"))
+    f.table.begin(3, Seq("t"))
+    f.end()
+    assert(f.sent.isEmpty)
+    f.loop.inLoop(f.closings.force())
+    assert(f.sent == Seq(worker.process -> "t"))
+    f.said(worker)
+    f.said(agent)
+    assert(f.closed == Seq("t"))
+  }
+}
+
+object ClosingsSuite {
+  val closes = new java.util.concurrent.atomic.AtomicInteger
+
+  final class Counting extends _root_.stagecrew.TopologyListener {
+    override def close(context: _root_.stagecrew.TopologyContext): Unit = { closes.incrementAndGet(); () }
   }
 }

@@ -34,18 +34,22 @@ class LedgerSuite extends AnyFunSuite {
     val ledger = new Ledger
     ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
       closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
-    ledger.change("a")(_.copy(processes = Set("p", "q"), lostProcesses = Set("p"), deferred = Set("q")))
+    ledger.change("a")(_.copy(processes = 2, lostProcesses = 1, deferred = Set("q")))
     assert(topologiesIn(ledger.report().get._2) == Map("a" -> ledger.of("a")))
   }
 
-  test("what was not delivered is said again, unless it was forgotten") {
+  test("what was not delivered is said again, and not forgotten before it is known to have arrived") {
     val ledger = new Ledger
     opened(ledger, "a")
     opened(ledger, "b")
-    val (_, lost) = ledger.report().get
-    ledger.forget("b")
+    val (lost, _) = ledger.report().get
+    assert(!ledger.forget("b"))
     ledger.notDelivered(lost)
-    assert(topologiesIn(ledger.report().get._2).keySet == Set("a"))
+    val (again, body) = ledger.report().get
+    assert(topologiesIn(body).keySet == Set("a", "b"))
+    ledger.delivered(again)
+    assert(ledger.forget("b"))
+    assert(ledger.report().isEmpty)
   }
 
   test("a full report of one topology takes it off the next one") {
@@ -78,7 +82,9 @@ class LedgerSuite extends AnyFunSuite {
       val more = Totals(random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong, random.nextInt(2).toLong)
       random.nextInt(4) match {
         case 0 => ledger.forget(topology)
-        case 1 => ledger.report().foreach { case (_, body) => reported = totalsIn(body) }
+        case 1 => ledger.report().foreach { case (number, body) =>
+          if (random.nextBoolean()) { reported = totalsIn(body); ledger.delivered(number) } else ledger.notDelivered(number)
+        }
         case _ =>
           expected = expected + more
           ledger.listener(topology, random.nextInt(3), "l", "worker")(c => c.copy(opens = c.opens + more.opens,

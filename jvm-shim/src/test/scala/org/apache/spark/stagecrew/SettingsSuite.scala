@@ -34,6 +34,14 @@ class SettingsSuite extends AnyFunSuite {
     intercept[NumberFormatException](new Settings(conf(Settings.RetainedTopologies -> "many")))
   }
 
+  test("times and numbers that would stop something are refused, with the default") {
+    Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout, Settings.ReportInterval,
+      Settings.RetainedTopologies).foreach { key =>
+      val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
+      assert(refused.getMessage.startsWith(s"$key=0") && refused.getMessage.contains(Settings.known.get(key)))
+    }
+  }
+
   test("keys that begin as ours do and are none are found") {
     val user = conf(Settings.OpenTimeout -> "1s", "spark.stagecrew.open.timeoutt" -> "1s", "spark.other" -> "x")
     assert(Settings.unknown(user) == Seq("spark.stagecrew.open.timeoutt"))

@@ -1,0 +1,90 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.{CountDownLatch, TimeUnit}
+import java.util.concurrent.atomic.AtomicInteger
+import org.apache.spark.SparkConf
+import org.scalatest.funsuite.AnyFunSuite
+
+/** What an executor asks the driver, and remembers. */
+class DescriptionsSuite extends AnyFunSuite {
+  private final class Fixture {
+    val table = new TopologyTable
+    val asks = new AtomicInteger
+    @volatile var answer: Frame => Array[Byte] = frame => described(frame.text("topology"))
+    val descriptions = new Descriptions("1", () => "host", new Settings(new SparkConf(false)), table, { bytes =>
+      asks.incrementAndGet()
+      answer(Frames.decodeMessage(bytes))
+    })
+  }
+
+  private def described(id: String): Array[Byte] = {
+    val (body, blobs) = Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)).encoded
+    Frames.encode("DESCRIPTION", id, body, blobs)
+  }
+
+  private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
+
+  test("a topology is asked for once") {
+    val f = new Fixture
+    (1 to 3).foreach(_ => assert(f.descriptions.describe("t").map(_.id).contains("t")))
+    assert(f.asks.get == 1)
+    assert(f.descriptions.known("t").nonEmpty && f.descriptions.known("u").isEmpty)
+    f.descriptions.forget("t")
+    assert(f.descriptions.known("t").isEmpty && f.descriptions.ids.isEmpty)
+  }
+
+  test("topologies that have ended leave nothing behind") {
+    val f = new Fixture
+    f.answer = frame => ended(frame.text("topology"))
+    (1 to 1000).foreach(n => assert(f.descriptions.describe(s"t$n").isEmpty))
+    assert(f.descriptions.ids.isEmpty && f.table.live.isEmpty)
+    assert(f.descriptions.describe("t1").isEmpty)
+    assert(f.asks.get == 1000)
+  }
+
+  test("a driver that cannot be asked is asked again by the next") {
+    val f = new Fixture
+    f.answer = _ => throw new IllegalStateException("no answer")
+    intercept[IllegalStateException](f.descriptions.describe("t"))
+    f.answer = frame => described(frame.text("topology"))
+    assert(f.descriptions.describe("t").nonEmpty)
+  }
+
+  test("one who waits for another's question does not end with it") {
+    val f = new Fixture
+    val asked = new CountDownLatch(1)
+    f.answer = frame => {
+      asked.countDown()
+      if (f.asks.get == 1) Thread.sleep(60000)
+      described(frame.text("topology"))
+    }
+    val first = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
+    first.start()
+    assert(asked.await(10, TimeUnit.SECONDS))
+    @volatile var found = Option.empty[Description]
+    val second = new Thread(() => found = f.descriptions.describe("t"))
+    second.start()
+    while (second.getState != Thread.State.TIMED_WAITING) Thread.sleep(1)
+    first.interrupt() // its task was killed
+    second.join(10000)
+    assert(found.map(_.id).contains("t"))
+  }
+
+  test("the execution of a query is asked for anew when the one before has ended") {
+    val f = new Fixture
+    f.answer = _ => Frames.encode("EXECUTION", s"execution-query-run${f.asks.get}")
+    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
+    assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
+    f.descriptions.ended("execution-query-run1")
+    assert(f.descriptions.asked("query:q").contains("execution-query-run2"))
+  }
+
+  test("all stages of a job's execution are forgotten with it") {
+    val f = new Fixture
+    f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")
+    (1 to 5).foreach(stage => f.descriptions.asked(s"stage:$stage"))
+    f.descriptions.forget("execution-job-1")
+    f.answer = _ => Frames.encode("EXECUTION", "execution-job-2")
+    (1 to 5).foreach(stage => assert(f.descriptions.asked(s"stage:$stage").contains("execution-job-2")))
+  }
+}
