@@ -17,6 +17,7 @@ from typing import Any
 from stagecrew.errors import ChannelError, ListenerError
 from stagecrew.frames import Frame
 from stagecrew.listeners import Listener, opened_value, registering
+from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.hooks import CalledHooks
@@ -25,30 +26,52 @@ from stagecrew.worker.lifecycle import Described, Lifecycle
 __all__ = ["Agent", "main"]
 
 
+class _AskedToEnd(BaseException):
+    """A signal asked the agent to end. No `Exception`: an `open` that goes on after any of these must not go on after it."""
+
+
 class Agent:
-    """Obeys its executor until that is gone."""
+    """Obeys its executor until that is gone, or SIGTERM asks it to end."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._lifecycle = Lifecycle(CalledHooks(channel))
+        self._hooks = CalledHooks(channel)
+        self._lifecycle = Lifecycle(self._hooks)
+        self._ends, self._interruptible = False, True
+        forks.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a child that user code forked: everything is the parent's."""
+        forks.default_signals([signal.SIGTERM], self._signalled)
+        self._hooks.forked()
+        self._lifecycle.disown()
+        self._channel.close()
 
     def run(self) -> None:
-        """Returns when the executor has closed the channel, with every listener closed."""
+        """Returns when the executor has closed the channel, or at SIGTERM, with every listener closed."""
         try:
-            while True:
+            signal.signal(signal.SIGTERM, self._signalled)
+            while not self._ends:
                 frame = self._channel.next()
                 if frame.kind == "OPEN":
                     self._open(frame)
                 elif frame.kind == "CLOSE":
                     for topology in self._lifecycle.close(frame["topology"]):
                         self._channel.send("CLOSED", topology=topology)
-        except ChannelError:
+        except (ChannelError, _AskedToEnd):
             pass
         finally:
+            self._interruptible = False
             self._lifecycle.close_all()
             with contextlib.suppress(ChannelError):
                 self._channel.send("GOODBYE", reason="the agent ends")
             self._channel.close()
+
+    def _signalled(self, _number: int, _frame: FrameType | None) -> None:
+        self._ends = True
+        if self._interruptible and not self._lifecycle.closing:  # a close is not interrupted; then the agent ends
+            self._interruptible = False  # once
+            raise _AskedToEnd
 
     def _open(self, frame: Frame) -> None:
         """Opens the executor's listeners of one topology and answers, also for the others, what they are.
@@ -108,13 +131,8 @@ def _pickled(listener: Listener) -> bytes:
 
 def main(arguments: list[str]) -> None:
     """`python -m stagecrew.agent PLACE [FOLDER ...]`: the executor's place file, and what to put on the path."""
-
-    def ended(_number: int, _frame: FrameType | None) -> None:
-        raise ChannelError("the agent was asked to end")
-
     place, *folders = arguments
     sys.path[1:1] = folders
-    signal.signal(signal.SIGTERM, ended)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is the driver's
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     Agent(Channel.connect(place, role="agent")).run()

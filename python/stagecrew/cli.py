@@ -174,7 +174,7 @@ def demo(database: str | None, output: Path, flights: int | None, master: str, a
     from stagecrew.demo import run
 
     def ended(number: int, _frame: FrameType | None) -> None:
-        raise click.exceptions.Exit(128 + number)
+        raise SystemExit(128 + number)  # click's own Exit is a RuntimeError, and would be taken for a failure of Spark
 
     signal.signal(signal.SIGTERM, ended)  # as Ctrl-C: what the demo made in the database is taken away
     found = run(database, output, flights, master, Console(stderr=as_json, highlight=False))

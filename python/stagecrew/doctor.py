@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -52,13 +52,25 @@ class Check:
 
 def examine(master: str | None) -> list[Check]:
     """Every check, in the order in which one needs the other; without a master, Spark is not started. Never raises."""
-    checks = [java(), pyspark_version(), jar(), pandas_version()]
+    checks = [
+        _contained("Java", java),
+        _contained("PySpark", pyspark_version),
+        _contained("Jar", jar),
+        _contained("pandas", pandas_version),
+    ]
     if master is None:
         return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
     broken = [check.name for check in checks[:3] if check.status == "failed"]
     if broken:
         return [*checks, Check("Spark", "skipped", "not started", f"first mend: {', '.join(broken)}")]
     return [*checks, *spark(master)]
+
+
+def _contained(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as error:
+        return Check(name, "failed", f"it cannot be checked: {type(error).__name__}: {error}", "please report this")
 
 
 def show(console: Console, checks: list[Check]) -> None:
@@ -123,10 +135,18 @@ def pyspark_version() -> Check:
     except ImportError as error:
         if getattr(error, "name", None) in ("pyspark", "py4j"):
             return Check("PySpark", "failed", f"{error.name} is not installed", install)
-        return Check("PySpark", "failed", f"it cannot be imported: {error}", install)
+        return _broken("PySpark", error, install)
+    except Exception as error:
+        return _broken("PySpark", error, install)
     if not found.startswith(f"{SPARK_LINE}."):
         return Check("PySpark", "failed", f"{found}; the jar is built for Spark {SPARK_LINE}", install)
     return Check("PySpark", "ok", f"{found}; the jar is built for Spark {SPARK_LINE}")
+
+
+def _broken(name: str, error: Exception, install: str) -> Check:
+    return Check(
+        name, "failed", f"it cannot be imported: {type(error).__name__}: {error}", f"{install} --force-reinstall"
+    )
 
 
 def jar() -> Check:
@@ -160,8 +180,12 @@ def pandas_version() -> Check:
     install = "pip install 'pandas>=2.2,<3'"
     try:
         found = str(importlib.import_module("pandas").__version__)
-    except ImportError:
-        return Check("pandas", "warning", "it is not installed; mapInArrow and pandas functions need it", install)
+    except ImportError as error:
+        if error.name == "pandas":
+            return Check("pandas", "warning", "it is not installed; mapInArrow and pandas functions need it", install)
+        return _broken("pandas", error, install)
+    except Exception as error:
+        return _broken("pandas", error, install)
     if int(found.split(".", maxsplit=1)[0]) >= 3:
         return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} is not made for pandas 3", install)
     return Check("pandas", "ok", found)

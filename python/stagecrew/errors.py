@@ -127,5 +127,5 @@ class TaskKilled(BaseException):
     """Spark asked this task to end, and its worker was interrupted.
 
     Let it propagate: a `BaseException`, so that `except Exception` in a task does not swallow it. A worker that goes
-    on is killed after `spark.python.task.killTimeout`.
+    on is killed after `spark.python.task.killTimeout` and 5 s more.
     """

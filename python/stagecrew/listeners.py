@@ -80,6 +80,10 @@ def _key() -> bytes:
     return os.urandom(32)
 
 
+#: Of how many registrations a listener knows.
+_REMEMBERED: Final = 5
+
+
 class Identity:
     """By which a listener is found again in a task, however the task's function came to know of it.
 
@@ -107,6 +111,11 @@ class Identity:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _arguments=None)
+
+    def registered_for(self, topology: str) -> None:
+        """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
+        # A new list: another thread may pickle the old one.
+        self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
 
     @property
     def pickled_arguments(self) -> bytes | None:
@@ -238,7 +247,9 @@ class Listener:
         """Called after the last task, also when `open` raised; what it raises is logged and counted."""
 
     def decorate(self, task: Task) -> contextlib.AbstractContextManager[Any]:
-        """A context manager around one task in one Python process. It sees the task's exception or `TaskKilled`.
+        """A context manager around one evaluation of a task in one Python process; an attempt may hold several.
+
+        It sees the evaluation's exception or `TaskKilled`.
 
         What it raises on entry fails the task; what it raises on exit is logged and counted.
         """

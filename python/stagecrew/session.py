@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import pyspark
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, cloudpickle
+from pyspark import SparkConf, SparkContext, cloudpickle
 from pyspark.sql import SparkSession
+from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
@@ -29,9 +29,9 @@ from stagecrew.errors import (
     VersionMismatch,
 )
 from stagecrew.frames import encode
-from stagecrew.jar import SPARK_LINE, appended, jar_path, spark_conf
+from stagecrew.jar import SPARK_LINE, jar_path, spark_conf
 from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
-from stagecrew.topology import Topology, TopologyReport
+from stagecrew.topology import Marks, Topology, TopologyReport
 
 __all__ = ["Crew", "configure", "crew", "is_active", "jar_path", "spark_conf"]
 
@@ -46,15 +46,19 @@ _REMEDY: Final = (
 def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listeners: Iterable[str] = ()) -> Builder:
     """Switches stagecrew on for the session that this builder makes, with listeners for the whole application.
 
-    Answers the builder: `stagecrew.configure(SparkSession.builder, listeners=[orders]).getOrCreate()`. It appends to
-    `spark.plugins` and `spark.jars`, never replaces; what is configured on the builder afterwards counts too. In a local
-    master the workers run the driver's own interpreter when neither PYSPARK_PYTHON nor `spark.pyspark.python` is set.
+    Answers the builder: `stagecrew.configure(SparkSession.builder, listeners=[orders]).getOrCreate()`, or `.create()`. It
+    appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, never replaces: to those of the builder, also
+    when they are set on it afterwards, and to those with which the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS,
+    `spark.jars.packages`, and spark-defaults.conf, of which a JVM that starts here takes what the builder has not). In an application that `spark-submit` started it works without `--jars`. In
+    a local master the workers run the driver's own interpreter when neither PYSPARK_PYTHON nor `spark.pyspark.python` is set.
 
-    It does **not** start Spark. `getOrCreate` raises `NotActive` when a SparkContext runs already without the plugin: Spark
-    would silently ignore it. With the plugin, it answers the running session when `listeners` are those that it has.
+    It does **not** start Spark. `getOrCreate` and `create` raise `NotActive` when a SparkContext runs already without the
+    plugin: Spark would silently ignore it. With the plugin, they answer the running session, or a new one beside it, when
+    `listeners` are among those that it has.
 
-    Raises `ConfigurationError` for a session instead of a builder, `UnsupportedSession` for Spark Connect,
-    `UnsupportedSpark`, `JarMissing`, `ListenerError` for a class instead of an instance, and `ListenerNotPicklable`.
+    Raises `ConfigurationError` for a session instead of a builder and for `jvm_listeners` that are no list of names,
+    `UnsupportedSession` for Spark Connect, `UnsupportedSpark`, `JarMissing`, `ListenerError` for a class instead of an
+    instance, and `ListenerNotPicklable`.
     """
     if isinstance(builder, SparkSession):
         raise ConfigurationError(
@@ -70,15 +74,12 @@ def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listener
             f"stagecrew {__version__} is built for Spark {SPARK_LINE}, and pyspark {pyspark.__version__} is installed: "
             f"`pip install 'pyspark~={SPARK_LINE}.0'`"
         )
-    registered, classes = checked(listeners), tuple(jvm_listeners)
+    registered, classes = checked(listeners), class_names(jvm_listeners)
     pickled(registered)  # now, not when the session starts
     jar_path()
-    get_or_create = builder.getOrCreate
-
-    def start() -> SparkSession:
-        return _start(builder, get_or_create, registered, classes)
-
-    builder.getOrCreate = start  # type: ignore[method-assign]
+    get_or_create, create = builder.getOrCreate, builder.create
+    builder.getOrCreate = lambda: _start(builder, get_or_create, registered, classes)  # type: ignore[method-assign]
+    builder.create = lambda: _start(builder, create, registered, classes)  # type: ignore[method-assign]
     return builder
 
 
@@ -90,37 +91,37 @@ _CONNECT: Final = (
 
 def _start(
     builder: SparkSession.Builder,
-    get_or_create: Callable[[], SparkSession],
+    make: Callable[[], SparkSession],
     listeners: tuple[Listener, ...],
     classes: tuple[str, ...],
 ) -> SparkSession:
     options: dict[str, Any] = builder._options
+    mode = str(options.get("spark.api.mode", os.environ.get("SPARK_API_MODE", ""))).lower()
     if (
         "SPARK_REMOTE" in os.environ
         or "SPARK_CONNECT_MODE_ENABLED" in os.environ
         or "spark.remote" in options
-        or str(options.get("spark.api.mode", os.environ.get("SPARK_API_MODE", ""))).lower() == "connect"
+        or (mode if mode in ("classic", "connect") else default_api_mode()) == "connect"
     ):
         raise UnsupportedSession(_CONNECT)
     running = SparkContext._active_spark_context
     if running is not None:
         if _facade(running) is None:
             raise NotActive(f"a SparkContext runs already, without stagecrew; Spark would ignore the plugin. {_REMEDY}")
-        session = get_or_create()
+        session = make()
         crew(session).already_has(listeners)
         return session
-    defaults = _spark_defaults()
-    for key, ours in spark_conf().items():
-        options[key] = appended(str(options.get(key, defaults.get(key, ""))), ours)
-    if classes:
-        key = "spark.stagecrew.jvmListeners"
-        for name in classes:
-            options[key] = appended(str(options.get(key, defaults.get(key, ""))), name)
+    held = _held(options)
+    for key, ours in spark_conf(jvm_listeners=classes).items():
+        options[key] = _joined(held(key), str(options.get(key) or ""), ours)
     _load_jar()
     try:
-        session = get_or_create()
+        session = make()
     except Exception as error:
-        raise _refusal(error) from error
+        refusal = _refusal(error)
+        if refusal is error:
+            raise
+        raise refusal from error
     try:
         crew(session).register(listeners)
     except BaseException:
@@ -129,25 +130,61 @@ def _start(
     return session
 
 
+def _held(options: dict[str, Any]) -> Callable[[str], str]:
+    """What the JVM holds of a property, by spark-submit and spark-defaults.conf; a setting of the builder would replace it.
+
+    Starts the JVM if there is none, or connects to that of spark-submit, as PySpark would a moment later: with the builder's
+    options, some of which (`spark.jars.packages`, `spark.driver.memory`) have no effect later.
+    """
+    if SparkContext._gateway is None:
+        if str(options.get("spark.executor.allowSparkContext", "")).lower() != "true":
+            SparkContext._assert_on_driver()
+        conf = SparkConf()
+        for key, value in options.items():
+            conf.set(key, value)
+        SparkContext._ensure_initialized(conf=conf)
+    assert SparkContext._jvm is not None
+    held: Any = SparkContext._jvm.SparkConf(True)
+    return lambda key: str(held.get(key, ""))
+
+
+def _joined(*lists: str) -> str:
+    """The entries of list-valued properties in their order, each once, also when it is one file written in two ways."""
+    found: dict[str, str] = {}
+    for one in ",".join(lists).split(","):
+        if entry := one.strip():
+            found.setdefault(_same_file(entry), entry)
+    return ",".join(found.values())
+
+
+def _same_file(entry: str) -> str:
+    # spark-submit makes `file:///a/b.jar` of `b.jar`; a class name stays what it is.
+    url = urlsplit(entry)
+    if url.scheme == "file" and not url.netloc:
+        return os.path.realpath(unquote(url.path))
+    return os.path.realpath(entry) if not url.scheme and ("/" in entry or entry.endswith(".jar")) else entry
+
+
 def _refusal(error: Exception) -> Exception:
     """What our plugin refused, as an error of ours; anything else as it is."""
+    # py4j's own error, or what PySpark makes of it once a session has been.
+    java = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     text = ""
-    java = getattr(error, "java_exception", None)
     while java is not None:
+        if java.getClass().getName() == "java.lang.ClassNotFoundException":
+            return error  # of somebody's plugin: its message is no more than a name, which may look like ours
         text = str(java.getMessage())
         java = java.getCause()
     if not text:
         text = str(error)
-    if "stagecrew" not in text or "ClassNotFoundException" in text:
+    if "stagecrew" not in text:
         return error
     return UnsupportedSpark(text) if "is built for Spark" in text else ConfigurationError(text)
 
 
 def _load_jar() -> None:
-    """A JVM that runs already, because of `spark-submit` or an earlier session, learns of the jar."""
-    gateway = SparkContext._gateway
-    if gateway is None or SparkContext._jvm is None:
-        return
+    """The JVM learns of the jar, unless it was started with it."""
+    assert SparkContext._jvm is not None
     loader = SparkContext._jvm.java.lang.Thread.currentThread().getContextClassLoader()
     try:
         loader.loadClass(PLUGIN)
@@ -162,25 +199,16 @@ def _load_jar() -> None:
             ) from error
 
 
-def _spark_defaults() -> dict[str, str]:
-    """What spark-defaults.conf says; a setting of the builder would replace it, so ours are appended to it."""
-    home = Path(os.environ.get("SPARK_HOME") or Path(pyspark.__file__).parent)
-    path = Path(os.environ.get("SPARK_CONF_DIR") or home / "conf") / "spark-defaults.conf"
-    found: dict[str, str] = {}
-    if path.is_file():
-        joined = re.sub(r"\\\n\s*", "", path.read_text(encoding="utf-8"))
-        for line in joined.splitlines():
-            stripped = line.strip()
-            if stripped and stripped[0] not in "#!":
-                # As java.util.Properties: the first blank, = or : ends the key.
-                key, value = re.split(r"\s*[=:]\s*|\s+", stripped + " ", maxsplit=1)
-                found[key] = value.strip()
-    return found
-
-
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     """These listeners, if each is one. Raises `ListenerError` that says what to write instead."""
-    every: tuple[Any, ...] = tuple(listeners)
+    given: Any = listeners
+    if isinstance(given, str):
+        raise ListenerError(
+            f"listeners={given!r} is a string; register instances: listeners=[...]. Names of the form module:name go "
+            f"into spark.stagecrew.listeners"
+        )
+    alone = isinstance(given, (Listener, ResourceFactory, type))
+    every: tuple[Any, ...] = (given,) if alone else tuple(given)
     for listener in every:
         if isinstance(listener, Listener):
             continue
@@ -195,6 +223,21 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
         raise ListenerError(
             f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource"
         )
+    if alone:
+        raise ListenerError(f"{listener_name(every[0])} stands alone; register a list: listeners=[...]")
+    return every
+
+
+def class_names(names: Iterable[str]) -> tuple[str, ...]:
+    """These names of JVM classes. Raises `ConfigurationError` when they are no list of strings."""
+    if isinstance(names, str):
+        raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
+    every: tuple[Any, ...] = tuple(names)
+    for name in every:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"{name!r} in jvm_listeners is no name of a class; write it like 'com.example.Audit'"
+            )
     return every
 
 
@@ -272,6 +315,7 @@ class Crew:
         self.facade = facade
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
         self.active: list[Topology] = []
+        self.marks = Marks(self)
         self._registered: tuple[Listener, ...] | None = None
         if (
             str(context.master).startswith("local")
@@ -295,13 +339,17 @@ class Crew:
         `name` is shown in logs and in the UI and may be used again; `jvm_listeners` are names of classes that implement
         `stagecrew.TopologyListener`. A topology that begins inside another is covered by the outer one's listeners too.
 
-        Raises `ListenerError` and `ListenerNotPicklable`, `NotActive` after the session has stopped.
+        Raises `ListenerError`, `ListenerNotPicklable` and `ConfigurationError`, `NotActive` after the session has stopped.
         """
-        if not self.running:
-            raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
+        self.require_running()
         every = checked(listeners)
         pickled(every)
-        return Topology(self, name, every, tuple(jvm_listeners))
+        return Topology(self, name, every, class_names(jvm_listeners))
+
+    def require_running(self) -> None:
+        """Raises `NotActive` after the SparkContext has stopped."""
+        if not self.running:
+            raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
 
     @property
     def reports(self) -> list[TopologyReport]:
@@ -320,7 +368,7 @@ class Crew:
             return
         self.facade.registerApplication(self._description("application", "application", None, listeners, ()))
         for listener in listeners:
-            listener._stagecrew.topologies.append("the application")
+            listener._stagecrew.registered_for("the application")
         self._registered = listeners
 
     def already_has(self, listeners: tuple[Listener, ...]) -> None:

@@ -8,6 +8,7 @@ import datetime as dt
 import functools
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from stagecrew.listeners import Listener
 if TYPE_CHECKING:
     from stagecrew.session import Crew
 
-__all__ = ["ListenerReport", "Topology", "TopologyReport"]
+__all__ = ["ListenerReport", "Marks", "Topology", "TopologyReport"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,8 +112,8 @@ class TopologyReport:
             for entry in counts["listeners"]
         ]
 
-        def sizes(name: str) -> dict[str, int]:
-            return {executor: len(counts[name]) for executor, counts in executors.items() if counts[name]}
+        def numbers(name: str) -> dict[str, int]:
+            return {executor: counts[name] for executor, counts in executors.items() if counts[name]}
 
         return cls(
             id=node["id"],
@@ -123,9 +124,11 @@ class TopologyReport:
             ended=_time(node["ended"]) if node["ended"] else None,
             jobs=node["jobs"],
             listeners=tuple(listeners),
-            processes=sizes("processes"),
-            lost_processes=sizes("lostProcesses"),
-            deferred=sizes("deferred"),
+            processes=numbers("processes"),
+            lost_processes=numbers("lostProcesses"),
+            deferred={
+                executor: len(counts["deferred"]) for executor, counts in executors.items() if counts["deferred"]
+            },
             lost_executors=tuple(node["lostExecutors"]),
             unclosed=tuple(node["unclosed"]),
         )
@@ -133,6 +136,74 @@ class TopologyReport:
 
 def _time(milliseconds: int) -> dt.datetime:
     return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC)
+
+
+class Marks(threading.local):
+    """Which topologies this thread is in, innermost last, as the mark that Spark copies to all that the thread starts.
+
+    The mark is a local property with the innermost topology that is active, and a job tag of each. Whatever order they are
+    left in, and wherever they end, a thread that enters or leaves one bears no mark of one that has ended.
+    """
+
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
+        self._inside: list[Topology] = []
+        #: The property as it was before the outermost of them, and the topology that it named, if that was active.
+        self._before: str | None = None
+        self._around: Topology | None = None
+
+    @property
+    def innermost(self) -> Topology | None:
+        """The active topology that this thread is in; also one whose mark it inherited from another thread."""
+        for topology in reversed(self._inside):
+            if topology.is_active:
+                return topology
+        around = self._around if self._inside else self._named(self._crew.context.getLocalProperty(PROPERTY))
+        return around if around is not None and around.is_active else None
+
+    def enter(self, topology: Topology) -> None:
+        """What the thread starts from here on belongs to the topology."""
+        self._take_off()
+        if not self._inside:
+            self._before = self._crew.context.getLocalProperty(PROPERTY)
+            self._around = self._named(self._before)
+        self._inside.append(topology)
+        self._crew.context.setLocalProperty(PROPERTY, topology.id)
+        self._crew.context.addJobTag(topology.tag)
+
+    def leave(self, topology: Topology) -> None:
+        """As it was before; only what has ended is taken off when this thread is not in the topology."""
+        for i in reversed(range(len(self._inside))):
+            if self._inside[i] is topology:
+                del self._inside[i]
+                self._take_off(topology)
+                return
+        self._take_off()
+
+    def _take_off(self, *left: Topology) -> None:
+        """The marks of these, and of all that have ended, wherever they did."""
+        ended = [topology for topology in self._inside if topology.has_ended]
+        if not (left or ended):
+            return
+        self._inside = [topology for topology in self._inside if not topology.has_ended]
+        if not self._crew.running:
+            return
+        for topology in {*left, *ended}:
+            # Entered twice, or inherited: the mark is still that of the outer one.
+            if topology.has_ended or not (topology in self._inside or topology is self._around):
+                self._crew.context.removeJobTag(topology.tag)
+        self._crew.context.setLocalProperty(PROPERTY, self._inside[-1].id if self._inside else self._outside())  # type: ignore[arg-type]
+
+    def _outside(self) -> str | None:
+        around = self._around
+        if around is None:
+            return self._before
+        while around is not None and around.has_ended:
+            around = around.parent
+        return None if around is None else around.id
+
+    def _named(self, mark: str | None) -> Topology | None:
+        return next((topology for topology in tuple(self._crew.active) if topology.id == mark), None)
 
 
 class Topology:
@@ -147,6 +218,10 @@ class Topology:
     What the thread starts between `start` and `close` belongs to it: jobs, SQL queries, streaming queries and what these
     start. Another thread takes part with `wrap`. A lazy dataset belongs to the topology in which its *action* runs.
 
+    Topologies that begin inside this one in its thread end with it at the latest, so close them in reverse order. `close`
+    may be called in another thread; the one that called `start` bears the mark of the ended topology until it next starts,
+    wraps or closes one, and what it starts meanwhile runs under the application's topology.
+
     A normal exit waits for the jobs and streaming queries of the topology, and says every 10 s for whom. An exit by an
     exception or Ctrl-C, and `close(cancel=True)`, stop the queries and cancel the jobs; the exception is unchanged. Then
     the exit waits until every executor has closed what it can, at most `spark.stagecrew.close.timeout`, and names who has
@@ -157,47 +232,73 @@ class Topology:
         self._crew = crew
         self.name = name
         self.id = f"{name.replace(' ', '-').replace(',', '-')}-{uuid.uuid4().hex[:12]}"
+        self.tag = f"stagecrew-{self.id}"
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._state = "new"
-        self._active = contextlib.ExitStack()
+        self.parent: Topology | None = None
         self._last_report: TopologyReport | None = None
 
     def __repr__(self) -> str:
         return f"<topology {self.name!r} ({self._state})>"
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it has begun, and not begun to close."""
+        return self._state == "active"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is closed, by itself or with the one that it lay in."""
+        return self._state == "closed"
+
     def start(self) -> Topology:
-        """Begins the topology in this thread. Raises `TopologyClosed` when it began before."""
+        """Begins the topology in this thread, inside the active one that the thread is in.
+
+        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped.
+        """
         if self._state != "new":
             raise TopologyClosed(
                 f"topology {self.name!r} is {self._state}: a topology runs once; create another with crew.topology({self.name!r})"
             )
-        sc = self._crew.context
-        self._crew.begin(self.id, self.name, sc.getLocalProperty(PROPERTY), self._listeners, self._jvm_listeners)
+        crew = self._crew
+        crew.require_running()
+        self.parent = crew.marks.innermost
+        parent = None if self.parent is None else self.parent.id
+        crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners)
         for listener in self._listeners:
-            listener._stagecrew.topologies.append(f"topology {self.name!r}")
+            listener._stagecrew.registered_for(f"topology {self.name!r}")
         self._state = "active"
-        self._crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
-        self._active.enter_context(self._carried())
+        crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
+        crew.marks.enter(self)
         return self
 
     def close(self, cancel: bool = False) -> None:
-        """Ends the topology; a second call does nothing.
+        """Ends the topology, and those that began inside it; a second call does nothing.
 
         `cancel` stops its streaming queries and cancels its jobs instead of waiting for them.
         """
-        if self._state in ("closing", "closed"):
-            return
         if self._state == "new":
             self._state = "closed"
+        if self._state in ("closing", "closed"):
+            self._crew.marks.leave(self)  # it may have ended in another thread, or with the one that it lay in
             return
         self._state = "closing"
         try:
             if self._crew.running:
                 self._finish(cancel)
         finally:
-            self._state = "closed"
-            self._crew.active.remove(self)
-            self._active.close()
+            for topology in (self, *self._inside()):  # the driver ended those inside too
+                topology._state = "closed"
+                with contextlib.suppress(ValueError):
+                    self._crew.active.remove(topology)
+            self._crew.marks.leave(self)
+
+    def _inside(self) -> Iterator[Topology]:
+        """The active ones that lie in this one, at any depth."""
+        for topology in tuple(self._crew.active):
+            if topology.parent is self and topology.is_active:
+                yield topology
+                yield from topology._inside()
 
     def __enter__(self) -> Topology:
         return self.start()
@@ -218,43 +319,37 @@ class Topology:
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
         """`f` as a function that takes part in this topology in whatever thread it is called.
 
-        Calling it after the topology closed raises `TopologyClosed`.
+        Calling it after the topology closed raises `TopologyClosed`, after the session has stopped `NotActive`.
         """
 
         @functools.wraps(f)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-            if self._state != "active":
+            if not self.is_active:
                 raise TopologyClosed(
                     f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}; "
                     f"call it inside the `with`"
                 )
-            with self._carried():
+            self._crew.require_running()
+            self._crew.marks.enter(self)
+            try:
                 return f(*args, **kwargs)
+            finally:
+                self._crew.marks.leave(self)
 
         return wrapped
 
     @property
     def report(self) -> TopologyReport:
         """What happened so far; after the session has stopped, what was known last. Raises `TopologyError` before `start`."""
+        report = self._known()
+        if report is None:
+            raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
+        return report
+
+    def _known(self) -> TopologyReport | None:
         if self._crew.running and (found := self._crew.report(self.id)) is not None:
             self._last_report = found
-        if self._last_report is None:
-            raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
         return self._last_report
-
-    @contextlib.contextmanager
-    def _carried(self) -> Iterator[None]:
-        """This thread belongs to the topology inside."""
-        sc, tag = self._crew.context, f"stagecrew-{self.id}"
-        before = sc.getLocalProperty(PROPERTY)
-        sc.setLocalProperty(PROPERTY, self.id)
-        sc.addJobTag(tag)
-        try:
-            yield
-        finally:
-            if self._crew.running and sc.getLocalProperty(PROPERTY) == self.id:
-                sc.setLocalProperty(PROPERTY, before)  # type: ignore[arg-type]
-                sc.removeJobTag(tag)
 
     def _finish(self, cancel: bool) -> None:
         if not cancel:
@@ -274,11 +369,13 @@ class Topology:
         self._wait_for_activity(self._crew.close_timeout)
 
     def _wait_for_activity(self, seconds: float | None) -> None:
-        """Until nothing of the topology runs; at most so long."""
+        """Until nothing of the topology runs; with a bound, that is for the end of what was cancelled."""
         started = said = time.monotonic()
         pause = 0.01
         while True:
             activity: dict[str, list[Any]] = json.loads(self._crew.facade.activity(self.id))
+            if seconds is not None and activity["queries"]:
+                self._crew.facade.stopQueries(self.id)  # again: one may have been about to start
             waiting = [
                 f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}"
                 for kind, ones in activity.items()
@@ -299,9 +396,15 @@ class Topology:
             pause = min(pause * 2, 0.2)
 
     def _end(self) -> None:
-        timeout = self._crew.close_timeout
-        self._crew.end(self.id, timeout)
-        report = self.report
+        inside = tuple(self._inside())
+        self._crew.end(self.id, self._crew.close_timeout)
+        for topology in (*inside, self):
+            topology._warn()
+
+    def _warn(self) -> None:
+        report = self._known()
+        if report is None:  # the driver remembers only so many: no reason for an exit to fail
+            return
         for one in report.listeners:
             if one.failures:
                 last = one.last_error.strip().rsplit("\n", 1)[-1]
@@ -311,5 +414,6 @@ class Topology:
                 )  # fmt: skip
         if report.unclosed:
             _log.warning(
-                "topology %r has ended; not closed after %g s: %s", self.name, timeout, "; ".join(report.unclosed)
-            )
+                "topology %r has ended; not closed after %g s: %s",
+                self.name, self._crew.close_timeout, "; ".join(report.unclosed),
+            )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import zipfile
@@ -15,6 +17,7 @@ from click.testing import CliRunner, Result
 import stagecrew
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
+from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
 from stagecrew.terminal import said
 
@@ -224,6 +227,50 @@ def test_pyspark_and_pandas_versions(monkeypatch):
     assert "<3" in doctor.pandas_version().remedy
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert doctor.pandas_version().status == "warning"
+
+
+@pytest.mark.parametrize(("package", "place"), [("pyspark", 1), ("pandas", 3)])
+def test_a_broken_package_is_a_failed_check(jar, tmp_path, monkeypatch, package, place):
+    """An import that raises whatever it likes is a failed check that shows it and says what to do; doctor goes on."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", 'openjdk version "21.0.4" 2024-07-16')))
+    (tmp_path / f"{package}.py").write_text("raise ValueError('numpy.dtype size changed')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, package)
+    checks = doctor.examine(None)
+    assert checks[place].status == "failed"
+    assert "ValueError: numpy.dtype size changed" in checks[place].found
+    assert "pip install" in checks[place].remedy
+    assert len(checks) == 5
+
+
+def test_doctor_never_raises(monkeypatch):
+    """A check that has a bug is a failed check."""
+    monkeypatch.setattr(doctor, "java", lambda: 1 / 0)
+    assert doctor.examine(None)[0].status == "failed"
+    assert "ZeroDivisionError" in doctor.examine(None)[0].found
+
+
+def test_sigterm_is_no_failure_of_the_demo(tmp_path, monkeypatch):
+    """SIGTERM ends the demo as such, through its clean-up, with exit code 143; it is not reported as flights that failed."""
+    cleaned = []
+
+    class Flights:
+        def mapInArrow(self, *_):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(database, output, flights, master, console):
+        try:
+            Demo(database, output, flights, master, console)._write(Flights(), None, "", tmp_path)
+        finally:
+            cleaned.append(True)
+
+    monkeypatch.setattr("stagecrew.demo.run", run)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        result = stagecrew_command("demo", "--output", str(tmp_path))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (result.exit_code, result.output, cleaned) == (143, "", [True])
 
 
 def test_what_workers_run_is_compared():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 import zipimport
 
@@ -78,12 +80,94 @@ def test_a_worker_without_listeners_is_killed_at_once(child):
     assert other.wait(10) != -signal.SIGKILL
 
 
+@pytest.mark.timeout(30, method="thread")
+def test_one_that_stays_is_killed_while_others_are(child, monkeypatch):
+    """A kill of another worker does not put off the end of one that was asked before."""
+    monkeypatch.setattr(politely, "SECONDS", 1.0)
+    first, others = child(IGNORES), child(IGNORES.replace("signal.pause()", "[signal.pause() for _ in range(99)]"))
+    politely._kill(first.pid, signal.SIGKILL)
+    asked = time.monotonic()
+    while first.poll() is None and time.monotonic() < asked + 10:
+        politely._kill(others.pid, signal.SIGKILL)
+        time.sleep(0.2)
+    assert first.returncode == -signal.SIGKILL
+    assert time.monotonic() - asked < 5
+    assert others.wait(10) == -signal.SIGKILL
+    assert not politely._asked
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_one_that_needs_longer_to_close_has_longer(child, monkeypatch):
+    """A worker that is idle or closing has as long as it has said, and no longer."""
+    monkeypatch.setattr(politely, "_needed", politely._shared_table())
+    process = child(IGNORES)
+    politely._needed[process.pid] = 2
+    asked = time.monotonic()
+    politely._kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == -signal.SIGKILL
+    assert 2 <= time.monotonic() - asked < 5
+
+
+def test_what_a_worker_needs_is_seen_by_the_daemon_that_forked_it(monkeypatch):
+    """The table is shared; a number that is too large for it is cut."""
+    monkeypatch.setattr(politely, "_needed", politely._shared_table())
+    pid = os.fork()
+    if pid == 0:
+        politely.needs(1e9)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert politely._needed[pid] == 0xFFFF
+    politely.needs(0.2)
+    assert politely._needed[os.getpid()] == 1
+    politely.forget()
+    assert politely._needed[os.getpid()] == 0
+
+
+@pytest.mark.timeout(30, method="thread")
+def test_a_worker_that_holds_sigterm_is_asked_first(child, monkeypatch):
+    """Between two tasks a worker with listeners blocks SIGTERM while Spark resets its handlers."""
+    monkeypatch.setattr(politely, "SECONDS", 10.0)
+    process = child(
+        "import signal, sys, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True)\n"
+        "while not signal.sigpending(): time.sleep(0.01)\n"
+        "sys.exit(7)"
+    )
+    politely._kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) == 7
+
+
 def test_a_pid_that_is_used_again_is_left_alone(child):
     """After the grace only the process that was asked is killed, not another one with its pid."""
     process = child(IGNORES)
     politely._asked.append((0.0, process.pid, "another start"))
     politely._later(0, None)
     assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hooked"),
+    [
+        (["pyspark.worker"], True),
+        ([], True),
+        (["my.worker"], True),  # Spark's daemon runs its own instead
+        (["pyspark.sql.worker.analyze_udtf"], False),
+    ],
+)
+def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooked):
+    """Whatever `spark.python.worker.module` is: when Spark runs pyspark.worker, listeners open."""
+    import pyspark.worker
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
+    for name in ("main", "setup_broadcasts"):
+        monkeypatch.setattr(pyspark.worker, name, getattr(pyspark.worker, name))
+    before = pyspark.worker.main
+    monkeypatch.setattr(daemon, "_hooked", False)
+    monkeypatch.setattr(sys, "argv", ["daemon.py", *arguments])
+    daemon._hook_pyspark()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert (pyspark.worker.main is not before) == hooked
 
 
 def test_the_jars_list_of_files_is_read_once(tmp_path, monkeypatch):

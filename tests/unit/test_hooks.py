@@ -1,25 +1,19 @@
-"""How user code is called in a worker: bounded in time, counted, told to the executor."""
+"""How user code is called in a worker and in the agent: bounded in time, counted, told to the executor."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
-import os
-import select
 import signal
-import socket
-import threading
 import time
 import traceback
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from stagecrew import ChannelClosed, ChannelError, HookTimeout, Listener, ResourceNotOpen, Scope, TaskKilled, resource
-from stagecrew.frames import Decoder, encode
-from stagecrew.worker import process as worker_process
-from stagecrew.worker.channel import Channel
+from stagecrew import ChannelClosed, HookTimeout, Listener, Scope, TaskKilled, resource
+from stagecrew.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
@@ -234,19 +228,6 @@ def test_a_close_that_fails_is_logged_and_told_and_never_raises(call, caplog):
     assert record.getMessage() == "close of listener 'orders' (topology 'enrich', executor 7, host localhost) failed"
     assert record.exc_info[1] is not None
     assert channel.sent[-1][1]["outcome"] == ("timeout" if call is hangs else "failed")
-    assert not hooks.closing
-
-
-def test_closing_is_set_while_a_listener_closes():
-    """A signal that asks the process to end finds it set, also when an open failed and its close runs."""
-    seen = []
-    hooks, _, topology, registered = setting(
-        Calls(close=lambda _: seen.append(hooks.closing), open=lambda _: seen.append(hooks.closing))
-    )
-    hooks.open(topology, registered)
-    hooks.close(topology, registered)
-    assert seen == [False, True]
-    assert not hooks.closing
 
 
 @pytest.mark.parametrize("call", [lambda _: None, raises(OSError("x")), hangs], ids=["ok", "raises", "hangs"])
@@ -420,121 +401,109 @@ def test_lifecycle_and_hooks_together(caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
 
 
-# -- the worker's way of using them
+@pytest.mark.parametrize("kind", ["class", "generator"])
+def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
+    """Wherever a kill hits the begin of a task: what was entered is left, once, and before the task has ended."""
+    inside = [0]
+    armed: list[bool] = []
+    managers: list[Any] = []
+
+    class Manager:
+        def __enter__(self):
+            inside[0] += 1  # no call behind it, so no signal before it has answered
+
+        def __exit__(self, *_):
+            inside[0] -= 1
+
+    @contextlib.contextmanager
+    def generator():
+        inside[0] += 1
+        try:
+            yield
+        finally:
+            inside[0] -= 1
+
+    class Decorates(Listener):
+        def decorate(self, task):
+            managers.append(Manager() if kind == "class" else generator())  # kept: none is left by being dropped
+            return managers[-1]
+
+    def kill(_number, _frame):
+        if armed:
+            armed.clear()
+            raise TaskKilled("SIGTERM")
+
+    one = Decorates()
+    hooks = CalledHooks(FakeChannel())
+    topology = Described("t", "t", (Registered(0, "one", one._stagecrew, True, one),))
+    lifecycle = Lifecycle(hooks)
+    lifecycle.describe(topology)
+    lifecycle.begin(["t"], "task")
+    lifecycle.end(None)
+    killed = 0
+    before = signal.signal(signal.SIGALRM, kill)
+    try:
+        for at in range(6000):
+            managers.clear()
+            armed.append(True)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + at % 60))
+                lifecycle.begin(["t"], "task")
+            except TaskKilled:
+                killed += 1
+            armed.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            lifecycle.end(None)
+            assert inside == [0], f"after {at} tasks"
+    finally:
+        armed.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert killed
 
 
-@pytest.fixture
-def executor(monkeypatch):
-    """The executor's end of a worker's channel, with the worker."""
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, 1 << 20, 10.0)
-    channel.welcome = WELCOME
-    monkeypatch.setattr(worker_process.Channel, "connect", lambda place, role: channel)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    decoder = Decoder(1 << 20)
+def test_a_signal_right_behind_the_entry_of_c_code_is_left():
+    """A lock's `__enter__` has returned, and the signal that came in it is raised before anything else runs."""
+    left: list[Any] = []
 
-    def heard(kind: str, seconds: float = 10.0) -> Any:
-        """The next frame of this kind that the worker sent."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            for frame in list(arrived):
-                arrived.remove(frame)
-                if frame.kind == kind:
-                    return frame
-            if select.select([theirs], [], [], 0.1)[0]:
-                arrived.extend(decoder.feed(theirs.recv(1 << 16)))
-        raise AssertionError(f"no {kind} came")
+    class Manager:
+        _as_parameter_ = int(signal.SIGALRM)
+        __enter__ = ctypes.CDLL(None)["raise"]
 
-    arrived: list[Any] = []
-    yield SimpleNamespace(
-        worker=worker_process.WorkerProcess("place"), say=theirs.sendall, heard=heard, end=theirs.close
-    )
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._ENDING)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    channel.close()
-    theirs.close()
+        def __exit__(self, _type, error, _trace):
+            left.append(error)
+
+    class Decorates(Listener):
+        def decorate(self, task):
+            return Manager()
+
+    def kill(_number, _frame):
+        raise TaskKilled("SIGTERM")
+
+    hooks, _, topology, registered = setting(Decorates())
+    before = signal.signal(signal.SIGALRM, kill)
+    try:
+        with pytest.raises(TaskKilled) as raised:
+            hooks.enter(topology, registered, "task")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert left == [raised.value]
 
 
-def description(topology: str) -> bytes:
-    """Of a topology with one listener that is imported by its name."""
-    body = (
-        f'{{"name": "{topology}", "listeners": [{{"index": 0, "kind": "name", "name": null, '
-        f'"target": "stagecrew:LoggingContext"}}]}}'
-    )
-    return encode("DESCRIPTION", topology=topology, body=body, blobs=[])
+def test_a_kill_as_a_hook_begins_leaves_no_timer(monkeypatch):
+    """The signal may come right behind the call that starts the timer."""
+    before = signal.getsignal(signal.SIGALRM)
+    real = signal.setitimer
 
+    def set_and_killed(*arguments):
+        real(*arguments)
+        if arguments[1]:
+            raise TaskKilled("SIGTERM")
+        return (0.0, 0.0)
 
-TASK = SimpleNamespace(taskAttemptId=lambda: 5, stageId=lambda: 1, partitionId=lambda: 2, attemptNumber=lambda: 0)
-
-
-def test_a_close_that_came_with_a_description_is_obeyed(executor):
-    """A CLOSE that the worker read while it waited for a description is answered as soon as the task is over."""
-    executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
-    executor.worker.end(None)
-    executor.say(encode("CLOSE", topology="a") + description("b"))
-    executor.worker.begin(TASK, ["b"])
-    executor.worker.end(None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        waits = threading.Timer(20, theirs.sendall, [b"in vain"])
-        waits.start()
-        theirs.sendall(b"the next task")
-        executor.worker.wait_for_task(ours)
-        waits.cancel()
-        waits.join()
-    assert executor.heard("CLOSED")["topology"] == "a"
-    assert executor.worker.anything_open
-    executor.worker.leave("the test ends")
-    assert executor.heard("GOODBYE")["reason"] == "the test ends"
-
-
-def test_an_executor_that_is_gone_closes_everything(executor):
-    """An idle worker whose channel breaks closes its listeners and goes on as a plain worker."""
-    executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
-    executor.worker.end(None)
-    assert executor.worker.anything_open
-    executor.end()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        executor.worker.wait_for_task(ours)
-    assert not executor.worker.anything_open
-
-
-def test_a_worker_that_is_not_needed_closes_everything(executor):
-    """The end of Spark's stream, with signals held; then the executor hears the reason."""
-    executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
-    executor.worker.end(None)
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.close()
-        executor.worker.wait_for_task(ours)
-    assert not executor.worker.anything_open
-    assert executor.heard("GOODBYE")["reason"] == "the worker is not needed any more"
-
-
-def test_a_kill_during_a_task_is_raised_once(executor):
-    """SIGTERM raises `TaskKilled` in the task's own code; a second one has nothing to add, nor one behind the task."""
-    executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
-    with pytest.raises(TaskKilled, match="SIGTERM"):
-        os.kill(os.getpid(), signal.SIGTERM)
-    os.kill(os.getpid(), signal.SIGTERM)
-    executor.worker.end(TaskKilled("SIGTERM"))
-    os.kill(os.getpid(), signal.SIGTERM)
-    executor.worker.leave("the worker ends")
-    assert executor.heard("END")["attempt"] == 5
-
-
-def test_a_topology_that_the_executor_refuses(executor):
-    """The reason of the executor reaches the task, which ends like any other."""
-    executor.say(encode("REFUSED", reason="this topology is closed"))
-    with pytest.raises(ChannelError, match="the executor refuses this process: this topology is closed"):
-        executor.worker.begin(TASK, ["a"])
-    executor.worker.end(None)
-    assert executor.heard("END")["attempt"] == 5
-    with pytest.raises(ResourceNotOpen):
-        Calls().get()
+    monkeypatch.setattr(signal, "setitimer", set_and_killed)
+    hooks, _, topology, registered = setting(Calls())
+    with pytest.raises(TaskKilled):
+        hooks.open(topology, registered)
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before

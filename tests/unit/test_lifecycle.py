@@ -501,6 +501,49 @@ def test_topologies_that_close_together_close_innermost_first():
     assert hooks.log == [("close", "inner", 0), ("close", "outer", 0)]
 
 
+def test_closing_is_set_while_a_listener_closes():
+    """A signal that asks the process to end finds it set from before the close is booked, also behind a failed open."""
+    lifecycle, hooks = machine(topology("a", Plain(), optional(Plain())))
+    seen = []
+
+    class Opened(list):
+        def remove(self, key):
+            seen.append(("booked", lifecycle.closing))
+            super().remove(key)
+
+    def opens(topology, registered):
+        seen.append(("open", lifecycle.closing))
+        if registered.index == 1:
+            raise HookError
+
+    lifecycle._opened = Opened()
+    hooks.open = opens
+    hooks.close = lambda topology, registered: seen.append(("close", lifecycle.closing))
+    lifecycle.begin(["a"], "task")
+    lifecycle.end(None)
+    closes = [("booked", True), ("close", True)]
+    assert seen == [("open", False), ("open", False), *closes]
+    assert not lifecycle.closing
+    lifecycle.close("a")
+    assert seen[4:] == closes
+    assert not lifecycle.closing
+
+
+def test_a_forked_child_finds_but_does_not_close():
+    """What its parent opened is the parent's to leave and to close."""
+    first = Decorating("first")
+    lifecycle, hooks = machine(topology("a", first))
+    lifecycle.begin(["a"], "task")
+    lifecycle.disown()
+    hooks.log = []
+    assert lifecycle.find(first._stagecrew) is first
+    assert lifecycle.open_count == 0
+    assert not lifecycle.anything_open
+    lifecycle.end(None)
+    assert lifecycle.close_all() == ["a"]
+    assert hooks.log == []
+
+
 def test_the_close_of_an_unknown_topology_is_answered():
     """The executor waits for an answer also from a process that never had a task of the topology."""
     lifecycle, hooks = machine()

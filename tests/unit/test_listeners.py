@@ -167,6 +167,14 @@ def test_a_reference_is_known_without_its_arguments():
     assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
 
 
+def test_where_a_listener_was_registered_stays_short():
+    """Each place once, the last few: it travels with each task's function."""
+    one = pool("a")
+    for i in (*range(50), 49, 48):
+        one._stagecrew.registered_for(f"topology 'run {i}'")
+    assert one._stagecrew.topologies == [f"topology 'run {i}'" for i in (45, 46, 47, 49, 48)]
+
+
 def test_identities_of_different_factories_differ():
     """Equal arguments do not make two classes one."""
     assert not Identity("m:A", (1,), {}).same(Identity("m:B", (1,), {}))

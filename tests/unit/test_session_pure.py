@@ -9,6 +9,7 @@ from typing import Any
 
 import pyspark
 import pytest
+from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 import stagecrew
@@ -31,7 +32,7 @@ PLUGIN = "stagecrew.StagecrewPlugin"
 @pytest.fixture(autouse=True)
 def _no_spark(monkeypatch):
     """No test here starts Spark, nor is changed by the environment of whoever runs it."""
-    for name in ("SPARK_HOME", "SPARK_CONF_DIR", "SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_API_MODE"):
+    for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_CONNECT_MODE", "SPARK_API_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests of this process may have started it
         monkeypatch.setattr(pyspark.SparkContext, name, None)
@@ -101,58 +102,55 @@ def test_a_missing_jar(monkeypatch, builder):
             call()
 
 
-DEFAULTS = """
-# a comment
-  ! another, as java.util.Properties has it
-spark.plugins            com.example.A
-spark.jars\t/one.jar
-spark.with.equals=a=b
-spark.with.blanks = c d
-spark.with.colon: e
-spark.extraJavaOptions   -Dx=y -Dz="a b"
-spark.continued  f,\\
-                 g
-   spark.indented  h
-spark.flag
-spark.plugins            com.example.B
-"""
+class Jvm:
+    """As much of a JVM as `configure` asks: Spark's defaults, and a class loader."""
 
+    def __init__(self) -> None:
+        self.held: dict[str, str] = {}
+        self.launched: list[dict[str, str]] = []
+        self.loaded = True
+        self.added: list[str] = []
+        file = SimpleNamespace(File=lambda path: SimpleNamespace(toURI=lambda: SimpleNamespace(toURL=lambda: path)))
+        loader = SimpleNamespace(loadClass=self.load, addURL=self.add)
+        thread = SimpleNamespace(currentThread=lambda: SimpleNamespace(getContextClassLoader=lambda: loader))
+        self.java = SimpleNamespace(io=file, lang=SimpleNamespace(Thread=thread))
 
-def test_spark_defaults(tmp_path, monkeypatch):
-    """It is read as Spark reads it: any of its separators, comments, continued lines; the last of a key wins."""
-    (tmp_path / "spark-defaults.conf").write_text(DEFAULTS)
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
-    assert session._spark_defaults() == {
-        "spark.plugins": "com.example.B",
-        "spark.jars": "/one.jar",
-        "spark.with.equals": "a=b",
-        "spark.with.blanks": "c d",
-        "spark.with.colon": "e",
-        "spark.extraJavaOptions": '-Dx=y -Dz="a b"',
-        "spark.continued": "f,g",
-        "spark.indented": "h",
-        "spark.flag": "",
-    }
+    def SparkConf(self, defaults: bool) -> dict[str, str]:
+        assert defaults
+        return self.held
 
+    def load(self, name: str) -> None:
+        if not self.loaded:
+            raise Py4JError(name)
 
-def test_where_spark_defaults_lie(tmp_path, monkeypatch):
-    """SPARK_CONF_DIR before SPARK_HOME/conf; none at all is no error."""
-    assert session._spark_defaults() == {}
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "spark-defaults.conf").write_text("spark.plugins of.home")
-    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
-    assert session._spark_defaults() == {"spark.plugins": "of.home"}
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "nowhere"))
-    assert session._spark_defaults() == {}
+    def add(self, path: str) -> None:
+        self.added.append(path)
+        self.loaded = True
 
 
 @pytest.fixture
-def started(monkeypatch, builder, tmp_path):
-    """Answers the options with which a configured builder would start Spark."""
-    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+def jvm(monkeypatch):
+    """What PySpark would start, or connect to, when a session starts."""
+    made = Jvm()
 
-    class Started(Exception):  # noqa: N818
-        """Stands for the start."""
+    def ensure(conf: pyspark.SparkConf) -> None:
+        made.launched.append(dict(conf.getAll()))
+        monkeypatch.setattr(pyspark.SparkContext, "_gateway", made)
+        monkeypatch.setattr(pyspark.SparkContext, "_jvm", made)
+
+    monkeypatch.setattr(pyspark.SparkContext, "_ensure_initialized", ensure)
+    yield made
+    for name in ("_gateway", "_jvm"):
+        monkeypatch.setattr(pyspark.SparkContext, name, None)
+
+
+class Started(Exception):  # noqa: N818
+    """Stands for the start of Spark."""
+
+
+@pytest.fixture
+def started(monkeypatch, builder, jvm):
+    """Answers the options with which a configured builder would start Spark."""
 
     def start() -> None:
         raise Started
@@ -176,7 +174,7 @@ def test_configure_appends_to_the_builder(started, builder):
     }
 
 
-def test_configure_sees_what_comes_after_it(builder, monkeypatch):
+def test_configure_sees_what_comes_after_it(builder, jvm, monkeypatch):
     """The builder is answered, and options set on it afterwards count."""
     monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(RuntimeError("the start")))
     configured = stagecrew.configure(builder)
@@ -186,16 +184,93 @@ def test_configure_sees_what_comes_after_it(builder, monkeypatch):
     assert builder._options["spark.plugins"] == f"com.example.Late,{PLUGIN}"
 
 
-def test_configure_appends_to_spark_defaults(started, tmp_path):
-    """A setting of the builder would replace that of the file, so it is taken over."""
-    (tmp_path / "spark-defaults.conf").write_text("spark.plugins\tof.file\nspark.jars = /file.jar\nspark.other z\n")
-    assert started() == {"spark.plugins": f"of.file,{PLUGIN}", "spark.jars": f"/file.jar,{stagecrew.jar_path()}"}
+def test_the_jvm_is_started_with_the_builder_s_options(started, builder, jvm):
+    """As PySpark would: what works only then (packages, memory) works, and ours do not replace what is given elsewhere."""
+    builder.config("spark.jars.packages", "org.example:a:1").config("spark.driver.memory", "2g")
+    started()
+    assert jvm.launched == [{"spark.jars.packages": "org.example:a:1", "spark.driver.memory": "2g"}]
+    started()
+    assert len(jvm.launched) == 1
+
+
+def test_configure_appends_to_what_the_jvm_holds(started, builder, jvm):
+    """spark-submit and spark-defaults.conf: a setting of the builder would replace theirs, so it is taken over; each once."""
+    jvm.held |= {
+        "spark.plugins": "of.submit, of.builder",
+        "spark.jars": "file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar",
+        "spark.stagecrew.jvmListeners": "a.A",
+    }
+    builder.config("spark.plugins", "of.builder").config("spark.jars", "/builder.jar,/a b.jar,/other.jar")
+    options = started(jvm_listeners=["b.B", "a.A"])
+    assert options["spark.plugins"] == f"of.submit,of.builder,{PLUGIN}"
+    jars = f"file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar,/other.jar,{stagecrew.jar_path()}"
+    assert options["spark.jars"] == jars
+    assert options["spark.stagecrew.jvmListeners"] == "a.A,b.B"
+
+
+def test_our_jar_is_not_added_twice(started, jvm):
+    """`spark-submit --jars $(stagecrew jar)` and `configure` name one file."""
+    jvm.held |= {"spark.jars": Path(stagecrew.jar_path()).as_uri(), "spark.plugins": PLUGIN}
+    options = started()
+    assert (options["spark.jars"], options["spark.plugins"]) == (jvm.held["spark.jars"], PLUGIN)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_jvm_without_our_jar_learns_of_it(started, jvm, loaded):
+    """Before Spark starts, and only when it was not started with it."""
+    jvm.loaded = loaded
+    started()
+    assert jvm.added == ([] if loaded else [stagecrew.jar_path()])
+
+
+def test_create_is_wrapped_too(builder, jvm, monkeypatch):
+    """`create()` starts a session as `getOrCreate()` does."""
+
+    def start() -> None:
+        raise Started
+
+    monkeypatch.setattr(builder, "create", start)
+    with pytest.raises(Started):
+        stagecrew.configure(builder).create()
+    assert builder._options["spark.plugins"] == PLUGIN
 
 
 def test_configure_with_jvm_listeners(started, builder):
     """They are added to those that the builder names."""
     builder.config("spark.stagecrew.jvmListeners", "a.A")
     assert started(jvm_listeners=["b.B", "a.A"])["spark.stagecrew.jvmListeners"] == "a.A,b.B"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("a.B", r"jvm_listeners='a\.B' is a string; write a list: jvm_listeners=\['a\.B'\]"),
+        ([1], "1 in jvm_listeners is"),
+    ],
+)
+def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
+    """A string is not taken for a list of letters; `configure` and `topology` say what to write."""
+    with pytest.raises(ConfigurationError, match=text):
+        stagecrew.configure(builder, jvm_listeners=wrong)
+    crew = session.Crew.__new__(session.Crew)
+    crew.context = SimpleNamespace(_jsc=object())
+    with pytest.raises(ConfigurationError, match=text):
+        crew.topology("t", jvm_listeners=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("m:orders", r"^listeners='m:orders' is a string; register instances: listeners=\[\.\.\.\]"),
+        (Pool("a"), r"^Pool stands alone; register a list: listeners=\[\.\.\.\]"),
+        (Pool, r"^Pool is a class; register an instance"),
+        (pool, r"^pool is a resource that was not called"),
+    ],
+)
+def test_listeners_that_are_no_list(wrong, text, builder):
+    """A string, or one that is not in a list: the error says what to write."""
+    with pytest.raises(ListenerError, match=text):
+        stagecrew.configure(builder, listeners=wrong)
 
 
 def test_no_listener_gets_into_the_options(started):
@@ -240,6 +315,7 @@ def test_connect_is_refused():
         (None, ("SPARK_REMOTE", "sc://localhost")),
         (None, ("SPARK_CONNECT_MODE_ENABLED", "1")),
         (None, ("SPARK_API_MODE", "connect")),
+        (None, ("SPARK_CONNECT_MODE", "1")),
     ],
 )
 def test_a_builder_that_would_make_a_connect_session(builder, monkeypatch, option, variable):
@@ -248,9 +324,10 @@ def test_a_builder_that_would_make_a_connect_session(builder, monkeypatch, optio
         builder.config(*option)
     if variable:
         monkeypatch.setenv(*variable)
-    monkeypatch.setattr(builder, "getOrCreate", lambda: pytest.fail("Spark must not start"))
-    with pytest.raises(UnsupportedSession, match="Spark Connect"):
-        stagecrew.configure(builder).getOrCreate()
+    for name in ("getOrCreate", "create"):
+        monkeypatch.setattr(builder, name, lambda: pytest.fail("Spark must not start"))
+        with pytest.raises(UnsupportedSession, match="Spark Connect"):
+            getattr(stagecrew.configure(builder), name)()
 
 
 @pytest.mark.parametrize("version", ["4.2.9", "4.30.0", "4.4.0", "3.5.1"])
@@ -363,8 +440,9 @@ def test_an_unpicklable_without_a_culprit():
 class JavaError:
     """As py4j shows an exception of the JVM."""
 
-    def __init__(self, message: str | None, cause: JavaError | None = None) -> None:
+    def __init__(self, message: str | None, cause: JavaError | None = None, of: str = "java.lang.Exception") -> None:
         self.getMessage, self.getCause = lambda: message, lambda: cause
+        self.getClass = lambda: SimpleNamespace(getName=lambda: of)
 
 
 def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
@@ -381,9 +459,34 @@ def test_refusals_of_the_plugin():
     assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
     assert type(refused(JavaError("this stagecrew is built for Spark 4.3"))) is UnsupportedSpark
     assert str(refused(JavaError("port in use"))) == "py4j's text"
-    assert str(refused(JavaError("java.lang.ClassNotFoundException: stagecrew.X"))) == "py4j's text"
     assert str(refused(JavaError(None))) == "py4j's text"
     assert type(refused(None, "stagecrew is unhappy")) is ConfigurationError
+
+
+def test_a_class_that_is_not_there_is_no_refusal_of_ours():
+    """By its Java class: its message is but the name, which may have ours in it."""
+    missing = JavaError("com.example.stagecrew.Mine", of="java.lang.ClassNotFoundException")
+    assert str(refused(missing)) == "py4j's text"
+    assert str(refused(JavaError("outer", missing))) == "py4j's text"
+    assert type(refused(JavaError("stagecrew says: ClassNotFoundException"))) is ConfigurationError
+
+
+def test_a_refusal_in_a_later_session():
+    """PySpark shows Java's exceptions by errors of its own once a session has been: they are read too."""
+    error = RuntimeError("pyspark's text")
+    error._origin = JavaError("outer", JavaError("stagecrew refuses"))
+    assert str(session._refusal(error)) == "stagecrew refuses"
+
+
+@pytest.mark.parametrize(("text", "same"), [("port in use", True), ("stagecrew refuses", False)])
+def test_no_error_is_its_own_cause(builder, jvm, monkeypatch, text, same):
+    """What is not ours is raised as it came; a refusal of ours has it as its cause."""
+    original = RuntimeError(text)
+    monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(original))
+    with pytest.raises((RuntimeError, ConfigurationError)) as raised:
+        stagecrew.configure(builder).getOrCreate()
+    assert (raised.value is original) == same
+    assert raised.value.__cause__ is (None if same else original)
 
 
 def test_listeners_of_a_running_application_cannot_change():

@@ -56,6 +56,8 @@ def _begin_task() -> None:
     context = TaskContext.get()
     chain = context.getLocalProperty(CHAIN) if context is not None else None
     if not chain:
+        if _process is not None:
+            _process.begin_without_listeners()
         return
     if _process is None:
         place = context.getLocalProperty(PLACE)  # type: ignore[union-attr]
@@ -64,10 +66,16 @@ def _begin_task() -> None:
     _process.begin(context, chain.split(" "))
 
 
+def _worker_module() -> str:
+    """What the original runs, as it chooses: any other `spark.python.worker.module` has no effect in a daemon."""
+    asked = sys.argv[1] if len(sys.argv) > 1 else ""
+    return asked if asked.startswith("pyspark") else "pyspark.worker"
+
+
 def _hook_pyspark() -> None:
     """Wraps two functions of `pyspark.worker`; after the fork, as importing it may start threads."""
     global _hooked
-    if _hooked or (len(sys.argv) > 1 and sys.argv[1] != "pyspark.worker"):
+    if _hooked or _worker_module() != "pyspark.worker":
         return
     # What the original does first thing: until then the daemon's own handlers would be in force.
     for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):

@@ -7,16 +7,18 @@ before each hook and after, and ends the process when a hook ignores the signal 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners import Listener, ListenerContext, Scope
+from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.lifecycle import Described, Leave, Registered
 
@@ -28,25 +30,6 @@ _log = logging.getLogger("stagecrew")
 ERROR_LENGTH = 8000
 
 
-@contextlib.contextmanager
-def _bounded(seconds: float, what: str) -> Iterator[None]:
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        raise HookTimeout(f"{what} took longer than {seconds:g} s and was interrupted")
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    started = time.monotonic()
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # also when the timer went off in this very moment
-            signal.signal(signal.SIGALRM, before)
-        if remaining:  # somebody else's timer: it goes on, less the time that the hook took
-            signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - started)), interval)
-
-
 class CalledHooks:
     """Calls listeners of one process and tells its executor."""
 
@@ -55,8 +38,13 @@ class CalledHooks:
         welcome = channel.welcome
         self._open_timeout: float = welcome["openTimeout"]
         self._close_timeout: float = welcome["closeTimeout"]
-        #: Set while a listener closes: a signal that asks the process to end then has nothing to add.
-        self.closing = False
+        #: What the timer of the current hook calls.
+        self._interrupt: Callable[[int, FrameType | None], None] | None = None
+
+    def forked(self) -> None:
+        """In a child that a hook forked: the timer is the parent's, and its handler with it."""
+        if self._interrupt is not None:
+            forks.default_signals([signal.SIGALRM], self._interrupt)
 
     def context(self, topology: Described, scope: Scope) -> ListenerContext:
         """What a listener of this topology is told."""
@@ -92,37 +80,40 @@ class CalledHooks:
         """See `Hooks`."""
         listener = self._listener(registered)
         context = self.context(topology, listener.scope)
-        before, self.closing = self.closing, True
         try:
             self._called("close", topology, registered, self._close_timeout, lambda: listener.close(context))
         except BaseException:
             _log.warning("%s failed", self._what("close", topology, registered), exc_info=True)
-        finally:
-            self.closing = before
 
     def enter(self, topology: Described, registered: Registered, task: Any) -> Leave:
         """See `Hooks`."""
+        manager: Any = None
+        entered: list[Any] = []
         try:
             manager = self._listener(registered).decorate(task)
-            manager.__enter__()
+            # `map`, not a call: behind a call of C code (a lock's) Python runs signal handlers, before this is booked.
+            entered.extend(map(type(manager).__enter__, (manager,)))
+            return functools.partial(self._leave, manager, topology, registered)
         except BaseException as error:
+            # A generator that was interrupted behind its `yield`, before its manager answered, is entered too.
+            generator = manager.gen if isinstance(manager, contextlib._GeneratorContextManager) else None
+            if entered or getattr(generator, "gi_suspended", False):
+                self._leave(manager, topology, registered, error)
             error.add_note(f"raised by {self._what('decorate', topology, registered)}")
             self._failed_decoration(topology, registered, error)
             raise
 
-        def leave(error: BaseException | None) -> None:
-            try:
-                if error is None:
-                    manager.__exit__(None, None, None)
-                else:
-                    manager.__exit__(type(error), error, error.__traceback__)
-            except BaseException as raised:
-                if raised is error:
-                    return
-                _log.warning("%s failed at its end", self._what("decorate", topology, registered), exc_info=True)
-                self._failed_decoration(topology, registered, raised)
-
-        return leave
+    def _leave(self, manager: Any, topology: Described, registered: Registered, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                manager.__exit__(None, None, None)
+            else:
+                manager.__exit__(type(error), error, error.__traceback__)
+        except BaseException as raised:
+            if raised is error:
+                return
+            _log.warning("%s failed at its end", self._what("decorate", topology, registered), exc_info=True)
+            self._failed_decoration(topology, registered, raised)
 
     def _called(
         self, hook: str, topology: Described, registered: Registered, seconds: float, call: Callable[[], None]
@@ -131,13 +122,34 @@ class CalledHooks:
         self._tell("HOOK", topology=topology.id, listener=registered.index, hook=hook, timeout=int(seconds * 1000))
         started = time.monotonic()
         try:
-            with _bounded(seconds, what):
-                call()
+            self._bounded(seconds, what, call)
         except BaseException as error:
             outcome = "timeout" if isinstance(error, HookTimeout) else "failed"
             self._done(hook, topology, registered, outcome, started, error)
             raise
         self._done(hook, topology, registered, "ok", started, None)
+
+    def _bounded(self, seconds: float, what: str, call: Callable[[], None]) -> None:
+        def interrupt(_signal: int, _frame: FrameType | None) -> None:
+            raise HookTimeout(f"{what} took longer than {seconds:g} s and was interrupted")
+
+        before = signal.getsignal(signal.SIGALRM)
+        remaining = interval = 0.0
+        started = time.monotonic()
+        self._interrupt = interrupt
+        # No context manager: whatever another signal raises, and where, the timer does not outlive its hook.
+        try:
+            signal.signal(signal.SIGALRM, interrupt)
+            remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+            call()
+        finally:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            finally:  # also when the timer went off in this very moment
+                signal.signal(signal.SIGALRM, before)
+                self._interrupt = None
+            if remaining:  # somebody else's timer: it goes on, less the time that the hook took
+                signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - started)), interval)
 
     def _done(
         self,

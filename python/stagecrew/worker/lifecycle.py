@@ -80,6 +80,9 @@ class Lifecycle:
         self._running = False
         self._leaves: list[Leave] = []
         self._due: list[str] = []
+        self._disowned: list[object] = []
+        #: Set while a listener closes, from before that is booked: a signal that asks the process to end then only notes it.
+        self.closing = False
 
     @property
     def busy(self) -> bool:
@@ -90,6 +93,11 @@ class Lifecycle:
     def anything_open(self) -> bool:
         """Whether some listener awaits its close."""
         return bool(self._opened)
+
+    @property
+    def open_count(self) -> int:
+        """How many listeners await their close."""
+        return len(self._opened)
 
     def knows(self, topology: str) -> bool:
         """Whether the topology was described and not closed since."""
@@ -194,6 +202,12 @@ class Lifecycle:
                 self._due.clear()
         return known
 
+    def disown(self) -> None:
+        """In a forked child: what is open is the parent's to leave and to close; `find` goes on answering it."""
+        # Held for ever: a generator that is dropped runs its `finally`.
+        self._disowned += [*self._leaves, *self._topologies.values()]
+        self._opened, self._leaves, self._due = [], [], []
+
     def find(self, identity: Identity) -> Any:
         """What a listener of the current task's topologies opened. Raises `LookupError`.
 
@@ -234,11 +248,15 @@ class Lifecycle:
     def _close_one(self, key: tuple[str, int]) -> None:
         if key not in self._opened:
             return
-        described = self._topologies[key[0]]
-        registered = next(one for one in described.listeners if one.index == key[1])
-        self._opened.remove(key)
-        self._states.pop(key, None)
-        self._hooks.close(described, registered)
+        before, self.closing = self.closing, True
+        try:
+            described = self._topologies[key[0]]
+            registered = next(one for one in described.listeners if one.index == key[1])
+            self._opened.remove(key)
+            self._states.pop(key, None)
+            self._hooks.close(described, registered)
+        finally:
+            self.closing = before
 
     def _forget(self, topology: str) -> None:
         self._topologies.pop(topology, None)

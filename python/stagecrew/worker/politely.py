@@ -1,15 +1,19 @@
 """How the daemon ends a worker that Spark does not need any more, so that its listeners close.
 
 Spark's daemon kills with SIGKILL: an idle worker beyond `spark.python.factory.idleWorkerMaxPoolSize`, and one whose task was
-killed and did not end. A worker that has listeners catches SIGTERM; it gets that first, and SIGKILL when it is still there
-after `SECONDS`. Any other gets SIGKILL at once, as without stagecrew.
+killed and did not end. A worker that catches SIGTERM, as each with open listeners does, gets that first, and SIGKILL when it
+is still there after `SECONDS`; one that is idle or closing has said how long its closes may take, and has at least that
+long. One that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon has one thread and must have no other before it forks: the second signal is sent by a timer's handler.
+The daemon has one thread and must have no other before it forks: the second signal is sent by a timer's handler. Nothing
+else in it uses a timer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import os
 import signal
 import time
@@ -17,59 +21,97 @@ import types
 from types import FrameType
 from typing import Final
 
-import pyspark.daemon
+__all__ = ["SECONDS", "forget", "install", "needs"]
 
-__all__ = ["SECONDS", "forget", "install"]
-
-#: How long a worker that was asked has to close its listeners.
+#: How long a worker that was asked has when it runs a task.
 SECONDS: Final = 5.0
+#: How often the daemon looks whether one that was asked is due, once `SECONDS` are over for the first.
+_INTERVAL: Final = 0.5
 
-#: Of each worker that was asked: when it is killed, its pid, and when that process started (a pid may be used again).
+#: Of each worker that was asked: when, its pid, and when that process started (a pid may be used again).
 _asked: list[tuple[float, int, str]] = []
+#: By pid: how many seconds that worker needs to close what it has open. Memory that the daemon shares with the workers that
+#: it forks; only the pages of pids that were written are taken.
+_needed: memoryview | None = None
 
 
 def install() -> None:
     """Lets Spark's daemon end its workers by `_kill`. In the daemon only, before its loop."""
+    global _needed
+    import pyspark.daemon
+
+    _needed = _shared_table()
     names = {name: value for name, value in vars(os).items() if not name.startswith("__")}
     pyspark.daemon.os = types.SimpleNamespace(**{**names, "kill": _kill})  # type: ignore[assignment, attr-defined]
 
 
 def forget() -> None:
-    """In a forked worker: the daemon's timer and its handler are not the worker's."""
+    """In a forked worker, before each task: the daemon's timer and handler are not the worker's, and it has `SECONDS`."""
+    needs(0)
     if _asked or signal.getsignal(signal.SIGALRM) is _later:
         _asked.clear()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
+def needs(seconds: float) -> None:
+    """In a forked worker: says how long it takes at most to end from now on, once it is asked."""
+    pid = os.getpid()
+    if _needed is not None and pid < len(_needed):
+        _needed[pid] = min(math.ceil(seconds), 0xFFFF)
+
+
+def _shared_table() -> memoryview | None:
+    try:
+        with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
+            pids = int(file.read())
+        return memoryview(mmap.mmap(-1, 2 * pids)).cast("B").cast("H")
+    except (OSError, ValueError):
+        return None
+
+
 def _kill(pid: int, number: int) -> None:
-    started = _started(pid) if number == signal.SIGKILL and _catches_sigterm(pid) else None
+    started = _started(pid) if number == signal.SIGKILL and _takes_sigterm(pid) else None
     if started is None:
         os.kill(pid, number)
         return
     os.kill(pid, signal.SIGTERM)
-    _asked.append((time.monotonic() + SECONDS, pid, started))
-    signal.signal(signal.SIGALRM, _later)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS, 0.5)
+    if all(entry[1:] != (pid, started) for entry in _asked):
+        _asked.append((time.monotonic(), pid, started))
+    # Not when it runs: it would begin anew, and never end while workers are killed again and again.
+    if signal.getsignal(signal.SIGALRM) is not _later or signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
+        signal.signal(signal.SIGALRM, _later)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS, _INTERVAL)
 
 
 def _later(_number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
-    for entry in [entry for entry in _asked if entry[0] <= now]:
-        _asked.remove(entry)
-        if _started(entry[1]) == entry[2]:
+    for entry in list(_asked):
+        asked, pid, started = entry
+        if _started(pid) != started:
+            _asked.remove(entry)
+        elif asked + _grace(pid) <= now:
+            _asked.remove(entry)
             with contextlib.suppress(OSError):
-                os.kill(entry[1], signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     if not _asked:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _catches_sigterm(pid: int) -> bool:
+def _grace(pid: int) -> float:
+    return max(SECONDS, _needed[pid] if _needed is not None and pid < len(_needed) else 0)
+
+
+def _takes_sigterm(pid: int) -> bool:
+    # Blocked: a worker with listeners whose handlers Spark resets at this moment gets it right behind.
+    taken = 0
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
-    except (OSError, StopIteration, ValueError):
+            for line in status:
+                if line.startswith(("SigCgt:", "SigBlk:")):
+                    taken |= int(line.split()[1], 16)
+    except (OSError, IndexError, ValueError):
         return False
-    return bool(caught >> (signal.SIGTERM - 1) & 1)
+    return bool(taken >> (signal.SIGTERM - 1) & 1)
 
 
 def _started(pid: int) -> str | None:

@@ -15,21 +15,24 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from stagecrew.errors import ChannelError, TaskKilled
 from stagecrew.frames import Frame
 from stagecrew.listeners import Task, resolving
+from stagecrew.worker import forks, politely
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Lifecycle
 
-__all__ = ["CHAIN", "PLACE", "WorkerProcess"]
+__all__ = ["CHAIN", "PLACE", "STAGE_ATTEMPT", "WorkerProcess"]
 
-#: Local properties that the executor's shim sets: the topologies of the task, outermost first, and the place file.
+#: Local properties that the executor's shim sets: the topologies of the task, outermost first, the place file, and the
+#: attempt of the stage, which PySpark's TaskContext does not have.
 CHAIN: Final = "spark.stagecrew.chain"
 PLACE: Final = "spark.stagecrew.place"
+STAGE_ATTEMPT: Final = "spark.stagecrew.stageAttempt"
 
 _ENDING: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 
@@ -46,6 +49,15 @@ class WorkerProcess:
         self._on_signal = "note"
         self._noted: int | None = None
         self._resolving = contextlib.ExitStack()
+        forks.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a child that user code forked: `get()` answers what was open before, and all else is the parent's."""
+        forks.default_signals(_ENDING, self._signalled)
+        self._hooks.forked()
+        self._lifecycle.disown()
+        self._channel.close()
+        self._attempt = None
 
     @property
     def anything_open(self) -> bool:
@@ -60,18 +72,24 @@ class WorkerProcess:
         self._take_signals("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
-        if self._noted is not None:  # while Spark's worker read the task
-            raise TaskKilled(f"Spark asked the task to end ({signal.Signals(self._noted).name})")
+        self._raise_noted()  # while Spark's worker read the task
         for topology in chain:
             if not self._lifecycle.knows(topology):
                 self._describe(topology)
         self._lifecycle.begin(chain, self._task(context, chain[-1]))
+        self._raise_noted()  # while the close of a listener ran whose open had failed
+
+    def begin_without_listeners(self) -> None:
+        """A task without listeners begins, between those of topologies that are open: it can be ended as politely."""
+        if self.anything_open:
+            self._take_signals("raise")
+            self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
         """The task has ended with this exception or none; a second call does nothing."""
+        self._on_signal = "note"
         if self._attempt is None:
             return
-        self._on_signal = "note"
         try:
             self._lifecycle.end(error)
         finally:
@@ -93,7 +111,7 @@ class WorkerProcess:
             topology_id=topology,
             executor=welcome["executor"],
             stage=context.stageId(),
-            stage_attempt=context._stageAttemptNumber if hasattr(context, "_stageAttemptNumber") else 0,
+            stage_attempt=int(context.getLocalProperty(STAGE_ATTEMPT) or 0),
             partition=context.partitionId(),
             attempt=context.taskAttemptId(),
             attempt_number=context.attemptNumber(),
@@ -107,6 +125,7 @@ class WorkerProcess:
         At the end of Spark's stream (the worker is not needed any more) everything is closed before this returns.
         """
         with self._leaving_on_signal():
+            politely.needs(self._time_to_close())
             self._obey()  # what was read already, while the task waited for a description, is not seen by poll
             if not self.anything_open and self._channel.fileno() < 0:
                 return
@@ -136,10 +155,15 @@ class WorkerProcess:
     def leave(self, reason: str) -> None:
         """The process ends, or lost its executor: closes everything. A second call does nothing."""
         self._on_signal = "note"
+        politely.needs(self._time_to_close())
         self._lifecycle.close_all()
         with contextlib.suppress(ChannelError):
             self._channel.send("GOODBYE", reason=reason)
         self._channel.close()
+
+    def _time_to_close(self) -> float:
+        # Each close is bounded here and by the executor.
+        return float(self._channel.welcome["closeTimeout"]) * self._lifecycle.open_count + 1
 
     def _obey(self) -> None:
         try:
@@ -163,13 +187,20 @@ class WorkerProcess:
         self._on_signal = what
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
-        if self._hooks.closing or self._on_signal == "note":
+        if self._lifecycle.closing or self._on_signal == "note":
             self._noted = number  # a close is not interrupted; then the process ends
         elif self._on_signal == "raise":
-            self._on_signal = "note"
-            raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
+            self._raise(number)
         else:
             self._die(number)
+
+    def _raise_noted(self) -> None:
+        if self._noted is not None:
+            self._raise(self._noted)
+
+    def _raise(self, number: int) -> NoReturn:
+        self._on_signal = "note"  # once
+        raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
 
     def _die(self, number: int) -> None:
         self.leave(f"the worker got {signal.Signals(number).name}")

@@ -1,0 +1,306 @@
+"""How topologies begin and end in threads, against a driver that is only told of them. No JVM runs here."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagecrew import Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew.session import Crew
+from stagecrew.topology import PROPERTY, Marks, Topology
+
+
+class Context:
+    """A SparkContext's local properties and job tags: each thread has its own."""
+
+    def __init__(self) -> None:
+        self._jsc: Any = object()
+        self._here = threading.local()
+
+    @property
+    def here(self) -> dict[str, Any]:
+        if self._jsc is None:
+            raise AttributeError("'NoneType' object has no attribute 'getLocalProperty'")
+        return self._here.__dict__.setdefault("all", {"property": None, "tags": set()})
+
+    def getLocalProperty(self, key: str) -> str | None:
+        assert key == PROPERTY
+        return self.here["property"]
+
+    def setLocalProperty(self, key: str, value: str | None) -> None:
+        assert key == PROPERTY
+        self.here["property"] = value
+
+    def addJobTag(self, tag: str) -> None:
+        self.here["tags"].add(tag)
+
+    def removeJobTag(self, tag: str) -> None:
+        self.here["tags"].discard(tag)
+
+
+class Driver:
+    """The driver's side: what is active, what was asked of it, and what it says still runs."""
+
+    def __init__(self) -> None:
+        self.parents: dict[str, str | None] = {}
+        self.ended: list[str] = []
+        self.asked: list[tuple[str, str]] = []
+        self.activities: list[dict[str, list[Any]]] = []
+        self.report = lambda _: '{"topologies": []}'
+
+    def cancel(self, topology: str, _reason: str) -> None:
+        self.asked.append(("cancel", topology))
+
+    def stopQueries(self, topology: str) -> None:
+        self.asked.append(("stop", topology))
+
+    def activity(self, _topology: str) -> str:
+        idle: dict[str, list[Any]] = {"jobs": [], "executions": [], "queries": []}
+        return json.dumps({**idle, **(self.activities.pop(0) if self.activities else {})})
+
+    def end(self, topology: str, milliseconds: int) -> None:
+        for inside in [one for one, parent in self.parents.items() if parent == topology and one not in self.ended]:
+            self.end(inside, milliseconds)
+        if topology not in self.ended:
+            self.ended.append(topology)
+
+    def awaitEnd(self, _topology: str, _milliseconds: int) -> bool:
+        return True
+
+
+@pytest.fixture
+def crew() -> Any:
+    """A crew whose driver refuses to begin a topology inside one that has ended."""
+    made: Any = Crew.__new__(Crew)
+    made.context, made.facade, made.close_timeout, made.active = Context(), Driver(), 1.0, []
+    made.marks = Marks(made)
+
+    def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
+        assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)
+        made.facade.parents[topology] = parent
+
+    made.begin = begin
+    return made
+
+
+def topology(crew: Any, name: str) -> Topology:
+    return crew.topology(name)
+
+
+def marks(crew: Any, *inside: Topology, before: str | None = None) -> bool:
+    """Whether this thread is marked as being in these, innermost last, and in no other."""
+    here = crew.context.here
+    return here == {"property": inside[-1].id if inside else before, "tags": {one.tag for one in inside}}
+
+
+def in_thread(f: Callable[[], Any]) -> Any:
+    """What `f` answers in another thread."""
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(f()))
+    thread.start()
+    thread.join(10)
+    return answers[0]
+
+
+def test_nested_topologies_mark_the_thread(crew):
+    """Inside, the thread has the mark of the innermost and the tags of all; afterwards, what it had before."""
+    crew.context.setLocalProperty(PROPERTY, "somebody's")
+    with topology(crew, "a") as a:
+        assert marks(crew, a)
+        with topology(crew, "b") as b:
+            assert marks(crew, a, b)
+            assert crew.facade.parents == {a.id: None, b.id: a.id}
+        assert marks(crew, a)
+    assert marks(crew, before="somebody's")
+    assert crew.active == []
+    assert crew.facade.ended == [b.id, a.id]
+
+
+def test_closed_out_of_order(crew):
+    """Closing the outer one ends the inner one with it; the thread is clean, and another topology begins."""
+    a, b = topology(crew, "a").start(), topology(crew, "b").start()
+    a.close()
+    assert marks(crew)
+    assert crew.active == []
+    assert crew.facade.ended == [b.id, a.id]
+    with pytest.raises(TopologyClosed, match="is closed"):
+        b.wrap(print)()
+    b.close()
+    assert marks(crew)
+    with topology(crew, "c") as c:
+        assert marks(crew, c)
+    assert crew.facade.parents[c.id] is None
+    assert marks(crew)
+
+
+def test_the_middle_one_is_closed_first(crew):
+    """The thread is then in the innermost that is still active, and the next one begins in that."""
+    with topology(crew, "a") as a:
+        b, c = topology(crew, "b").start(), topology(crew, "c").start()
+        b.close()
+        assert marks(crew, a)
+        with topology(crew, "d") as d:
+            assert crew.facade.parents[d.id] == a.id
+            c.close()
+            assert marks(crew, a, d)
+    assert marks(crew)
+
+
+def test_closed_in_another_thread(crew):
+    """It ends; the thread that started it loses the mark when it next starts, wraps or closes one, and all works there."""
+    for clean in (lambda one: one.close(), lambda _: topology(crew, "next").start().close()):
+        one = topology(crew, "one").start()
+        in_thread(one.close)
+        assert one.has_ended
+        clean(one)
+        assert marks(crew)
+    one, two = topology(crew, "one").start(), topology(crew, "two")
+    in_thread(one.close)
+    two.start()
+    assert crew.facade.parents[two.id] is None
+    assert marks(crew, two)
+    two.wrap(lambda: None)()
+    assert marks(crew, two)
+    two.close()
+    assert marks(crew)
+
+
+def test_started_elsewhere_closed_here(crew):
+    """Closing a topology of another thread leaves this thread's own marks as they are."""
+    with topology(crew, "mine") as mine:
+        other = in_thread(topology(crew, "other").start)
+        assert crew.facade.parents[other.id] is None
+        other.close()
+        assert marks(crew, mine)
+    assert marks(crew)
+
+
+def test_wrapped_in_its_own_thread(crew):
+    """A wrapped function that is called inside its topology leaves the thread in it."""
+    with topology(crew, "a") as a:
+        with topology(crew, "b") as b:
+            assert a.wrap(lambda: marks(crew, b, a))()
+            assert marks(crew, a, b)
+        assert a.wrap(lambda: marks(crew, a))()
+        assert marks(crew, a)
+    assert marks(crew)
+
+
+def test_wrapped_in_another_thread(crew):
+    """It takes part there, what begins inside lies in the topology, and the thread is then as it was."""
+
+    def work() -> bool:
+        assert marks(crew, a)
+        with topology(crew, "inner") as inner:
+            assert crew.facade.parents[inner.id] == a.id
+        return marks(crew, a)
+
+    with topology(crew, "a") as a:
+        assert in_thread(lambda: (a.wrap(work)(), marks(crew))) == (True, True)
+
+
+def test_a_thread_that_inherited_the_mark(crew):
+    """As pyspark.InheritableThread: what begins there lies in the topology; when that has ended, the thread is in none."""
+    a = topology(crew, "a").start()
+    inside, closed = threading.Event(), threading.Event()
+
+    def work() -> bool:
+        crew.context.setLocalProperty(PROPERTY, a.id)
+        crew.context.addJobTag(a.tag)
+        with topology(crew, "b") as b:
+            assert crew.facade.parents[b.id] == a.id
+        assert marks(crew, a)
+        a.wrap(lambda: None)()
+        assert marks(crew, a)
+        c = topology(crew, "c").start()
+        inside.set()
+        closed.wait(10)
+        c.close()
+        assert crew.context.getLocalProperty(PROPERTY) is None
+        with topology(crew, "d") as d:
+            return crew.facade.parents[d.id] is None
+
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(work()))
+    thread.start()
+    inside.wait(10)
+    a.close()
+    closed.set()
+    thread.join(10)
+    assert answers == [True]
+
+
+def test_a_topology_that_is_closing_keeps_its_marks(crew):
+    """A wrapped function that the exit waits for stays in its topology to its end; new calls are refused."""
+    with topology(crew, "a") as a:
+
+        def work() -> bool:
+            a._state = "closing"
+            with pytest.raises(TopologyClosed, match="is closing"):
+                a.wrap(print)()
+            b = topology(crew, "b").start()
+            assert crew.facade.parents[b.id] is None
+            b.close()
+            return marks(crew, a)
+
+        assert in_thread(a.wrap(work))
+        a._state = "active"
+
+
+def test_after_the_session_has_stopped(crew):
+    """`start` and wrapped functions raise `NotActive` with the remedy; `close` does nothing, and nothing raises else."""
+    new, a = topology(crew, "new"), topology(crew, "a").start()
+    wrapped = a.wrap(print)
+    crew.context._jsc = None
+    for call in (new.start, wrapped, lambda: topology(crew, "late")):
+        with pytest.raises(NotActive, match=r"has stopped; call stagecrew\.crew\(spark\) with the new one"):
+            call()
+    a.close()
+    new.close()
+    assert crew.active == []
+    with pytest.raises(TopologyClosed):
+        wrapped()
+
+
+def test_a_driver_that_forgot_the_topology(crew):
+    """A normal exit raises nothing; only asking for the report says that there is none."""
+    with topology(crew, "a") as a:
+        pass
+    with pytest.raises(TopologyError, match="was forgotten"):
+        a.report  # noqa: B018
+    assert (a.has_ended, marks(crew)) == (True, True)
+
+
+def test_a_query_that_starts_while_it_is_cancelled(crew):
+    """The cancelling exit stops queries again as long as there are any; an exit that only waits stops none."""
+    a = topology(crew, "a").start()
+    crew.facade.activities = [{"jobs": [1]}, {"queries": ["late"]}, {"queries": ["late"]}]
+    a.close(cancel=True)
+    assert crew.facade.asked == [("cancel", a.id), *[("stop", a.id)] * 3]
+    crew.facade.asked.clear()
+    crew.facade.activities = [{"queries": ["running"]}]
+    topology(crew, "b").start().close()
+    assert crew.facade.asked == []
+
+
+def test_many_topologies_leave_little_in_a_listener(crew):
+    """A listener that is used again and again knows only the last few places."""
+    listener = Listener()
+    for i in range(20):
+        crew.topology(f"run {i % 10}", listeners=[listener]).start().close()
+    assert listener._stagecrew.topologies == [f"topology 'run {i}'" for i in range(5, 10)]
+
+
+def test_failures_of_all_that_ended_are_told(crew, caplog):
+    """Also those of a topology that ended with the one that it lay in."""
+    failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="ValueError: no")
+    a, b = topology(crew, "a").start(), topology(crew, "b").start()
+    for one in (a, b):
+        one._last_report = SimpleNamespace(listeners=[failed], unclosed=())  # type: ignore[assignment]
+    a.close()
+    assert [record.args[0] for record in caplog.records if record.args] == ["b", "a"]
