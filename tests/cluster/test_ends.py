@@ -21,7 +21,7 @@ from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, alive, 
 TESTS = str(Path(__file__).parent.parent)
 
 HEAD = """
-import os, sys, threading, time
+import os, sys, threading, time, traceback
 sys.path.insert(0, {tests!r})
 import stagecrew
 from crewtools import *
@@ -127,22 +127,48 @@ def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
 def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
     """Ctrl-C in a topology cancels its jobs, closes in the cancelled workers too, and KeyboardInterrupt is unchanged."""
     script = RUNNING + more("""
+    crew = stagecrew.crew(spark)
+    topology = crew.topology("t", listeners=[Recorder(journal, "inner")])
+    def parts(error):
+        return error, error.__cause__, error.__context__, error.args, getattr(error, "__notes__", None)
     try:
-        with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]):
-            run(2, seconds=100)
-    except KeyboardInterrupt as error:
-        journal.write(event="interrupted", context=repr(error.__cause__))
-    finally:
-        spark.stop()
+        with topology:
+            try:
+                run(2, seconds=100)
+            except BaseException as error:
+                raised = parts(error)  # a context of PySpark's own: its handler asks the JVM, which is busy with our call
+                raise
+    except BaseException as error:
+        same = all(left is entered for left, entered in zip(parts(error), raised))
+        ours = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "/stagecrew/" in frame.filename]
+        journal.write(event="interrupted", type=type(error).__name__, same=same, ours=ours)
+    def inner(event):
+        return sorted(e["pid"] for e in journal.read(event=event, listener="inner"))
+    closed = False
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not closed:
+        closed = inner("open") == inner("close") != []
+        time.sleep(0.02)
+    active = list(spark.sparkContext.statusTracker().getActiveJobsIds())
+    journal.write(event="left", closed=closed, active=active, state=topology.report.state, ends=len(journal.read(event="body end")))
+    spark.stop()
     """)
     with driver(tmp_path, journal, anywhere, script) as process:
-        eventually(lambda: len(journal.read(event="enter", listener="inner")) >= 1, 90, "the topology runs")
+        eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks run")
         process.send_signal(signal.SIGINT)
-        process.wait(60)
-    assert journal.read(event="interrupted")
+        assert process.wait(60) == 0
+    (interrupted,) = journal.read(event="interrupted")
+    assert interrupted["type"] == "KeyboardInterrupt"
+    assert interrupted["same"]
+    assert interrupted["ours"] == []
+    (left,) = journal.read(event="left")  # after the `with`, before spark.stop()
+    assert left["closed"]
+    assert left["state"] == "closed"
+    assert left["active"] == []
+    assert left["ends"] == 2  # of RUNNING's own job: no task of the topology came to its end
     all_closed(journal)
     nothing_left(journal)
-    assert "TaskKilled" in {e["error"] for e in journal.read(event="leave", listener="inner")}
+    assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
 @pytest.mark.parametrize("who", ["Python", "JVM"])
