@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +18,22 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, alive, body, ends, eventually, kill
+from crewtools import (
+    LOCAL,
+    LOCAL_CLUSTER,
+    Journal,
+    Recorder,
+    Sessions,
+    alive,
+    body,
+    ends,
+    eventually,
+    executor_wide,
+    kill,
+)
 
 TESTS = str(Path(__file__).parent.parent)
+EIGHT = "local-cluster[1,8,1024]"
 
 HEAD = """
 import os, sys, threading, time, traceback
@@ -299,7 +314,7 @@ def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, jo
             self.journal.write(event="opened")
 
     slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
-    spark = sessions.get("local-cluster[1,8,1024]")
+    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
     with stagecrew.crew(spark).topology("t", listeners=[slow]):
         spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal, seconds=0.5)).collect()
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 1
@@ -307,6 +322,45 @@ def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, jo
     bodies = journal.read(event="body")
     assert len(bodies) == 8
     assert all(e["time"] >= opened for e in bodies)
+
+
+def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal):
+    """When that open raises, it is one open for all eight in each round of attempts, and all of them end with its error."""
+
+    class Slow(Recorder):
+        def open(self, context):
+            import time
+
+            super().open(context)
+            time.sleep(1)
+            raise ValueError("no such server")
+
+    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
+    slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
+    tracker, store = spark.sparkContext.statusTracker(), spark.sparkContext._jsc.sc().statusStore()
+    spark.sparkContext.setJobGroup("eight", "eight first tasks")
+    with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+    rounds = len(journal.read(event="open"))
+    assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
+    assert len(journal.read(event="close")) == rounds
+    assert not journal.read(event="body")
+    (job,) = tracker.getJobIdsForGroup("eight")
+    (stage,) = tracker.getJobInfo(job).stageIds
+
+    def ended() -> list[tuple[int, str]] | None:
+        tasks = store.taskList(stage, 0, 1000)
+        found = [tasks.apply(i) for i in range(tasks.size())]
+        errors = [(one.index(), one.errorMessage().getOrElse(None)) for one in found]
+        return errors if all(one.status() != "RUNNING" for one in found) else None
+
+    errors = eventually(ended, 20, "every attempt has ended")
+    attempts = collections.Counter(partition for partition, _ in errors)
+    assert set(attempts) == set(range(8))
+    assert min(attempts.values()) >= 2
+    assert max(attempts.values()) == rounds
+    assert all("no such server" in error for _, error in errors)
 
 
 def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
@@ -323,6 +377,41 @@ def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
             lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves"
         )
     assert topology.report.state == "closed"
+    sessions.stop()
+
+
+def test_sigterm_of_an_executor_with_a_task_that_cannot_be_interrupted(
+    sessions: Sessions, journal, jvm_listeners, jvm_journal
+):
+    """At SIGTERM the executor's Python listener and its JVM listener close though a task of the JVM still runs."""
+    spark = sessions.get(
+        LOCAL_CLUSTER, spark__jars=jvm_listeners[0], spark__test__journal=jvm_listeners[1], spark__task__maxFailures="1"
+    )
+    topology = stagecrew.crew(spark).topology("t", listeners=[executor_wide(journal.path)], jvm_listeners=["Noting"])
+    failed: list[BaseException] = []
+
+    def sleeps() -> None:
+        try:
+            spark.range(0, 1, 1, 1).selectExpr("reflect('java.lang.Thread', 'sleep', 600000L)").collect()
+        except Exception as error:
+            failed.append(error)
+
+    with topology:
+        runner = threading.Thread(target=topology.wrap(sleeps))
+        runner.start()
+        eventually(lambda: jvm_journal.read(event="enter"), 60, "the task runs")
+        (opened,) = journal.read(event="open")
+        psutil.Process(opened["pid"]).parent().terminate()
+        eventually(lambda: journal.read(event="close"), 20, "the Python listener closes")
+        eventually(lambda: jvm_journal.read(event="close"), 20, "the JVM listener closes")
+        eventually(lambda: not alive(opened["pid"]), 20, "the agent ends")
+        runner.join(60)
+        assert not runner.is_alive()
+    assert failed  # the task was lost with its executor
+    assert not jvm_journal.read(event="leave")  # it was never over
+    assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
+    (closed,) = jvm_journal.read(event="close")
+    assert closed["executor"] == opened["executor"] == jvm_journal.read(event="open")[0]["executor"]
     sessions.stop()
 
 
