@@ -117,12 +117,19 @@ def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, h
             left = time.time()
         assert time.time() - left < 2 + 2.5
     report = topology.report
-    if report.unclosed:
-        assert any("stuck" in one for one in report.unclosed)
-        assert any("stuck" in record.getMessage() for record in caplog.records)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("topology 't'" in one and "stuck" in one for one in said), said  # at the exit, in time or late
     eventually(lambda: topology.report.failures == len(journal.read(event="open")), 10, "each hang is counted")
-    if hang == "close in C":
+    if hang == "close":  # it heeds its interruption, and says itself who it is
+        for one in topology.report.listeners:
+            assert one.name == "stuck"
+            named = r"close of listener 'stuck' \(topology 't', executor \w+, host [^)]+\) took longer than 2 s"
+            assert re.search(named, one.last_error)
+        assert topology.report.closes == topology.report.opens
+        assert topology.report.lost == 0
+    else:
         assert report.unclosed
+        assert all("stuck" in one for one in report.unclosed)
         eventually(lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are gone")
 
 
