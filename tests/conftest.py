@@ -48,6 +48,24 @@ def master(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 
 
+@pytest.fixture(scope="session")
+def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A jar with two JVM listeners of a user, and the file to which they write."""
+    from crewtools import compiled_listeners
+
+    folder = tmp_path_factory.mktemp("jvm")
+    return compiled_listeners(folder), str(folder / "journal")
+
+
+@pytest.fixture
+def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
+    """What they wrote since this test began."""
+    from crewtools import Journal
+
+    Path(jvm_listeners[1]).unlink(missing_ok=True)
+    return Journal(jvm_listeners[1])
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> object:
     """Where the listeners of one test write."""

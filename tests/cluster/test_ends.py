@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +18,25 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, alive, body, ends, eventually, kill
+from crewtools import (
+    LOCAL,
+    LOCAL_CLUSTER,
+    Journal,
+    Recorder,
+    Sessions,
+    alive,
+    body,
+    ends,
+    eventually,
+    executor_wide,
+    kill,
+)
 
 TESTS = str(Path(__file__).parent.parent)
+EIGHT = "local-cluster[1,8,1024]"
 
 HEAD = """
-import os, sys, threading, time
+import os, sys, threading, time, traceback
 sys.path.insert(0, {tests!r})
 import stagecrew
 from crewtools import *
@@ -127,22 +142,48 @@ def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
 def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
     """Ctrl-C in a topology cancels its jobs, closes in the cancelled workers too, and KeyboardInterrupt is unchanged."""
     script = RUNNING + more("""
+    crew = stagecrew.crew(spark)
+    topology = crew.topology("t", listeners=[Recorder(journal, "inner")])
+    def parts(error):
+        return error, error.__cause__, error.__context__, error.args, getattr(error, "__notes__", None)
     try:
-        with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]):
-            run(2, seconds=100)
-    except KeyboardInterrupt as error:
-        journal.write(event="interrupted", context=repr(error.__cause__))
-    finally:
-        spark.stop()
+        with topology:
+            try:
+                run(2, seconds=100)
+            except BaseException as error:
+                raised = parts(error)  # a context of PySpark's own: its handler asks the JVM, which is busy with our call
+                raise
+    except BaseException as error:
+        same = all(left is entered for left, entered in zip(parts(error), raised))
+        ours = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "/stagecrew/" in frame.filename]
+        journal.write(event="interrupted", type=type(error).__name__, same=same, ours=ours)
+    def inner(event):
+        return sorted(e["pid"] for e in journal.read(event=event, listener="inner"))
+    closed = False
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not closed:
+        closed = inner("open") == inner("close") != []
+        time.sleep(0.02)
+    active = list(spark.sparkContext.statusTracker().getActiveJobsIds())
+    journal.write(event="left", closed=closed, active=active, state=topology.report.state, ends=len(journal.read(event="body end")))
+    spark.stop()
     """)
     with driver(tmp_path, journal, anywhere, script) as process:
-        eventually(lambda: len(journal.read(event="enter", listener="inner")) >= 1, 90, "the topology runs")
+        eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks run")
         process.send_signal(signal.SIGINT)
-        process.wait(60)
-    assert journal.read(event="interrupted")
+        assert process.wait(60) == 0
+    (interrupted,) = journal.read(event="interrupted")
+    assert interrupted["type"] == "KeyboardInterrupt"
+    assert interrupted["same"]
+    assert interrupted["ours"] == []
+    (left,) = journal.read(event="left")  # after the `with`, before spark.stop()
+    assert left["closed"]
+    assert left["state"] == "closed"
+    assert left["active"] == []
+    assert left["ends"] == 2  # of RUNNING's own job: no task of the topology came to its end
     all_closed(journal)
     nothing_left(journal)
-    assert "TaskKilled" in {e["error"] for e in journal.read(event="leave", listener="inner")}
+    assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
 @pytest.mark.parametrize("who", ["Python", "JVM"])
@@ -273,7 +314,7 @@ def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, jo
             self.journal.write(event="opened")
 
     slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
-    spark = sessions.get("local-cluster[1,8,1024]")
+    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
     with stagecrew.crew(spark).topology("t", listeners=[slow]):
         spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal, seconds=0.5)).collect()
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 1
@@ -281,6 +322,45 @@ def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, jo
     bodies = journal.read(event="body")
     assert len(bodies) == 8
     assert all(e["time"] >= opened for e in bodies)
+
+
+def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal):
+    """When that open raises, it is one open for all eight in each round of attempts, and all of them end with its error."""
+
+    class Slow(Recorder):
+        def open(self, context):
+            import time
+
+            super().open(context)
+            time.sleep(1)
+            raise ValueError("no such server")
+
+    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
+    slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
+    tracker, store = spark.sparkContext.statusTracker(), spark.sparkContext._jsc.sc().statusStore()
+    spark.sparkContext.setJobGroup("eight", "eight first tasks")
+    with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+    rounds = len(journal.read(event="open"))
+    assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
+    assert len(journal.read(event="close")) == rounds
+    assert not journal.read(event="body")
+    (job,) = tracker.getJobIdsForGroup("eight")
+    (stage,) = tracker.getJobInfo(job).stageIds
+
+    def ended() -> list[tuple[int, str]] | None:
+        tasks = store.taskList(stage, 0, 1000)
+        found = [tasks.apply(i) for i in range(tasks.size())]
+        errors = [(one.index(), one.errorMessage().getOrElse(None)) for one in found]
+        return errors if all(one.status() != "RUNNING" for one in found) else None
+
+    errors = eventually(ended, 20, "every attempt has ended")
+    attempts = collections.Counter(partition for partition, _ in errors)
+    assert set(attempts) == set(range(8))
+    assert min(attempts.values()) >= 2
+    assert max(attempts.values()) == rounds
+    assert all("no such server" in error for _, error in errors)
 
 
 def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
@@ -297,6 +377,41 @@ def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
             lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves"
         )
     assert topology.report.state == "closed"
+    sessions.stop()
+
+
+def test_sigterm_of_an_executor_with_a_task_that_cannot_be_interrupted(
+    sessions: Sessions, journal, jvm_listeners, jvm_journal
+):
+    """At SIGTERM the executor's Python listener and its JVM listener close though a task of the JVM still runs."""
+    spark = sessions.get(
+        LOCAL_CLUSTER, spark__jars=jvm_listeners[0], spark__test__journal=jvm_listeners[1], spark__task__maxFailures="1"
+    )
+    topology = stagecrew.crew(spark).topology("t", listeners=[executor_wide(journal.path)], jvm_listeners=["Noting"])
+    failed: list[BaseException] = []
+
+    def sleeps() -> None:
+        try:
+            spark.range(0, 1, 1, 1).selectExpr("reflect('java.lang.Thread', 'sleep', 600000L)").collect()
+        except Exception as error:
+            failed.append(error)
+
+    with topology:
+        runner = threading.Thread(target=topology.wrap(sleeps))
+        runner.start()
+        eventually(lambda: jvm_journal.read(event="enter"), 60, "the task runs")
+        (opened,) = journal.read(event="open")
+        psutil.Process(opened["pid"]).parent().terminate()
+        eventually(lambda: journal.read(event="close"), 20, "the Python listener closes")
+        eventually(lambda: jvm_journal.read(event="close"), 20, "the JVM listener closes")
+        eventually(lambda: not alive(opened["pid"]), 20, "the agent ends")
+        runner.join(60)
+        assert not runner.is_alive()
+    assert failed  # the task was lost with its executor
+    assert not jvm_journal.read(event="leave")  # it was never over
+    assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
+    (closed,) = jvm_journal.read(event="close")
+    assert closed["executor"] == opened["executor"] == jvm_journal.read(event="open")[0]["executor"]
     sessions.stop()
 
 

@@ -159,7 +159,11 @@ def broadcast_join_under_aqe(spark: SparkSession) -> Any:
     left = spark.range(4).withColumn("word", say("id"))
     right = spark.range(4).withColumn("other", say("id"))
     joined = left.join(broadcast(right), "id").groupBy("word", "other").count()
-    return [row.word for row in joined.collect() for _ in range(4) if row.other == "hello"]
+    rows = joined.collect()
+    plan = joined._jdf.queryExecution().executedPlan().toString()
+    assert "isFinalPlan=true" in plan
+    assert "BroadcastHashJoin" in plan.split("== Initial Plan ==")[0]
+    return [row.word for row in rows for _ in range(4) if row.other == "hello"]
 
 
 ENTRY_POINTS: list[Callable[..., Any]] = [
@@ -187,6 +191,11 @@ def test_entry_point(spark, journal, entry):
         assert entry(*arguments) == ["hello"] * 4
     assert journal.read(event="enter")
     assert len(journal.read(event="enter")) == len(journal.read(event="leave"))
+    if entry is two_chained:  # one task, two processes, and each is decorated
+        for attempt in {e["attempt"] for e in journal.read(event="enter")}:
+            entered = [e["pid"] for e in journal.read(event="enter", attempt=attempt)]
+            assert len(entered) == len(set(entered)) == 2
+            assert sorted(e["pid"] for e in journal.read(event="leave", attempt=attempt)) == sorted(entered)
     assert topology.report.opens == topology.report.closes == 2 * len(journal.read(event="open"))
     assert topology.report.lost == 0
 

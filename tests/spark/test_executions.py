@@ -61,8 +61,11 @@ def test_an_aqe_query_of_several_jobs_is_one_execution(spark, application):
     """A SQL execution opens and closes its listeners once per process, however many jobs it takes."""
     log = application[0]
     before = len(log.read(listener="execution"))
+    spark.sparkContext.setJobGroup("aqe", "a query of several jobs")
     rows = spark.range(0, 100, 1, 2).mapInArrow(lambda batches: batches, "id long").groupBy("id").count().collect()
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
     assert len(rows) == 100
+    assert len(spark.sparkContext.statusTracker().getJobIdsForGroup("aqe")) > 1
     events = settled(log, before)
     assert len(topologies(events)) == 1
     for pid in {e["pid"] for e in events}:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-import pyspark
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
@@ -18,39 +15,6 @@ import stagecrew
 from crewtools import Recorder, Sessions, body, eventually, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-JAVA = """
-public class %s implements stagecrew.TopologyListener {
-  private void log(String event, stagecrew.TopologyContext context) throws Exception {
-    String line = "{\\"event\\": \\"" + event + "\\", \\"topology\\": \\"" + context.topology() + "\\", \\"executor\\": \\""
-      + context.executor() + "\\", \\"thread\\": \\"" + Thread.currentThread().getName() + "\\"}\\n";
-    java.nio.file.Files.writeString(java.nio.file.Path.of(context.configuration().get("spark.test.journal")), line,
-      java.nio.file.StandardOpenOption.CREATE, java.nio.file.StandardOpenOption.APPEND);
-  }
-  @Override public void open(stagecrew.TopologyContext context) throws Exception { log("open", context); %s }
-  @Override public void close(stagecrew.TopologyContext context) throws Exception { log("close", context); }
-  @Override public AutoCloseable decorate(stagecrew.TopologyContext context, org.apache.spark.TaskContext task) throws Exception {
-    log("enter", context);
-    return () -> log("leave", context);
-  }
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def jvm_listeners(tmp_path_factory) -> tuple[str, str]:
-    """A jar with two JVM listeners of a user, and the file to which they write."""
-    folder: Path = tmp_path_factory.mktemp("jvm")
-    sources = []
-    for name, statement in (("Noting", ""), ("Failing", 'throw new IllegalStateException("no such pool");')):
-        source = folder / f"{name}.java"
-        source.write_text(JAVA % (name, statement))
-        sources.append(str(source))
-    classpath = f"{stagecrew.jar_path()}:{Path(pyspark.__file__).parent}/jars/*"
-    subprocess.run(["javac", "-cp", classpath, "-d", str(folder / "classes"), *sources], check=True)
-    jar = folder / "listeners.jar"
-    subprocess.run(["jar", "cf", str(jar), "-C", str(folder / "classes"), "."], check=True)
-    return str(jar), str(folder / "journal")
 
 
 @pytest.fixture
@@ -67,14 +31,6 @@ def spark(sessions: Sessions, master: str, jvm_listeners) -> SparkSession:
 @pytest.fixture
 def crew(spark: SparkSession) -> stagecrew.Crew:
     return stagecrew.crew(spark)
-
-
-@pytest.fixture
-def jvm_journal(jvm_listeners):
-    from crewtools import Journal
-
-    Path(jvm_listeners[1]).unlink(missing_ok=True)
-    return Journal(jvm_listeners[1])
 
 
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
@@ -161,12 +117,19 @@ def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, h
             left = time.time()
         assert time.time() - left < 2 + 2.5
     report = topology.report
-    if report.unclosed:
-        assert any("stuck" in one for one in report.unclosed)
-        assert any("stuck" in record.getMessage() for record in caplog.records)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("topology 't'" in one and "stuck" in one for one in said), said  # at the exit, in time or late
     eventually(lambda: topology.report.failures == len(journal.read(event="open")), 10, "each hang is counted")
-    if hang == "close in C":
+    if hang == "close":  # it heeds its interruption, and says itself who it is
+        for one in topology.report.listeners:
+            assert one.name == "stuck"
+            named = r"close of listener 'stuck' \(topology 't', executor \w+, host [^)]+\) took longer than 2 s"
+            assert re.search(named, one.last_error)
+        assert topology.report.closes == topology.report.opens
+        assert topology.report.lost == 0
+    else:
         assert report.unclosed
+        assert all("stuck" in one for one in report.unclosed)
         eventually(lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are gone")
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, body, eventually
+from crewtools import Journal, Recorder, body, eventually, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -151,33 +153,70 @@ def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
     assert topology.report.closes == len(closed)
 
 
-def test_a_busy_worker_closes_right_after_its_task(spark, crew, journal):
+def slots(master: str) -> int:
+    """How many tasks run at once on one of the masters."""
+    return 2 if master.startswith("local[") else 4
+
+
+def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
+    """A function for mapPartitions that ends when so many tasks run it, and the file `until` exists."""
+
+    def run(rows: Any) -> Iterator[Any]:
+        import os
+
+        log = Journal(path)
+        log.write(event="body", name=name)
+        eventually(lambda: len(log.read(event="body", name=name)) >= how_many, 60, f"{how_many} tasks run {name}")
+        if until:
+            eventually(lambda: os.path.exists(until), 60, f"{name} may end")
+        yield os.getpid()
+
+    return run
+
+
+def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal, tmp_path):
     """A worker that runs another topology's task does not hold up the exit, and closes right after that task."""
-    done = threading.Event()
+    sc, many, end = spark.sparkContext, slots(master), tmp_path / "end"
+    errors: list[BaseException] = []
 
     def long_one() -> None:
-        with crew.topology("long", listeners=[Recorder(journal, "long")]):
-            run(spark, journal, 8, "long", seconds=3)
-        done.set()
+        try:
+            with crew.topology("long", listeners=[Recorder(journal, "long")]):
+                sc.parallelize(range(many), many).mapPartitions(
+                    together(journal.path, "long", many, str(end))
+                ).collect()
+        except BaseException as error:
+            errors.append(error)
 
-    with crew.topology("short", listeners=[Recorder(journal, "short")]) as short:
-        run(spark, journal, 8, "short")
-        thread = threading.Thread(target=long_one)
-        thread.start()
-        eventually(lambda: journal.read(event="body", name="long"), what="the long topology runs")
-        left = time.time()
-    exit_seconds = time.time() - left
-    assert not done.is_set()
-    assert exit_seconds < 2.5
+    thread = threading.Thread(target=long_one)
+    try:
+        with crew.topology("short", listeners=[Recorder(journal, "short")]) as short:
+            sc.parallelize(range(many), many).mapPartitions(together(journal.path, "short", many)).collect()
+            thread.start()
+            long = eventually(
+                lambda: (e := journal.read(event="body", name="long")) and len(e) == many and e, 60, "no slot is free"
+            )
+            left = time.time()
+        exit_seconds = time.time() - left
+        deferred = short.report.deferred
+        opened = {e["pid"] for e in journal.read(event="open", listener="short")}
+        busy = opened & {e["pid"] for e in long}
+        assert not errors
+        assert len(opened) == many
+        assert busy
+        assert exit_seconds < 2.5
+        assert sum(deferred.values()) == len(busy)
+        assert {e["pid"] for e in journal.read(event="close", listener="short")} == opened - busy
+    finally:
+        end.touch()
     thread.join(120)
-    opened = {e["pid"] for e in journal.read(event="open", listener="short")}
+    assert not errors
     closes = eventually(lambda: (c := journal.read(event="close", listener="short")) and len(c) == len(opened) and c)
     assert {e["pid"] for e in closes} == opened
     for close in closes:
-        ends = [e["time"] for e in journal.read(event="leave", listener="long", pid=close["pid"])]
-        earlier = [end for end in ends if end > left and end <= close["time"]]
-        if any(end > left for end in ends):  # this one was busy
-            assert close["time"] - left < 1.0 or close["time"] - max(earlier) < 1.0
+        if close["pid"] in busy:
+            (over,) = [e["time"] for e in journal.read(event="leave", listener="long", pid=close["pid"])]
+            assert 0 <= close["time"] - over < 1.0
     eventually(lambda: short.report.closes == len(opened) and not short.report.deferred, what="the report follows")
 
 
@@ -217,15 +256,20 @@ def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
 
 
 def test_a_task_that_stops_reading_early_is_left(spark, crew, journal):
-    """decorate is left and the listener closed when a limit stops the task before its input ends."""
+    """decorate is left when a limit stops the task before its input ends, and not only at the topology's exit."""
     with crew.topology("t", listeners=[Recorder(journal)]):
 
-        def slow(batches):
-            yield from batches
+        def endless(batches):
+            for batch in batches:
+                while True:
+                    yield batch
 
-        rows = spark.range(0, 100_000, 1, 2).mapInArrow(slow, "id long").limit(3).collect()
-    assert len(rows) == 3
-    assert len(journal.read(event="enter")) == len(journal.read(event="leave")) > 0
+        rows = spark.range(0, 100_000, 1, 2).mapInArrow(endless, "id long").limit(3).collect()
+        assert len(rows) == 3
+        eventually(
+            lambda: len(journal.read(event="leave")) == len(journal.read(event="enter")) > 0, what="each task is left"
+        )
+    assert len(journal.read(event="enter")) == len(journal.read(event="leave"))
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
@@ -240,6 +284,52 @@ def test_executor_scope_opens_once_per_executor(spark, crew, journal):
     assert {e["pid"] for e in opens} == {e["pid"] for e in closes} == set(values)
     assert {e["scope"] for e in opens} == {"executor"}
     assert {one.scope for one in topology.report.listeners} == {"executor"}
+
+
+def test_an_agent_that_is_killed_between_two_jobs(spark, crew, master, journal):
+    """After SIGKILL of the agents the next job opens anew, no attempt fails, and every worker reads the new value."""
+    many = slots(master)
+    port = executor_port(journal.path)
+
+    def places(name: str):
+        run_together = together(journal.path, name, many)
+
+        def run(rows):
+            from pyspark import TaskContext
+
+            task = TaskContext.get()
+            (pid,) = run_together(rows)
+            yield task.getLocalProperty("spark.stagecrew.place"), task.attemptNumber(), pid, port.get()
+
+        return spark.sparkContext.parallelize(range(many), many).mapPartitions(run).collect()
+
+    with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]) as topology:
+        first = places("first")
+        agents = {value for _, _, _, value in first}
+        assert agents == {e["pid"] for e in journal.read(event="open", scope="executor")}
+        for pid in agents:
+            kill(pid)
+        eventually(lambda: topology.report.lost == len(agents), what="the loss is reported")
+        second = places("second")
+    assert len(second) == many
+    assert {attempt for _, attempt, _, _ in second} == {0}
+    assert len(journal.read(event="body", name="second")) == many
+    anew = journal.read(event="open", scope="executor")[len(agents) :]
+    assert len(anew) == len({e["executor"] for e in anew}) == len(agents)
+    assert {value for _, _, _, value in second} == {e["pid"] for e in anew}
+    assert not {e["pid"] for e in anew} & agents
+    for where in {place for place, _, _, _ in second}:  # each executor has one
+        assert len({value for place, _, _, value in second if place == where}) == 1
+    both = {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
+    assert both
+    for pid in both:
+        mine = [e["event"] for e in journal.read(listener="worker's", pid=pid)]
+        once = ["open", "enter", "leave", "close"]
+        assert mine == once * 2
+    report = topology.report
+    assert report.lost == sum(report.lost_processes.values()) == len(agents)
+    assert report.opens == report.closes + report.lost
+    assert report.failures == 0
 
 
 def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
