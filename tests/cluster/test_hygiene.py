@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import glob
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import psutil
+import pyspark
 import pytest
 from pyspark import SparkContext
 from pyspark.sql.functions import udf
@@ -32,8 +35,22 @@ def run(
     )  # fmt: skip
 
 
+def shapes(secret: str) -> set[str]:
+    """A secret as it stands in text: as it is, in hexadecimal, and in the base64 of whatever holds it, at any place in it."""
+    found = {secret, secret.encode().hex()}
+    for before in range(3):
+        encoded = base64.b64encode(b"?" * before + secret.encode()).decode()
+        # The first and the last group may share bits with what stands around it.
+        found |= {encoded[4:-4], encoded[4:-4].replace("+", "-").replace("/", "_")}
+    for before in range(3):
+        held = base64.b64encode(b"x" * before + pickle.dumps({"password": secret})).decode()
+        assert any(shape in held for shape in found), "whatever pickles it is found"
+    return found
+
+
 def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
     """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
+    secrets = shapes(SECRET)
     events = tmp_path / "events"
     events.mkdir()
     script = f"""
@@ -54,19 +71,17 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
         seen += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
         assert any("stagecrew.agent" in one for one in seen)
     spark.stop()
-    assert not any({SECRET!r} in one for one in seen), "seen"
+    assert not any(secret in one for one in seen for secret in {secrets!r}), "seen"
     print("DONE")
     """
     path = tmp_path / "driver.py"  # its own command line must not hold the secret
     path.write_text(f"import os, sys\nsys.path.insert(0, {TESTS!r})\n" + textwrap.dedent(script))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False)
     assert "DONE" in done.stdout, done.stderr[-3000:]
-    assert SECRET not in done.stderr
-    assert SECRET not in done.stdout
-    logs = glob.glob(f"{events}/**/*", recursive=True)
-    read = [Path(log).read_bytes() for log in logs if os.path.isfile(log)]
-    assert read
-    assert not any(SECRET.encode() in log for log in read)
+    logs = [log for log in glob.glob(f"{events}/**/*", recursive=True) if os.path.isfile(log)]
+    assert logs
+    for text in [done.stdout, done.stderr, *(Path(log).read_bytes().decode(errors="replace") for log in logs)]:
+        assert not any(secret in text for secret in secrets)
 
 
 def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
@@ -269,7 +284,7 @@ FAULTS, MEMORY, PROFILE = (
     ("key", "value"), [(UNIX, "true"), (PIPELINED, "true"), (FAULTS, "true"), (MEMORY, "2g"), (PROFILE, "true")]
 )
 def test_ways_of_running_python(sessions: Sessions, journal, key, value):
-    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler work, and listeners open and close."""
+    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect, and listeners open and close."""
     spark = sessions.get("local[2,4]", **{key.replace(".", "__"): value})
     sc = spark.sparkContext
 
@@ -279,17 +294,84 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
 
         yield faulthandler.is_enabled(), resource.getrlimit(resource.RLIMIT_AS)[0]
 
+    @udf("string")
+    def asked(_n):
+        import os
+
+        # What PySpark's daemon and worker look at.
+        return f"{os.environ.get('PYTHON_UNIX_DOMAIN_ENABLED')} {os.environ.get('SPARK_PIPELINED_UDF')}"
+
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
         sc.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
-        assert len(spark.range(10).select(udf(lambda n: n + 1, "long")("id")).collect()) == 10
+        ways = [row[0] for row in spark.range(10).select(asked("id")).collect()]
         ((faults, memory),) = sc.parallelize([1], 1).mapPartitions(limits).collect()
     assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
     assert topology.report.failures == topology.report.lost == 0
+    assert ways == [f"{'True' if key == UNIX else None} {'1' if key == PIPELINED else None}"] * 10
     assert faults == (key == FAULTS)
     assert (0 < memory <= 2 << 30) == (key == MEMORY)
     profiled = sc.profiler_collector.profilers if sc.profiler_collector else []
     assert bool(profiled) == (key == PROFILE)
     profiled.clear()  # else PySpark prints them when Python ends
+
+
+def test_ends_look_as_without(tmp_path, journal):
+    """A worker that leaves by os._exit, and a submitted script that ends with sys.exit, look as they do without."""
+    (tmp_path / "submitted_pool.py").write_text(
+        textwrap.dedent(f"""
+        import os, stagecrew
+        class Pool(stagecrew.Listener):
+            def open(self, context): self.note("open")
+            def close(self, context): self.note("close")
+            def note(self, event):
+                with open({journal.path!r}, "a") as file: file.write('{{"event": "%s", "pid": %d}}\\n' % (event, os.getpid()))
+        pool = Pool()
+        """)
+    )
+    path = tmp_path / "driver.py"
+    path.write_text(
+        textwrap.dedent("""
+        import os, sys
+        from pyspark.sql import SparkSession
+        spark = SparkSession.builder.getOrCreate()
+        sc = spark.sparkContext
+        def leave(rows):
+            os._exit(7)
+        assert sc.parallelize(range(2), 2).map(lambda n: n + 1).collect() == [1, 2]
+        try:
+            sc.parallelize([1], 1).mapPartitions(leave).collect()
+        except Exception as error:
+            print("RAISED", type(error).__name__)
+            cause = error.java_exception
+            while cause is not None and cause.getClass().getName().startswith("org.apache.spark"):  # then the socket's own
+                print("RAISED", cause.getClass().getName(), cause.getMessage().split(":")[0].split("\\n")[0])
+                cause = cause.getCause()
+        sys.exit(3)
+        """)
+    )
+    submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", "local[1,2]"]
+    submit += ["--conf", "spark.ui.enabled=false", "--conf", "spark.driver.host=127.0.0.1"]
+    submit += ["--conf", "spark.driver.bindAddress=127.0.0.1", "--conf", "spark.log.level=ERROR"]
+    plugin = ["--jars", stagecrew.jar_path(), "--py-files", str(tmp_path / "submitted_pool.py")]
+    plugin += ["--conf", "spark.plugins=stagecrew.StagecrewPlugin"]
+    plugin += ["--conf", "spark.stagecrew.listeners=submitted_pool:pool"]
+    environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
+    running = [
+        subprocess.Popen([*submit, *more, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
+        for more in ([], plugin)
+    ]  # fmt: skip
+    said = []
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 3, err[-3000:]
+        said.append([line for line in out.splitlines() if line.startswith("RAISED")])
+    without, with_plugin = said
+    assert without == with_plugin
+    assert "Python worker exited unexpectedly" in without[-1]
+    opened, closed = (sorted(e["pid"] for e in journal.read(event=event)) for event in ("open", "close"))
+    assert len(closed) < len(opened)  # os._exit closes nothing
+    assert set(closed) < set(opened)
 
 
 def test_sessions_one_after_the_other(sessions: Sessions, journal):
@@ -309,8 +391,28 @@ def test_sessions_one_after_the_other(sessions: Sessions, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-def test_the_drivers_interpreter_in_local_masters(sessions: Sessions):
-    """In a local master workers run the driver's own interpreter when the user set none."""
+def test_the_drivers_interpreter_in_local_masters(tmp_path):
+    """In a local master workers and agents run the driver's own interpreter when the user set none, not the PATH's."""
+    other = tmp_path / "python3"
+    other.write_text("#!/bin/sh\nexit 3\n")
+    other.chmod(0o700)
     assert "PYSPARK_PYTHON" not in os.environ
-    spark = sessions.get("local[2,4]")
-    assert spark.sparkContext.parallelize([1], 1).map(lambda _: sys.executable).collect() == [sys.executable]
+    done = run(
+        """
+    from crewtools import *
+    import shutil
+    assert shutil.which("python3") != sys.executable
+    spark = stagecrew.configure(base("local[1]")).getOrCreate()
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def agents(context):
+        import sys
+        yield sys.executable
+    agents = agents()
+    with stagecrew.crew(spark).topology("t", listeners=[agents]):
+        print("RAN", *spark.sparkContext.parallelize([1], 1).map(lambda _: (__import__("sys").executable, agents.get())).collect()[0])
+    spark.stop()
+    """,
+        PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+        SPARK_HOME=os.path.dirname(pyspark.__file__),  # else spark-submit asks the python3 of the PATH for it
+    )
+    assert f"RAN {sys.executable} {sys.executable}" in done.stdout, done.stderr[-3000:]
