@@ -76,14 +76,17 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
     val execution = description.id.startsWith(Description.ExecutionPrefix)
     val lifetime =
       if (execution) Some("execution") else if (description.id == Description.Application) Some("application") else None
-    val jvm = description.listeners.filter(_.kind == "jvm")
+    // The topology of an execution has the application's listeners: each opens in one of both, by its lifetime. That of a
+    // name is known when an agent has imported it.
+    val mine = description.listeners.filter(entry => lifetime.forall(wanted => entry.lifetime.forall(_ == wanted)))
+    val jvm = mine.filter(_.kind == "jvm")
     if (jvm.nonEmpty && !jvms.containsKey(description.id)) {
       val listeners = new JvmListeners(jvm, where(description), settings, ledger, pool)
       listeners.open()
       jvms.put(description.id, listeners)
     }
     try {
-      val forAgent = description.listeners.exists(e => e.kind == "name" || (e.kind == "pickle" && e.scope.contains("executor")))
+      val forAgent = mine.exists(e => e.kind == "name" || (e.kind == "pickle" && e.scope.contains("executor")))
       val (answer, inAgent) = if (!forAgent) (Opened(Map.empty, None), false) else openInAgent(description, lifetime)
       new Side(Option(jvms.get(description.id)), answer, inAgent)
     } catch {
