@@ -9,11 +9,11 @@ import pytest
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, Recorder, Sessions, eventually
+from crewtools import LOCAL, Journal, Recorder, Sessions, eventually
 
 
-@pytest.fixture(scope="module", params=[LOCAL, LOCAL_CLUSTER])
-def once(request, tmp_path_factory, sessions: Sessions, jvm_listeners) -> tuple[SparkSession, Path]:
+@pytest.fixture(scope="module")
+def once(tmp_path_factory, sessions: Sessions, jvm_listeners) -> tuple[SparkSession, Path]:
     """A session with both, and where the listeners and the interpreter write."""
     folder = tmp_path_factory.mktemp("once")
     # The interpreter of agents and workers writes down what it is started for.
@@ -26,7 +26,7 @@ def once(request, tmp_path_factory, sessions: Sessions, jvm_listeners) -> tuple[
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYSPARK_PYTHON", str(python))
         spark = sessions.get(
-            request.param,
+            LOCAL,
             listeners=(wide,),
             jvm_listeners=("Noting",),
             spark__jars=jvm_listeners[0],
