@@ -84,7 +84,7 @@ def main(files: list[str]) -> None:
                 runpy.run_path(name, run_name="__main__")
                 if SparkSession.getActiveSession() is not None:
                     raise AssertionError("an example stops its session")
-            elif "spark.stop()" in path.read_text(encoding="utf-8"):
+            elif any("spark.stop()" in block.code for block in blocks(path.read_text(encoding="utf-8"))):
                 _stop()
                 run_page(path, {})
                 _stop()

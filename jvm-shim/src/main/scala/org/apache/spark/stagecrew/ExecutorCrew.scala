@@ -308,6 +308,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
   }
 
+  /** So that the driver knows what was closed at last. It may be gone already, which is no matter then. */
+  private def lastReport(left: Long): Unit = ledger.report().foreach { case (sequence, counts) =>
+    val message = SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts))
+    try { driver.askSync(message, math.max(left, LastReportMs)); () } catch {
+      case NonFatal(error) => Log.log.debug("a last report did not reach the driver", error)
+    }
+  }
+
   // -- The end of the executor
 
   /** Closes everything that is open, and waits for it at most so long. A second call waits for the first. */
@@ -332,11 +340,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     end(application)
     agent.stop()
     agent.await(left)
-    Log.contained("a last report to the driver") {
-      ledger.report().foreach { case (sequence, counts) =>
-        driver.askSync(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), math.max(left, LastReportMs))
-      }
-    }
+    lastReport(left)
     loop.shutdownNow()
     watchdog.shutdownNow()
     pool.shutdown()
