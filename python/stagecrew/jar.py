@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote, urlsplit
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
 from stagecrew.errors import JarMissing
 
-__all__ = ["SPARK_LINE", "appended", "jar_path", "spark_conf"]
+__all__ = ["SPARK_LINE", "jar_path", "joined", "spark_conf"]
 
 #: The Spark that the jar is built for, as major.minor.
 SPARK_LINE: Final = "4.3"
@@ -41,7 +43,7 @@ def spark_conf(
     >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
     'com.example.Other,stagecrew.StagecrewPlugin'
     """
-    conf = {"spark.plugins": appended(plugins, PLUGIN), "spark.jars": appended(jars, jar_path())}
+    conf = {"spark.plugins": joined(plugins, PLUGIN), "spark.jars": joined(jars, jar_path())}
     if listeners:
         conf["spark.stagecrew.listeners"] = ",".join(listeners)
     if jvm_listeners:
@@ -49,7 +51,18 @@ def spark_conf(
     return conf
 
 
-def appended(values: str, value: str) -> str:
-    """The values of a list-valued property with one more, which is not repeated."""
-    every = [one.strip() for one in values.split(",") if one.strip()]
-    return ",".join([*every, value] if value not in every else every)
+def joined(*lists: str) -> str:
+    """The entries of list-valued properties in their order, each once, also when it is one file written in two ways."""
+    found: dict[str, str] = {}
+    for one in ",".join(lists).split(","):
+        if entry := one.strip():
+            found.setdefault(_same_file(entry), entry)
+    return ",".join(found.values())
+
+
+def _same_file(entry: str) -> str:
+    # spark-submit makes `file:///a/b.jar` of `b.jar`; a class name stays what it is.
+    url = urlsplit(entry)
+    if url.scheme == "file" and not url.netloc:
+        return os.path.realpath(unquote(url.path))
+    return os.path.realpath(entry) if not url.scheme and ("/" in entry or entry.endswith(".jar")) else entry

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
-from urllib.parse import unquote, urlsplit
 
 import pyspark
 from py4j.protocol import Py4JError
@@ -29,7 +28,7 @@ from stagecrew.errors import (
     VersionMismatch,
 )
 from stagecrew.frames import encode
-from stagecrew.jar import SPARK_LINE, jar_path, spark_conf
+from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
 from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
 from stagecrew.topology import Marks, Topology, TopologyReport
 
@@ -49,8 +48,9 @@ def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listener
     Answers the builder: `stagecrew.configure(SparkSession.builder, listeners=[orders]).getOrCreate()`, or `.create()`. It
     appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, never replaces: to those of the builder, also
     when they are set on it afterwards, and to those with which the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS,
-    `spark.jars.packages`, and spark-defaults.conf, of which a JVM that starts here takes what the builder has not). In an application that `spark-submit` started it works without `--jars`. In
-    a local master the workers run the driver's own interpreter when neither PYSPARK_PYTHON nor `spark.pyspark.python` is set.
+    `spark.jars.packages`, and spark-defaults.conf, of which a JVM that starts here takes what the builder has not). In an
+    application that `spark-submit` started it works without `--jars`. In a local master the workers run the driver's own
+    interpreter when neither PYSPARK_PYTHON nor `spark.pyspark.python` is set.
 
     It does **not** start Spark. `getOrCreate` and `create` raise `NotActive` when a SparkContext runs already without the
     plugin: Spark would silently ignore it. With the plugin, they answer the running session, or a new one beside it, when
@@ -113,7 +113,7 @@ def _start(
         return session
     held = _held(options)
     for key, ours in spark_conf(jvm_listeners=classes).items():
-        options[key] = _joined(held(key), str(options.get(key) or ""), ours)
+        options[key] = joined(held(key), str(options.get(key) or ""), ours)
     _load_jar()
     try:
         session = make()
@@ -146,23 +146,6 @@ def _held(options: dict[str, Any]) -> Callable[[str], str]:
     assert SparkContext._jvm is not None
     held: Any = SparkContext._jvm.SparkConf(True)
     return lambda key: str(held.get(key, ""))
-
-
-def _joined(*lists: str) -> str:
-    """The entries of list-valued properties in their order, each once, also when it is one file written in two ways."""
-    found: dict[str, str] = {}
-    for one in ",".join(lists).split(","):
-        if entry := one.strip():
-            found.setdefault(_same_file(entry), entry)
-    return ",".join(found.values())
-
-
-def _same_file(entry: str) -> str:
-    # spark-submit makes `file:///a/b.jar` of `b.jar`; a class name stays what it is.
-    url = urlsplit(entry)
-    if url.scheme == "file" and not url.netloc:
-        return os.path.realpath(unquote(url.path))
-    return os.path.realpath(entry) if not url.scheme and ("/" in entry or entry.endswith(".jar")) else entry
 
 
 def _refusal(error: Exception) -> Exception:

@@ -95,7 +95,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** What runs of a topology: jobs, SQL executions and streaming queries, those too that were started just now. */
   def activity(id: String): Activity = {
     val before = seen(id)
-    if (before.jobs.nonEmpty || before.executions.nonEmpty || before.queries.nonEmpty) before
+    if (before.nonEmpty) before
     else {
       // The event of what began a moment ago may be on its way to us; one behind it tells that it has come.
       val heard = new CountDownLatch(1)
@@ -398,7 +398,9 @@ object DriverCrew {
   private def jobExecution(job: Int): String = s"${Description.ExecutionPrefix}job-$job"
   private def queryExecution(run: String): String = s"${Description.ExecutionPrefix}query-$run"
 
-  final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String])
+  final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String]) {
+    def nonEmpty: Boolean = jobs.nonEmpty || executions.nonEmpty || queries.nonEmpty
+  }
 
   private final class ExecutorOf(val id: String, var peer: Peer, var address: String)
 

@@ -301,17 +301,19 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     // What is closed everywhere and reported is not remembered; deferred workers close later.
     toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
     ledger.report().foreach { case (sequence, counts) =>
-      driver.ask(SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts)), AskMs) {
+      driver.ask(message(sequence, counts), AskMs) {
         case Right(_) => ledger.delivered(sequence)
         case Left(_) => ledger.notDelivered(sequence)
       }
     }
   }
 
+  private def message(sequence: Long, counts: String): Any =
+    SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts))
+
   /** So that the driver knows what was closed at last. It may be gone already, which is no matter then. */
   private def lastReport(left: Long): Unit = ledger.report().foreach { case (sequence, counts) =>
-    val message = SparkInternals.withSender(self, Frames.encode("REPORT", executor, sequence, counts))
-    try { driver.askSync(message, math.max(left, LastReportMs)); () } catch {
+    try { driver.askSync(message(sequence, counts), math.max(left, LastReportMs)); () } catch {
       case NonFatal(error) => Log.log.debug("a last report did not reach the driver", error)
     }
   }

@@ -3,7 +3,9 @@ package org.apache.spark.stagecrew
 import java.util.concurrent.{AbstractExecutorService, TimeUnit}
 import scala.collection.mutable
 import org.apache.spark.SparkConf
+import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
+import org.scalatest.time.{Seconds, Span}
 
 /** How a topology is closed on an executor: in order, once, bounded; with the links' answers made by hand. */
 class ClosingsSuite extends AnyFunSuite {
@@ -155,7 +157,7 @@ class ClosingsSuite extends AnyFunSuite {
     f.hold = true
     val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
     waiting.start()
-    while (f.held.isEmpty) Thread.sleep(1)
+    eventually(timeout(Span(10, Seconds)))(assert(f.held.nonEmpty))
     waiting.interrupt() // its task was cancelled
     waiting.join()
     f.end()

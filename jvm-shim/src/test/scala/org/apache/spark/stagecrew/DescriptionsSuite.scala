@@ -3,7 +3,9 @@ package org.apache.spark.stagecrew
 import java.util.concurrent.{CountDownLatch, TimeUnit}
 import java.util.concurrent.atomic.AtomicInteger
 import org.apache.spark.SparkConf
+import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
+import org.scalatest.time.{Seconds, Span}
 
 /** What an executor asks the driver, and remembers. */
 class DescriptionsSuite extends AnyFunSuite {
@@ -64,7 +66,7 @@ class DescriptionsSuite extends AnyFunSuite {
     @volatile var found = Option.empty[Description]
     val second = new Thread(() => found = f.descriptions.describe("t"))
     second.start()
-    while (second.getState != Thread.State.TIMED_WAITING) Thread.sleep(1)
+    eventually(timeout(Span(10, Seconds)))(assert(second.getState == Thread.State.TIMED_WAITING))
     first.interrupt() // its task was killed
     second.join(10000)
     assert(found.map(_.id).contains("t"))
