@@ -54,7 +54,11 @@ test-unit: setup ## the tests without Spark
 test-jvm: setup ## the shim's own tests
 	build/sbt shim/test
 
-test-spark: setup ## the tests with real Spark
+$(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py
+	$(BIN)/python tests/archive_classes.py build/spark-classes.jsa 2>/dev/null
+	@touch $@
+
+test-spark: setup $(STAMPS)/classes ## the tests with real Spark
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit
 
 test: setup ## every test but the long seeded runs: under 20 minutes
@@ -63,7 +67,7 @@ test: setup ## every test but the long seeded runs: under 20 minutes
 	$(MAKE) test-jvm
 	$(MAKE) test-spark
 
-test-long: setup ## the long seeded runs
+test-long: setup $(STAMPS)/classes ## the long seeded runs
 	$(BIN)/pytest -q tests -m long
 
 docs: setup ## the documentation, strictly, into site/
@@ -79,4 +83,4 @@ compat: setup ## PySpark's own tests out of SPARK_SOURCE, plugin on and off
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## what was built
-	rm -rf $(STAMPS) site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/spark-classes.jsa site dist jvm-shim/target target python/stagecrew/jars

@@ -29,9 +29,15 @@ LOCAL = "local[2,4]"
 LOCAL_CLUSTER = "local-cluster[2,2,1024]"
 STANDALONE = "standalone"
 
+#: Where `make` keeps the archive of Spark's classes (archive_classes.py).
+ARCHIVE = Path(__file__).parents[1] / "build" / "spark-classes.jsa"
+
 #: The JVMs of short sessions do little but start: with one compiler, and without checking Spark's own classes anew, they
 #: do that in half the time. (`make demo`, the shim's suites and the benchmarks run as users' JVMs do.)
-QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+PLAIN = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+
+#: The same, from the archive; a JVM that cannot use it says nothing and starts without.
+QUICK = f"{PLAIN} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:
