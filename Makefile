@@ -55,11 +55,11 @@ test-jvm: setup ## the shim's own tests
 	build/sbt shim/test
 
 $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py
-	$(BIN)/python tests/archive_classes.py build/spark-classes.jsa 2>/dev/null
+	$(BIN)/python tests/archive_classes.py build/spark-classes.jsa
 	@touch $@
 
 test-spark: setup $(STAMPS)/classes ## the tests with real Spark
-	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit
+	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## every test but the long seeded runs: under 20 minutes
 	$(MAKE) check

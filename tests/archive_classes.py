@@ -32,6 +32,7 @@ def main(path: str) -> None:
     archive = Path(path).resolve()
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
+    os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
     spark = (
         SparkSession.builder.master("local[2,4]")

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stagecrew.listeners import Identity, Listener, ListenerContext, opened_value, resolving
+from stagecrew.identity import Identity
+from stagecrew.listeners import Listener, ListenerContext, opened_value, resolving
 
 __all__ = ["opened"]
 

@@ -48,19 +48,39 @@ def shapes(secret: str) -> set[str]:
     return found
 
 
-def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
+DEBUG = """
+rootLogger.level = debug
+rootLogger.appenderRef.stderr.ref = stderr
+appender.stderr.type = Console
+appender.stderr.name = stderr
+appender.stderr.target = SYSTEM_ERR
+appender.stderr.layout.type = PatternLayout
+appender.stderr.layout.pattern = %p %c: %m%n%ex
+"""
+
+
+@pytest.mark.parametrize("where", ["local[2]", "standalone"])
+def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_path_factory, sessions, request, where):
     """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
+    master = where
+    if where == "standalone":
+        sessions.stop()  # its cores are free
+        master = request.getfixturevalue("standalone")
     secrets = shapes(SECRET)
     events = tmp_path / "events"
     events.mkdir()
+    (tmp_path / "log4j2.properties").write_text(DEBUG)
     script = f"""
     from crewtools import *
     import psutil, urllib.request
     journal = Journal({journal.path!r})
     listeners = [Recorder(journal, "app", password={SECRET!r})]
-    builder = (base("local[2]").config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
+    debug = "-Dlog4j2.configurationFile=file://{tmp_path}/log4j2.properties"
+    builder = (base({master!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
+        .config("spark.executor.extraJavaOptions", QUICK + " " + debug)
         .config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}"))
     spark = stagecrew.configure(builder, listeners=listeners).getOrCreate()
+    application = spark.sparkContext.applicationId
     pool = secret_pool({SECRET!r})
     other = [Recorder(journal, "inner", password={SECRET!r}), Recorder(journal, "wide", password={SECRET!r}, scope=stagecrew.Scope.EXECUTOR)]
     with stagecrew.crew(spark).topology("t", listeners=[pool, *other]):
@@ -72,15 +92,21 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path):
         assert any("stagecrew.agent" in one for one in seen)
     spark.stop()
     assert not any(secret in one for one in seen for secret in {secrets!r}), "seen"
-    print("DONE")
+    print("DONE", application)
     """
     path = tmp_path / "driver.py"  # its own command line must not hold the secret
     path.write_text(f"import os, sys\nsys.path.insert(0, {TESTS!r})\n" + textwrap.dedent(script))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False)
     assert "DONE" in done.stdout, done.stderr[-3000:]
-    logs = [log for log in glob.glob(f"{events}/**/*", recursive=True) if os.path.isfile(log)]
-    assert logs
-    for text in [done.stdout, done.stderr, *(Path(log).read_bytes().decode(errors="replace") for log in logs)]:
+    written = [path for path in events.glob("**/*") if path.is_file()]
+    assert written
+    if where == "standalone":
+        application = done.stdout.split("DONE ")[1].split()[0]
+        logs = [*tmp_path_factory.getbasetemp().glob(f"standalone*/worker*/{application}/*/std*")]
+        assert any("DEBUG" in path.read_text() for path in logs)
+        written += logs
+    assert "DEBUG" in done.stderr
+    for text in [done.stdout, done.stderr, *(path.read_bytes().decode(errors="replace") for path in written)]:
         assert not any(secret in text for secret in secrets)
 
 
@@ -416,3 +442,38 @@ def test_the_drivers_interpreter_in_local_masters(tmp_path):
         SPARK_HOME=os.path.dirname(pyspark.__file__),  # else spark-submit asks the python3 of the PATH for it
     )
     assert f"RAN {sys.executable} {sys.executable}" in done.stdout, done.stderr[-3000:]
+
+
+def test_an_interpreter_that_is_a_script(tmp_path):
+    """Where PYSPARK_PYTHON is a script that starts the real interpreter as its child, both scopes open, close and end."""
+    wrapper = tmp_path / "wrapped-python"
+    wrapper.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
+    wrapper.chmod(0o700)
+    done = run(
+        """
+    from crewtools import *
+    import psutil
+    spark = stagecrew.configure(base("local[2]")).getOrCreate()
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def agents(context):
+        yield os.getpid()
+    @stagecrew.resource()
+    def workers(context):
+        yield os.getpid()
+    agents, workers = agents(), workers()
+    with stagecrew.crew(spark).topology("t", listeners=[agents, workers]) as topology:
+        pids = set(sum(spark.sparkContext.parallelize(range(4), 2).map(lambda _: (agents.get(), workers.get())).collect(), ()))
+    print("REPORT", topology.report.opens, topology.report.closes, topology.report.failures, topology.report.lost, len(pids))
+    spark.stop()
+    def mine():
+        return [p for p in psutil.process_iter(["cmdline"]) if any(one.endswith("/wrapped-python") for one in p.info["cmdline"] or ())]
+    eventually(lambda: not mine(), 20, "the scripts end")
+    eventually(lambda: not any(alive(pid) for pid in pids), 20, "what they started ends")
+    print("GONE")
+    """,
+        PYSPARK_PYTHON=str(wrapper),
+    )
+    assert "GONE" in done.stdout, done.stderr[-3000:]
+    opens, closes, failures, lost, pids = map(int, done.stdout.split("REPORT ")[1].split()[:5])
+    assert opens == closes == pids > 1
+    assert failures == lost == 0

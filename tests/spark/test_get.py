@@ -132,8 +132,6 @@ def test_a_topology_used_after_it_closed(spark, crew, journal):
 
 def test_from_the_configuration(sessions, spark, pools, tmp_path, master):
     """A listener that the configuration names is found by functions of its module."""
-    if not master.startswith("local"):
-        master = "local[2,4]"
     name = pools.__name__
     spark = sessions.get(
         master,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,6 +334,43 @@ def test_an_agent_that_is_killed_between_two_jobs(spark, crew, master, journal):
     assert report.failures == 0
 
 
+def test_an_agent_that_is_killed_during_a_job(spark, crew, master, journal, tmp_path):
+    """After SIGKILL of the agents under a job its running tasks go on, and each task that begins later has a value opened anew."""
+    many, lost = slots(master), str(tmp_path / "lost")
+    port = executor_port(journal.path)
+    log = Journal(journal.path)
+
+    def run(rows):
+        from pyspark import TaskContext
+
+        early, before = not os.path.exists(lost), port.get()
+        log.write(event="body", value=before)
+        eventually(lambda: os.path.exists(lost), 60, "the agents are lost")
+        yield early, TaskContext.get().attemptNumber(), before
+
+    collected: list[Any] = []
+    with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]) as topology:
+        job = spark.sparkContext.parallelize(range(3 * many), 3 * many).mapPartitions(run)
+        thread = threading.Thread(target=topology.wrap(lambda: collected.extend(job.collect())))
+        thread.start()
+        eventually(lambda: len(journal.read(event="body")) == many, 60, "the first tasks run")
+        agents = {e["value"] for e in journal.read(event="body")}
+        for pid in agents:
+            kill(pid)
+        eventually(lambda: topology.report.lost == len(agents), what="the loss is reported")
+        Path(lost).touch()
+        thread.join(60)
+    assert [early for early, _, _ in collected].count(True) == many
+    assert len(collected) == 3 * many
+    assert {attempt for _, attempt, _ in collected} == {0}
+    assert {before for early, _, before in collected if early} == agents
+    later = {before for early, _, before in collected if not early}
+    assert later
+    assert not later & agents
+    assert later <= {e["pid"] for e in journal.read(event="close", scope="executor")}
+    assert len(journal.read(event="open", listener="worker's")) == len(journal.read(event="close", listener="worker's"))
+
+
 def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
     """A stage of JVM tasks alone opens the executor's listeners, and not the worker's."""
     with crew.topology("t", listeners=[executor_port(journal.path), Recorder(journal, "worker's")]):
@@ -348,7 +387,7 @@ def executor_port(context, path):
     log = Journal(path)
     log.write(event="open", executor=context.executor, scope=context.scope.value)
     yield os.getpid()
-    log.write(event="close", executor=context.executor)
+    log.write(event="close", executor=context.executor, scope=context.scope.value)
 
 
 def _swallow(f) -> None:

@@ -13,6 +13,7 @@ import zipimport
 
 import pytest
 
+from crewtools import eventually
 from stagecrew.worker import daemon, politely
 
 CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
@@ -93,8 +94,8 @@ def test_one_that_stays_is_killed_while_others_are(child, monkeypatch):
     assert first.returncode == -signal.SIGKILL
     assert time.monotonic() - asked < 5
     assert others.wait(10) == -signal.SIGKILL
-    assert not politely._asked
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    # It may have been asked once more while it died; what is gone is let go of at the timer's next turn.
+    eventually(lambda: not politely._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), 5, "nobody is due")
 
 
 @pytest.mark.timeout(30, method="thread")

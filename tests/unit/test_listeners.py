@@ -28,7 +28,8 @@ from stagecrew import (
     resource,
 )
 from stagecrew.errors import ConfigurationError
-from stagecrew.listeners import Identity, decorates, listener_name, opened_value, registering, resolving
+from stagecrew.identity import Identity
+from stagecrew.listeners import decorates, listener_name, opened_value, registering, resolving
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 SECRET = "a-password-in-an-argument"

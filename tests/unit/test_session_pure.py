@@ -22,6 +22,7 @@ from stagecrew import (
     NotActive,
     UnsupportedSession,
     UnsupportedSpark,
+    registration,
     resource,
     session,
 )
@@ -365,8 +366,8 @@ def test_is_active_and_crew_without_a_session():
 def test_checked_answers_what_it_was_given():
     """Any iterable, in its order."""
     listeners = [Pool(), pool("a"), stagecrew.LoggingContext()]
-    assert session.checked(iter(listeners)) == tuple(listeners)
-    assert session.checked(()) == ()
+    assert registration.checked(iter(listeners)) == tuple(listeners)
+    assert registration.checked(()) == ()
 
 
 @pytest.mark.parametrize(
@@ -382,7 +383,7 @@ def test_checked_answers_what_it_was_given():
 def test_what_is_no_listener(wrong, text, builder):
     """The error says what to write instead, from `checked` and from `configure`; the good ones before do not hide it."""
     with pytest.raises(ListenerError, match=text):
-        session.checked([Pool(), wrong])
+        registration.checked([Pool(), wrong])
     with pytest.raises(ListenerError, match=text):
         stagecrew.configure(builder, listeners=[Pool(), wrong])
 
@@ -402,7 +403,7 @@ def test_what_is_no_listener(wrong, text, builder):
 def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
     """The error names it and the attribute or argument, shows no value, and has Python's own error as its cause."""
     for call in (
-        lambda: session.pickled([Pool(), listener]),
+        lambda: registration.pickled([Pool(), listener]),
         lambda: stagecrew.configure(builder, listeners=[listener]),
     ):
         with pytest.raises(ListenerNotPicklable) as raised:
@@ -418,7 +419,7 @@ def test_a_named_listener_that_cannot_be_pickled():
     listener = Pool(threading.Lock())
     listener.name = "orders"
     with pytest.raises(ListenerNotPicklable, match="listener 'orders' cannot be pickled"):
-        session.pickled([listener])
+        registration.pickled([listener])
 
 
 def test_an_unpicklable_without_a_culprit():
@@ -431,7 +432,7 @@ def test_an_unpicklable_without_a_culprit():
     with pytest.raises(
         ListenerNotPicklable, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"
     ):
-        session.pickled([Refuses()])
+        registration.pickled([Refuses()])
 
 
 # -- what the plugin refuses when Spark starts

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from stagecrew import Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew.marks import PROPERTY, Marks
 from stagecrew.session import Crew
-from stagecrew.topology import PROPERTY, Marks, Topology
+from stagecrew.topology import Topology
 
 
 class Context:

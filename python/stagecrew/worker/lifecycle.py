@@ -17,7 +17,8 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from stagecrew.listeners import Identity, Listener, decorates, opened_value
+from stagecrew.identity import Identity
+from stagecrew.listeners import Listener, decorates, opened_value
 
 __all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
 

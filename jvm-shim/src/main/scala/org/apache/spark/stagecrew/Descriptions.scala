@@ -57,7 +57,7 @@ final class Descriptions(executor: String, host: () => String, settings: Setting
   /** The topology of the execution that a task belongs to: streaming query, root SQL execution, or job. */
   def execution(task: TaskContext): Option[Description] = {
     val id = Option(task.getLocalProperty(QueryProperty)).map(query => asked(s"query:$query"))
-      .orElse(Option(task.getLocalProperty(RootExecutionProperty)).map(id => Some(Description.ExecutionPrefix + "sql-" + id)))
+      .orElse(Option(task.getLocalProperty(RootExecutionProperty)).map(id => Some(Executions.ofSql(id.toLong))))
       .getOrElse(asked(s"stage:${task.stageId()}"))
     id.flatMap(describe)
   }

@@ -19,9 +19,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val loop = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-driver"))
   private val topologies = mutable.LinkedHashMap.empty[String, Topology]
   private val executors = mutable.LinkedHashMap.empty[String, ExecutorOf]
-  private val queries = mutable.HashMap.empty[String, String] // query id -> run id
-  private val jobOfStage = mutable.HashMap.empty[Int, Int]
-  private val waitingForStage = mutable.HashMap.empty[Int, List[Option[String] => Unit]]
+  private val spark = new Executions.Books {
+    def jobOfStage(stage: Int): Option[Int] = SparkInternals.jobOfStage(sc, stage)
+    def jobRuns(job: Int): Boolean = SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty).contains(job)
+    def sqlRuns(execution: Long): Boolean = SparkInternals.executionRuns(execution)
+    def queryRuns(run: String): Boolean = SparkInternals.queryRuns(run)
+    def queryRun(id: String): Option[String] = SparkInternals.queryRun(id)
+  }
+  private val executions = new Executions(spark, ms => f => schedule(ms)(f))
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
   private val drained = new AtomicBoolean(false)
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
@@ -131,10 +136,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   // -- What Spark's listener bus tells (its thread)
 
   def jobStarted(job: Int, stages: Seq[Int], topology: Option[String]): Unit = inLoop {
-    stages.foreach { stage =>
-      jobOfStage.getOrElseUpdate(stage, job)
-      waitingForStage.remove(stage).foreach(_.foreach(_.apply(Some(jobExecution(job)))))
-    }
+    executions.jobStarted(job, stages)
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf)
     val counted = (covering ++ topologies.get(Description.Application)).distinct
     counted.foreach(_.jobs += 1)
@@ -146,27 +148,27 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   def jobEnded(job: Int): Unit = inLoop {
-    jobOfStage.filterInPlace((_, j) => j != job)
-    openFailures.filterInPlace((of, _) => jobOfStage.contains(of._1))
-    endExecution(jobExecution(job))
+    executions.jobEnded(job)
+    openFailures.filterInPlace((of, _) => executions.hasStage(of._1))
+    endExecution(Executions.ofJob(job))
   }
 
   def executionStarted(id: Long, tags: Set[String]): Unit = inLoop(tagged(tags).foreach(_.executions += id))
 
   def executionEnded(id: Long): Unit = inLoop {
     topologies.values.foreach(_.executions -= id)
-    endExecution(s"${Description.ExecutionPrefix}sql-$id")
+    endExecution(Executions.ofSql(id))
   }
 
   def queryStarted(id: String, run: String, tags: Set[String]): Unit = inLoop {
-    queries(id) = run
+    executions.queryStarted(id, run)
     tagged(tags).foreach(_.queries += run)
   }
 
   def queryEnded(id: String, run: String): Unit = inLoop {
     topologies.values.foreach(_.queries -= run)
-    if (queries.get(id).contains(run)) queries -= id
-    endExecution(queryExecution(run))
+    executions.queryEnded(id, run)
+    endExecution(Executions.ofQuery(run))
   }
 
   def executorRemoved(id: String): Unit = inLoop(lost(id))
@@ -187,7 +189,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       }
       frame.kind match {
         case "ASK_DESCRIPTION" => describe(frame.text("topology"), frame.text("executor"), reply)
-        case "ASK_EXECUTION" => execution(frame.text("key"), found => reply.answer(Frames.encode("EXECUTION", found.getOrElse(""))))
+        case "ASK_EXECUTION" =>
+          executions.find(frame.text("key"))(found => reply.answer(Frames.encode("EXECUTION", found.getOrElse(""))))
         case "OPEN_FAILED" => openFailed(frame)
         case "REPORT" =>
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
@@ -214,40 +217,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     }
   }
 
-  private def execution(key: String, answer: Option[String] => Unit): Unit = key.split(":", 2) match {
-    case Array("query", id) => // the event of its start is on its way, or was dropped: then Spark knows
-      answer(queries.get(id).orElse(SparkInternals.queryRun(id)).map(queryExecution))
-    case Array("stage", number) =>
-      val stage = number.toInt
-      jobOfStage.get(stage) match {
-        case Some(job) => answer(Some(jobExecution(job)))
-        case None =>
-          // The event of the job's start is on its way, or was dropped by a full queue: then the scheduler knows.
-          waitingForStage(stage) = answer :: waitingForStage.getOrElse(stage, Nil)
-          loop.schedule((() => Log.contained("a stage's job") {
-            waitingForStage.remove(stage).foreach { waiting =>
-              val found = SparkInternals.jobOfStage(sc, stage).map(jobExecution)
-              waiting.foreach(_.apply(found))
-            }
-          }): Runnable, 500, TimeUnit.MILLISECONDS)
-          ()
-      }
-    case _ => answer(None)
-  }
-
   /** An execution is a topology of its own, with those of the application's listeners that have this lifetime. */
-  private def beginExecution(id: String): Unit = if (executionRuns(id)) {
+  private def beginExecution(id: String): Unit = if (executions.mayBegin(id)) {
     val application = topologies(Description.Application).description
-    val name = id.stripPrefix(Description.ExecutionPrefix).replaceFirst("-", " ")
-    topologies(id) = new Topology(application.copy(id = id, name = name, parent = None), ExecutionKind)
+    topologies(id) = new Topology(application.copy(id = id, name = Executions.name(id), parent = None), ExecutionKind)
     publish()
-  }
-
-  private def executionRuns(id: String): Boolean = id.stripPrefix(Description.ExecutionPrefix).split("-", 2) match {
-    case Array("sql", n) => SparkInternals.executionRuns(n.toLong)
-    case Array("query", run) => queries.values.exists(_ == run) || SparkInternals.queryRuns(run)
-    case Array("job", n) => SparkInternals.activeJobs(sc, ExecutorCrew.TopologyProperty).contains(n.toInt)
-    case _ => false
   }
 
   private def endExecution(id: String): Unit = {
@@ -258,7 +232,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Events may be dropped: what has ended by Spark's own books is ended here too. */
   private def checkExecutions(): Unit = {
     val over = topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
-      .filterNot { id => if (id.startsWith(s"${Description.ExecutionPrefix}query-")) SparkInternals.queryRuns(id.split("query-", 2)(1)) else executionRuns(id) }
+      .filterNot(executions.runs)
     over.toSeq.foreach(endExecution)
   }
 
@@ -373,6 +347,10 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def inLoop(f: => Unit): Unit =
     try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
 
+  private def schedule(ms: Long)(f: => Unit): Unit =
+    try { loop.schedule((() => Log.contained("the driver's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
+    catch { case _: RejectedExecutionException => () }
+
   private def call[T](f: => T): T = {
     val task = loop.submit((() => f): Callable[T])
     try task.get(60, TimeUnit.SECONDS) catch { case failed: ExecutionException => throw failed.getCause }
@@ -394,9 +372,6 @@ object DriverCrew {
 
   /** The job tag of a topology. */
   def tag(id: String): String = s"stagecrew-$id"
-
-  private def jobExecution(job: Int): String = s"${Description.ExecutionPrefix}job-$job"
-  private def queryExecution(run: String): String = s"${Description.ExecutionPrefix}query-$run"
 
   final case class Activity(jobs: Seq[Int], executions: Seq[Long], queries: Seq[String]) {
     def nonEmpty: Boolean = jobs.nonEmpty || executions.nonEmpty || queries.nonEmpty

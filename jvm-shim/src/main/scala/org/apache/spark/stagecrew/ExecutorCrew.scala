@@ -115,19 +115,13 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def refuse(task: TaskContext, topology: String, listener: String, cause: Throwable): Unit = {
     val error = cause match {
       case said: AgentFailed => said.getMessage
-      case failed: OpenFailedException => s"${failed.getMessage}\n${trace(failed.getCause)}"
-      case other => trace(other)
+      case failed: OpenFailedException => s"${failed.getMessage}\n${Refusal.trace(failed.getCause)}"
+      case other => Refusal.trace(other)
     }
     val name = descriptions.known(topology).map(_.name).getOrElse(topology)
     val text = s"stagecrew: a listener of topology '$name' could not be opened on executor $executor:\n$error"
-    SparkInternals.markInterrupted(task, text)
-    Log.log.warn(s"attempt ${task.taskAttemptId()} of stage ${task.stageId()} does not run: $text")
-    driver.send(SparkInternals.withSender(self, Frames.encode("OPEN_FAILED", executor, topology, listener,
-      task.stageId().toLong, task.partitionId().toLong, task.taskAttemptId(), text)))
-    // Spark does not count such attempts and would start 100 a second.
-    val doublings = (sides.failedInARow(topology) - 1).max(0).min(5)
-    try Thread.sleep(math.min(BackOffMs << doublings, MaxBackOffMs)) catch {
-      case _: InterruptedException => Thread.currentThread().interrupt()
+    Refusal.refuse(task, executor, topology, listener, text, sides.failedInARow(topology)) { frame =>
+      driver.send(SparkInternals.withSender(self, frame))
     }
   }
 
@@ -383,18 +377,10 @@ object ExecutorCrew {
   /** How long an executor waits for an answer of the driver. */
   private[stagecrew] val AskMs = 30000L
   private val LastReportMs = 500L
-  private val BackOffMs = 100L
-  private val MaxBackOffMs = 5000L
 
   private final class HookTimeoutException(text: String) extends Exception(text)
   private final class SideFailed(val description: Description, cause: Throwable) extends Exception(cause) {
     def listener: String = cause match { case failed: OpenFailedException => failed.listener; case _ => "" }
-  }
-
-  private def trace(error: Throwable): String = {
-    val out = new java.io.StringWriter
-    error.printStackTrace(new java.io.PrintWriter(out))
-    out.toString
   }
 
   private[stagecrew] def daemon(name: String): ThreadFactory = body => {

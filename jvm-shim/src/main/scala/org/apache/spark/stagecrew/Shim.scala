@@ -117,9 +117,11 @@ object DriverShim {
   }
 }
 
-/** The plugin's executor side. `init` returns at once and never throws: Spark would relaunch executors without end. */
+/** The plugin's executor side. `init` returns at once and never throws: Spark would relaunch executors without end. What
+  * goes wrong in it fails the tasks. */
 final class ExecutorShim extends ExecutorPlugin {
   @volatile private var crew: ExecutorCrew = _
+  @volatile private var notRunning: NotRunning = _
   private var hook: AnyRef = _
 
   override def init(plugin: PluginContext, extra: JMap[String, String]): Unit =
@@ -130,9 +132,10 @@ final class ExecutorShim extends ExecutorPlugin {
       // In a local master the driver's metrics have the same names, and count this executor already.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
-    } catch { case NonFatal(error) => Log.log.error("stagecrew does not run on this executor", error) }
+    } catch { case NonFatal(error) => notRunning = new NotRunning(SparkEnv.get.executorId, Shim.version, error) }
 
-  override def onTaskStart(): Unit = if (crew != null) crew.taskStarted(TaskContext.get())
+  override def onTaskStart(): Unit =
+    if (notRunning != null) notRunning.taskStarted(TaskContext.get()) else if (crew != null) crew.taskStarted(TaskContext.get())
 
   override def shutdown(): Unit = {
     end()

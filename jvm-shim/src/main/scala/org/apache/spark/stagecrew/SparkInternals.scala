@@ -15,9 +15,10 @@ package org.apache.spark {
           }.toMap
         }
 
-      /** The job for which a stage was first submitted. */
+      /** The first of the active jobs that need a stage, as its `activeJobForStage` has it. */
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] =
-        unlessItChanges(Option.empty[Int])(sc.dagScheduler.stageIdToStage.get(stage).map(_.firstJobId))
+        unlessItChanges(Option.empty[Int])(
+          sc.dagScheduler.stageIdToStage.get(stage).flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption))
 
       // The collections belong to another thread; a read during a change may fail, and is made again.
       private def unlessItChanges[T](otherwise: T)(read: => T): T =

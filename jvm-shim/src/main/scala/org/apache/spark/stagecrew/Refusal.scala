@@ -1,0 +1,41 @@
+package org.apache.spark.stagecrew
+
+import org.apache.spark.TaskContext
+
+/** How an attempt ends whose executor cannot give it what it needs: without its body, and with the cause on the driver. */
+private[stagecrew] object Refusal {
+  private val BackOffMs = 100L
+  private val MaxBackOffMs = 5000L
+
+  /** Called in the task's thread. Spark does not count such attempts and would start 100 a second: so each waits, the longer
+    * the more there were in a row, and the driver counts (DriverCrew.openFailed). */
+  def refuse(task: TaskContext, executor: String, topology: String, listener: String, text: String, inARow: Int)(
+      tell: Array[Byte] => Unit): Unit = {
+    SparkInternals.markInterrupted(task, text)
+    Log.log.warn(s"attempt ${task.taskAttemptId()} of stage ${task.stageId()} does not run: $text")
+    Log.contained("telling the driver of it")(tell(Frames.encode("OPEN_FAILED", executor, topology, listener,
+      task.stageId().toLong, task.partitionId().toLong, task.taskAttemptId(), text)))
+    try Thread.sleep(math.min(BackOffMs << (inARow - 1).max(0).min(5), MaxBackOffMs)) catch {
+      case _: InterruptedException => Thread.currentThread().interrupt()
+    }
+  }
+
+  def trace(error: Throwable): String = {
+    val out = new java.io.StringWriter
+    error.printStackTrace(new java.io.PrintWriter(out))
+    out.toString
+  }
+}
+
+/** The plugin could not start on an executor: no task runs there as if it had no listeners. */
+private[stagecrew] final class NotRunning(executor: String, version: String, cause: Throwable) {
+  private lazy val driver = SparkInternals.driver(DriverCrew.EndpointName)
+  private val refused = new java.util.concurrent.atomic.AtomicInteger
+  private val text = s"stagecrew $version could not start on executor $executor, so no task runs there: mend the cause, " +
+    s"or take stagecrew.StagecrewPlugin out of spark.plugins\n${Refusal.trace(cause)}"
+
+  Log.log.error(text)
+
+  def taskStarted(task: TaskContext): Unit =
+    Refusal.refuse(task, executor, Description.Application, "", text, refused.incrementAndGet())(driver.send(_))
+}

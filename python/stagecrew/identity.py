@@ -1,0 +1,105 @@
+"""By which a listener that was registered on the driver is found again in a task.
+
+Loaded in every Python worker: the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pickle
+import uuid
+from typing import Any, Final
+
+__all__ = ["Identity"]
+
+
+@functools.cache
+def _key() -> bytes:
+    return os.urandom(32)
+
+
+#: Of how many registrations a listener knows.
+_REMEMBERED: Final = 5
+
+
+class Identity:
+    """By which a listener is found again in a task, however the task's function came to know of it.
+
+    `id` travels with a listener that is pickled. A module that is imported in the worker makes its listeners anew: these
+    are recognised by `factory` (module and name of the class or function) and equal arguments. A reference that travels
+    without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
+    """
+
+    def __init__(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.id = uuid.uuid4().hex
+        self.factory = factory
+        self.topologies: list[str] = []
+        self._arguments: tuple[Any, Any] | None = (args, kwargs)
+        self._pickled: bytes | None = None
+        self._digest: bytes | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "factory": self.factory,
+            "topologies": self.topologies,
+            "_pickled": self.pickled_arguments,
+            "_digest": self.digest,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _arguments=None)
+
+    def registered_for(self, topology: str) -> None:
+        """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
+        # A new list: another thread may pickle the old one.
+        self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
+
+    @property
+    def pickled_arguments(self) -> bytes | None:
+        """The arguments as bytes; None when they cannot be pickled."""
+        if self._pickled is None and self._arguments is not None:
+            with contextlib.suppress(Exception):
+                self._pickled = pickle.dumps(self._arguments, protocol=5)
+        return self._pickled
+
+    @property
+    def digest(self) -> bytes | None:
+        """A keyed digest of the arguments, made where the listener was made; None when they cannot be pickled."""
+        if self._digest is None and self._arguments is not None and self.pickled_arguments is not None:
+            import hmac
+
+            self._digest = hmac.digest(_key(), self.pickled_arguments, "sha256")
+        return self._digest
+
+    def same(self, other: Identity) -> bool:
+        """Whether both name the same listener."""
+        if self.id == other.id:
+            return True
+        if self.factory != other.factory:
+            return False
+        if self.digest is not None and self.digest == other.digest:
+            return True
+        mine, theirs = self.pickled_arguments, other.pickled_arguments
+        if mine is None or theirs is None:
+            return False
+        if mine == theirs:
+            return True
+        with contextlib.suppress(Exception):
+            return bool(pickle.loads(mine) == pickle.loads(theirs))
+        return False
+
+    def reference(self) -> Identity:
+        """The same identity without the arguments, which may hold secrets."""
+        bare = Identity.__new__(Identity)
+        bare.__dict__.update(
+            id=self.id,
+            factory=self.factory,
+            topologies=self.topologies,
+            _arguments=None,
+            _pickled=None,
+            _digest=self.digest,
+        )
+        return bare

@@ -1,0 +1,84 @@
+"""What a user registers: listeners and names of JVM classes, looked at before anything begins, and the bytes that travel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyspark import cloudpickle
+
+from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotPicklable
+from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
+
+__all__ = ["checked", "class_names", "pickled"]
+
+
+def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
+    """These listeners, if each is one. Raises `ListenerError` that says what to write instead."""
+    given: Any = listeners
+    if isinstance(given, str):
+        raise ListenerError(
+            f"listeners={given!r} is a string; register instances: listeners=[...]. Names of the form module:name go "
+            f"into spark.stagecrew.listeners"
+        )
+    alone = isinstance(given, (Listener, ResourceFactory, type))
+    every: tuple[Any, ...] = (given,) if alone else tuple(given)
+    for listener in every:
+        if isinstance(listener, Listener):
+            continue
+        if inspect.isclass(listener) and issubclass(listener, Listener):
+            raise ListenerError(
+                f"{listener.__qualname__} is a class; register an instance: listeners=[{listener.__qualname__}(...)]"
+            )
+        if isinstance(listener, ResourceFactory):
+            raise ListenerError(
+                f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]"
+            )
+        raise ListenerError(
+            f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource"
+        )
+    if alone:
+        raise ListenerError(f"{listener_name(every[0])} stands alone; register a list: listeners=[...]")
+    return every
+
+
+def class_names(names: Iterable[str]) -> tuple[str, ...]:
+    """These names of JVM classes. Raises `ConfigurationError` when they are no list of strings."""
+    if isinstance(names, str):
+        raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
+    every: tuple[Any, ...] = tuple(names)
+    for name in every:
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"{name!r} in jvm_listeners is no name of a class; write it like 'com.example.Audit'"
+            )
+    return every
+
+
+def pickled(listeners: Sequence[Listener]) -> list[bytes]:
+    """The bytes of each listener. Raises `ListenerNotPicklable`, which names the listener and the attribute."""
+    return [_pickled(listener) for listener in listeners]
+
+
+def _pickled(listener: Listener) -> bytes:
+    with registering():
+        try:
+            return cloudpickle.dumps(listener)  # type: ignore[no-any-return, no-untyped-call]
+        except Exception as error:
+            parts = dict(vars(listener))
+            if isinstance(listener, Resource):
+                parts = {f"argument {i + 1}": value for i, value in enumerate(listener._args)}
+                parts |= {f"argument {name!r}": value for name, value in listener._kwargs.items()}
+            culprit = ""
+            for name, value in parts.items():
+                try:
+                    cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+                except Exception:
+                    what = name if isinstance(listener, Resource) else f"attribute {name!r}"
+                    culprit = f": its {what} is a {type(value).__name__}, which cannot travel"
+                    break
+            raise ListenerNotPicklable(
+                f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). Create "
+                f"such things in open(), which runs on the executor"
+            ) from error
