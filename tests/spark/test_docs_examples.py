@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from crewtools import QUICK
 from docs_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def outcomes(tmp_path_factory):
         **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
-        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
+        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK}",
     }
     command = [sys.executable, str(ROOT / "tests/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
     done = subprocess.run(

@@ -51,15 +51,21 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
     assert topology.report.failures == 4
 
 
-def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal):
-    """With required = False the job succeeds without the listener, whose failure is counted."""
+def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, caplog):
+    """With required = False the job succeeds without the listener, whose failure is counted; the warning names it."""
     optional = Recorder(journal, "optional", fail=("open",), required=False)
-    with crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology:
+    with (
+        caplog.at_level(logging.WARNING, "stagecrew"),
+        crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology,
+    ):
         assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(body(journal)).count() == 4
     opened = journal.read(event="open", listener="optional")
     assert len(opened) == len(journal.read(event="close", listener="optional")) == topology.report.failures
     assert not journal.read(event="enter", listener="optional")
     assert journal.read(event="enter", listener="other")
+    assert "listener 'optional' failed" in caplog.text
+    assert "open of optional fails on purpose" in caplog.text
+    assert "'other'" not in caplog.text
 
 
 def test_a_later_attempt_may_open_again(spark, crew, journal, tmp_path):
@@ -95,16 +101,20 @@ def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
     assert time.time() - started < 4 * (1.5 + 1 + 6) + 10
 
 
-def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal):
-    """A close that raises is counted, shown in the report, and the other listeners close."""
-    with crew.topology(
-        "t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]
-    ) as topology:
+def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog):
+    """A close that raises is warned of, counted, shown in the report, and the other listeners close."""
+    with (
+        caplog.at_level(logging.WARNING, "stagecrew"),
+        crew.topology(
+            "t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]
+        ) as topology,
+    ):
         spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
     assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
     bad = [one for one in topology.report.listeners if one.name == "bad"]
     assert sum(one.failures for one in bad) == len(journal.read(event="close", listener="bad")) > 0
     assert any("close of bad fails on purpose" in one.last_error for one in bad)
+    assert "listener 'bad' failed" in caplog.text
 
 
 @pytest.mark.parametrize("hang", ["close", "close in C"])
