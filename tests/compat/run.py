@@ -116,6 +116,7 @@ class House:
             path = [str(self._with_our_daemon(folder)), *path[1:], str(jar)]
         if name == "on with a listener":
             lines.append("spark.stagecrew.listeners compat_listener:Quiet")
+            lines.append(f"spark.executorEnv.PYTHONPATH {HERE}")  # of clusters
             path.append(str(HERE))
         (conf / "spark-defaults.conf").write_text("\n".join(lines) + "\n")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))}
@@ -226,10 +227,9 @@ def found_differences(
             console.print(f"  differs: {test} {outcomes(runs, test)}; once more", highlight=False, soft_wrap=True)
         lasting: list[str] = []
         if first:
+            named = first if module not in first else []  # one that broke off is run whole
             again = {
-                name: run_module(
-                    module, name, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, []
-                )
+                name: run_module(module, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, named)
                 for name, environment in environments.items()
             }
             second = set(differing(again))
