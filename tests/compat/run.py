@@ -2,15 +2,16 @@
 
 SPARK_SOURCE is a tree of Spark's sources, best at the tag of the installed PySpark. Only its tests are taken; jars and
 Python are those of the installed PySpark. Each module runs in a process of its own, in three variations: without the
-plugin, with it and nothing registered, with it and a listener that opens, decorates and closes in every worker. A test
-that ends otherwise with the plugin than without it is a difference; it is run again, in all variations, and counts when
-it differs again. A test that fails on both sides (the tree is not exactly the installed version's) does not.
+plugin, with it and nothing registered, with it and a listener that opens, decorates and closes in every worker. The
+variations of a module run side by side. A test that ends otherwise with the plugin than without it is a difference; it is
+run again, in all variations one after the other, and counts when it differs again. A test that fails on both sides (the tree is not exactly the installed version's) does not.
 
 The end is 0 when there is no difference, 1 when there is one, 2 when nothing could be compared.
 """
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.util
@@ -152,6 +153,28 @@ class House:
         return folder / "python"
 
 
+#: What runs now, to be ended with this process.
+_running: set[subprocess.Popen[bytes]] = set()
+
+
+def side_by_side(
+    module: str, environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
+) -> dict[str, Run]:
+    """Runs a module in all variations at once."""
+    with concurrent.futures.ThreadPoolExecutor(len(environments)) as pool:
+        runs = {
+            name: pool.submit(run_module, module, environment, folder / module / name.replace(" ", "-"), timeout, [])
+            for name, environment in environments.items()
+        }
+        try:
+            return {name: run.result() for name, run in runs.items()}
+        except BaseException:
+            for process in list(_running):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
 def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, timeout: float, tests: list[str]) -> Run:
     """Runs a module, or the named tests of it, in a process of its own."""
     folder.mkdir(parents=True)
@@ -171,6 +194,7 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(process)
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -180,6 +204,7 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            _running.discard(process)
     run = Run({}, {}, time.monotonic() - started)
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     for line in lines:
@@ -215,9 +240,8 @@ def found_differences(
     differences: list[tuple[str, dict[str, str], str]] = []
     compared = 0
     for module in modules:
-        runs: dict[str, Run] = {}
-        for name, environment in environments.items():
-            runs[name] = run_module(module, environment, folder / module / name.replace(" ", "-"), timeout, [])
+        runs = side_by_side(module, environments, folder, timeout)
+        for name in environments:
             console.print(
                 f"{module}  {name}: {counted(runs[name])}  {runs[name].seconds:.0f} s", highlight=False, soft_wrap=True
             )
@@ -267,7 +291,7 @@ def main() -> int:
         "source", type=pathlib.Path, nargs="?", metavar="SPARK_SOURCE", help="a tree of Spark's sources"
     )
     parser.add_argument("--modules", nargs="+", default=list(MODULES), help="modules, instead of the usual ones")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one module in one variation")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds for one module in one variation")
     parser.add_argument("--keep", type=pathlib.Path, help="a new folder for outputs and results, kept")
     options = parser.parse_args()
     if options.source is None or not (options.source / "python" / "pyspark" / "tests").is_dir():
