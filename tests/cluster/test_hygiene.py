@@ -341,6 +341,26 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
     profiled.clear()  # else PySpark prints them when Python ends
 
 
+def test_logs_of_workers_name_the_users_function(sessions: Sessions, journal):
+    """Spark's own record of what workers print and log names the user's function, as it does without the plugin."""
+    spark = sessions.get("local[2,4]")
+    spark.conf.set("spark.sql.pyspark.worker.logging.enabled", "true")
+
+    @udf("long")
+    def said(n):
+        print("said in the worker")
+        return n
+
+    try:
+        for listeners in ([], [Recorder(journal)]):
+            with stagecrew.crew(spark).topology("t", listeners=listeners):
+                spark.range(1).select(said("id")).collect()
+        rows = spark.tvf.python_worker_logs().where("logger = 'stdout'").collect()
+    finally:
+        spark.conf.unset("spark.sql.pyspark.worker.logging.enabled")
+    assert [(row.msg, row.context["func_name"]) for row in rows] == [("said in the worker", "said")] * 2
+
+
 def test_ends_look_as_without(tmp_path, journal):
     """A worker that leaves by os._exit, and a submitted script that ends with sys.exit, look as they do without."""
     (tmp_path / "submitted_pool.py").write_text(

@@ -143,6 +143,9 @@ def _read_our_jar_once() -> None:
 
 if __name__ == "__main__":
     _read_our_jar_once()
+    # PySpark tells its own frames, between which ours lie, from the user's by this (pyspark/logger/worker_io.py).
+    if __spec__ is not None:
+        __spec__.name = pyspark.daemon.__name__
     pyspark.daemon.worker = worker
     politely.install()
     pyspark.daemon.manager()
