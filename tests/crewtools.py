@@ -166,6 +166,14 @@ class Sessions:
             spark.stop()
 
 
+def free_master(name: str, request: Any, sessions: Sessions) -> str:
+    """The master for a driver of the test's own; the standalone cluster has all its cores free for it."""
+    if name != STANDALONE:
+        return name
+    sessions.stop()
+    return str(request.getfixturevalue("standalone"))
+
+
 def base(master: str) -> SparkSession.Builder:
     """A builder for quiet and small sessions."""
     return (

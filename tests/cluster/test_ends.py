@@ -29,6 +29,7 @@ from crewtools import (
     ends,
     eventually,
     executor_wide,
+    free_master,
     kill,
 )
 
@@ -59,20 +60,12 @@ def more(lines: str) -> str:
 
 @pytest.fixture(params=[LOCAL, LOCAL_CLUSTER, "standalone"])
 def anywhere(request, sessions) -> str:
-    return where(request, sessions)
+    return free_master(request.param, request, sessions)
 
 
 @pytest.fixture(params=[LOCAL_CLUSTER, "standalone"])
 def cluster(request, sessions) -> str:
-    return where(request, sessions)
-
-
-def where(request, sessions: Sessions) -> str:
-    """The master; that of the standalone cluster has all its cores free."""
-    if request.param != "standalone":
-        return str(request.param)
-    sessions.stop()
-    return str(request.getfixturevalue("standalone"))
+    return free_master(request.param, request, sessions)
 
 
 @contextlib.contextmanager

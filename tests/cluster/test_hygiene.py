@@ -18,7 +18,7 @@ from pyspark import SparkContext
 from pyspark.sql.functions import udf
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually
+from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually, free_master
 
 TESTS = str(Path(__file__).parent.parent)
 SECRET = "correct-horse-battery-staple"
@@ -62,10 +62,7 @@ appender.stderr.layout.pattern = %p %c: %m%n%ex
 @pytest.mark.parametrize("where", ["local[2]", "standalone"])
 def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_path_factory, sessions, request, where):
     """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
-    master = where
-    if where == "standalone":
-        sessions.stop()  # its cores are free
-        master = request.getfixturevalue("standalone")
+    master = free_master(where, request, sessions)
     secrets = shapes(SECRET)
     events = tmp_path / "events"
     events.mkdir()

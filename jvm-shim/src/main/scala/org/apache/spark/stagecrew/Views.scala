@@ -47,3 +47,21 @@ private[stagecrew] object ListenerMetrics {
     "listeners.opens" -> (_.opens), "listeners.closes" -> (_.closes), "listeners.failures" -> (_.failures),
     "listeners.lost" -> (_.lost))
 }
+
+/** What is shown of one topology: an immutable copy. */
+final case class TopologyView(
+    id: String,
+    name: String,
+    kind: String,
+    parent: Option[String],
+    state: String,
+    started: Long,
+    ended: Long,
+    jobs: Int,
+    askedBy: Vector[String], // the executors that ran its tasks
+    executors: Vector[(String, ExecutorCounts)],
+    lostExecutors: Vector[String],
+    unclosed: Vector[String])
+
+/** What the UI, metrics and reports read. `totals` are of all topologies, those that are forgotten too. */
+final case class Snapshot(topologies: Vector[TopologyView], totals: Totals)

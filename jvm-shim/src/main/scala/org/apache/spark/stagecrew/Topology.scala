@@ -1,0 +1,33 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.CompletableFuture
+import scala.collection.mutable
+
+/** What the driver knows of one topology. Of its loop's thread; `view` is what others see. */
+private[stagecrew] final class Topology(var description: Description, val kind: String) {
+  var state = "active"
+  val started: Long = System.currentTimeMillis()
+  var ended = 0L
+  var cancelled = Option.empty[String]
+  val executors = mutable.LinkedHashSet.empty[String] // which asked for it
+  val pending = mutable.LinkedHashSet.empty[String] // which have not said that it is closed there
+  val lostExecutors = mutable.LinkedHashSet.empty[String]
+  val unclosed = mutable.ArrayBuffer.empty[String]
+  var waiters = List.empty[CompletableFuture[Unit]]
+  val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]
+  var jobs = 0
+  val executions = mutable.LinkedHashSet.empty[Long]
+  val queries = mutable.LinkedHashSet.empty[String]
+
+  private var shown = Option.empty[TopologyView]
+
+  def changed(): Unit = shown = None
+
+  def view: TopologyView = shown.getOrElse {
+    val view = TopologyView(
+      description.id, description.name, kind, description.parent, state, started, ended, jobs,
+      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+    shown = Some(view)
+    view
+  }
+}
