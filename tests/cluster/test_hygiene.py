@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
+from py4j.protocol import Py4JJavaError
 from pyspark import SparkContext
 from pyspark.sql.functions import udf
 
@@ -336,6 +337,37 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
     profiled = sc.profiler_collector.profilers if sc.profiler_collector else []
     assert bool(profiled) == (key == PROFILE)
     profiled.clear()  # else PySpark prints them when Python ends
+
+
+def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, tmp_path):
+    """Spark's time limit for silent workers ends one with listeners with Spark's own error, and they close there."""
+    spark = sessions.get("local[2,4]")
+    limits = {"idleTimeoutSeconds": "1s", "killOnIdleTimeout": "true"}
+    done = str(tmp_path / "done")
+
+    @udf("string")
+    def silent(row):
+        import time
+
+        # Silent until it is ended: a task that is not would be seen by the test's own time limit.
+        while not os.path.exists(done):
+            time.sleep(0.05)
+        return str(row)
+
+    try:
+        for key, value in limits.items():
+            spark.conf.set(f"spark.sql.execution.pyspark.udf.{key}", value)
+        with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
+            with pytest.raises(Py4JJavaError, match=r"worker process terminated due to idle timeout \(timeout: 1 sec"):
+                spark.range(0, 1, 1, 1).select(silent("id")).collect()
+            eventually(lambda: len(journal.read(event="close")) == len(journal.read(event="open")) > 0)
+    finally:
+        Path(done).touch()
+        for key in limits:
+            spark.conf.unset(f"spark.sql.execution.pyspark.udf.{key}")
+    assert {entry["error"] for entry in journal.read(event="leave")} == {"TaskKilled"}
+    assert topology.report.opens == topology.report.closes
+    assert topology.report.failures == topology.report.lost == 0
 
 
 def test_logs_of_workers_name_the_users_function(sessions: Sessions, journal):

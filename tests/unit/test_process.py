@@ -64,14 +64,17 @@ def executor(monkeypatch):
         raise AssertionError(f"no {kind} came")
 
     arrived: list[Any] = []
+    spark, results = socket.socketpair()
 
     def ended() -> bool:
         """Whether the executor sees the end of the stream."""
         return bool(select.select([theirs], [], [], 10)[0]) and theirs.recv(1) == b""
 
-    yield SimpleNamespace(
-        worker=worker_process.WorkerProcess("place"), say=theirs.sendall, heard=heard, end=theirs.close, ended=ended
-    )
+    with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
+        yield SimpleNamespace(
+            worker=worker_process.WorkerProcess("place"), say=theirs.sendall, heard=heard, end=theirs.close, ended=ended,
+            spark=spark, output=output,
+        )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._ENDING)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -177,10 +180,10 @@ def exit_code(pid: int) -> int:
 def test_a_close_that_came_with_a_description_is_obeyed(executor):
     """A CLOSE that the worker read while it waited for a description is answered as soon as the task is over."""
     executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.say(encode("CLOSE", topology="a") + description("b"))
-    executor.worker.begin(TASK, ["b"])
+    executor.worker.begin(TASK, ["b"], executor.output)
     executor.worker.end(None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -199,7 +202,7 @@ def test_a_close_that_came_with_a_description_is_obeyed(executor):
 def test_an_executor_that_is_gone_closes_everything(executor):
     """An idle worker whose channel breaks closes its listeners and goes on as a plain worker."""
     executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.worker.anything_open
     executor.end()
@@ -212,7 +215,7 @@ def test_an_executor_that_is_gone_closes_everything(executor):
 def test_a_worker_that_is_not_needed_closes_everything(executor):
     """The end of Spark's stream, with signals held; then the executor hears the reason."""
     executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     ours, theirs = socket.socketpair()
     with ours:
@@ -225,7 +228,7 @@ def test_a_worker_that_is_not_needed_closes_everything(executor):
 def test_a_kill_during_a_task_is_raised_once(executor):
     """SIGTERM raises `TaskKilled` in the task's own code; a second one has nothing to add, nor one behind the task."""
     executor.say(description("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     with pytest.raises(TaskKilled, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -235,11 +238,27 @@ def test_a_kill_during_a_task_is_raised_once(executor):
     assert executor.heard("END")["attempt"] == 5
 
 
+def test_a_kill_ends_what_spark_reads(executor):
+    """At SIGTERM Spark's stream ends with what was flushed, as when the process dies; what is written after goes nowhere."""
+    executor.say(description("a"))
+    executor.worker.begin(TASK, ["a"], executor.output)
+    executor.output.write(b"flushed")
+    executor.output.flush()
+    executor.output.write(b"held back")
+    with pytest.raises(TaskKilled):
+        os.kill(os.getpid(), signal.SIGTERM)
+    executor.output.write(b"an exception of the function")
+    executor.output.flush()
+    executor.worker.end(TaskKilled("SIGTERM"))
+    assert executor.spark.recv(100) == b"flushed"
+    assert executor.spark.recv(100) == b""
+
+
 def test_a_topology_that_the_executor_refuses(executor):
     """The reason of the executor reaches the task, which ends like any other."""
     executor.say(encode("REFUSED", reason="this topology is closed"))
     with pytest.raises(ChannelError, match="the executor refuses this process: this topology is closed"):
-        executor.worker.begin(TASK, ["a"])
+        executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.heard("END")["attempt"] == 5
     with pytest.raises(ResourceNotOpen):
@@ -249,7 +268,7 @@ def test_a_topology_that_the_executor_refuses(executor):
 # -- a task without listeners
 
 
-def in_daemon(monkeypatch, worker: Any, body: Any) -> Any:
+def in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
     """PySpark's `main` as the daemon wraps it, with this body of a task."""
 
     def main(infile: Any, outfile: Any) -> None:
@@ -263,9 +282,9 @@ def in_daemon(monkeypatch, worker: Any, body: Any) -> Any:
     monkeypatch.setattr(pyspark.worker, "setup_broadcasts", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["daemon", "pyspark.worker"])
     monkeypatch.setattr(daemon, "_hooked", False)
-    monkeypatch.setattr(daemon, "_process", worker)
+    monkeypatch.setattr(daemon, "_process", executor.worker)
     monkeypatch.setattr(TaskContext, "_taskContext", task())
-    monkeypatch.setattr(daemon, "_original_worker", lambda *_: pyspark.worker.main(None, None) or 0)
+    monkeypatch.setattr(daemon, "_original_worker", lambda *_: pyspark.worker.main(None, executor.output) or 0)
     monkeypatch.setenv("SPARK_REUSE_WORKER", "1")
     return functools.partial(daemon.worker, None, True)
 
@@ -286,8 +305,8 @@ def test_a_kill_of_a_task_without_listeners_closes_those_of_others(executor, jou
             raise
 
     def child() -> int:
-        run = in_daemon(monkeypatch, worker, body)
-        worker.begin(TASK, ["a"])
+        run = in_daemon(monkeypatch, executor, body)
+        worker.begin(TASK, ["a"], executor.output)
         worker.end(None)
         try:
             return run()
@@ -314,16 +333,16 @@ def wait_until(condition: Any) -> None:
 def test_a_kill_that_came_while_a_task_without_listeners_was_read(executor, journal):
     """It is raised as soon as the task begins, once; behind the task a signal is noted only."""
     executor.say(journaled("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.worker.resumed()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(TaskKilled, match="SIGTERM"):
-        executor.worker.begin_without_listeners()
+        executor.worker.begin_without_listeners(executor.output)
     os.kill(os.getpid(), signal.SIGTERM)
     executor.worker.end(None)
     executor.worker._noted = None
-    executor.worker.begin_without_listeners()
+    executor.worker.begin_without_listeners(executor.output)
     executor.worker.end(None)
     os.kill(os.getpid(), signal.SIGTERM)
     executor.worker.leave("the test ends")
@@ -332,7 +351,7 @@ def test_a_kill_that_came_while_a_task_without_listeners_was_read(executor, jour
 def test_a_task_without_listeners_in_a_process_without_any(executor):
     """The signals are Spark's then: SIGTERM ends the process, as it does without stagecrew."""
     before = signal.getsignal(signal.SIGTERM)
-    executor.worker.begin_without_listeners()
+    executor.worker.begin_without_listeners(executor.output)
     executor.worker.end(None)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -356,7 +375,7 @@ def test_a_kill_while_a_listener_closes_whose_open_failed(executor, monkeypatch)
     monkeypatch.setitem(sys.modules, "of_this_test", module)
     executor.say(journaled("a"))
     with pytest.raises(TaskKilled):
-        executor.worker.begin(TASK, ["a"])
+        executor.worker.begin(TASK, ["a"], executor.output)
     assert closed == [1]
     executor.worker.end(None)
 
@@ -368,7 +387,7 @@ def test_a_kill_while_a_listener_closes_whose_open_failed(executor, monkeypatch)
 def test_the_attempt_of_the_stage(executor, journal, properties, attempt):
     """It comes by a local property, as PySpark's TaskContext does not have it; 0 when that is missing."""
     executor.say(journaled("a"))
-    executor.worker.begin(task(**properties), ["a"])
+    executor.worker.begin(task(**properties), ["a"], executor.output)
     executor.worker.end(None)
     (told,) = journal.tasks
     assert (told.stage, told.stage_attempt, told.attempt) == (1, attempt, 5)
@@ -382,7 +401,7 @@ def test_an_idle_worker_says_how_long_its_closes_may_take(executor, journal, mon
     monkeypatch.setattr(politely, "_needed", politely._shared_table())
     said = lambda: politely._needed[os.getpid()]  # noqa: E731
     executor.say(journaled("a") + description("b"))
-    executor.worker.begin(TASK, ["a", "b"])
+    executor.worker.begin(TASK, ["a", "b"], executor.output)
     executor.worker.end(None)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -402,7 +421,7 @@ def test_an_idle_worker_says_how_long_its_closes_may_take(executor, journal, mon
 def test_a_child_that_a_task_forks(executor, journal, forked, how):
     """It reads what was open, dies by SIGTERM, calls no hook and does not keep the channel open."""
     executor.say(journaled("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     ready, told = os.pipe()
 
     def child() -> int:
@@ -453,6 +472,6 @@ def test_a_child_that_a_hook_forks_has_no_handler_of_its_timer(executor, monkeyp
     module.journal = Forks()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
     executor.say(journaled("a"))
-    executor.worker.begin(TASK, ["a"])
+    executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert [exit_code(pid) for pid in pids] == [4, 6]

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import zipimport
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyspark.daemon
 
@@ -49,7 +49,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
     return code
 
 
-def _begin_task() -> None:
+def _begin_task(output: BinaryIO) -> None:
     global _process
     from pyspark import TaskContext
 
@@ -57,13 +57,13 @@ def _begin_task() -> None:
     chain = context.getLocalProperty(CHAIN) if context is not None else None
     if not chain:
         if _process is not None:
-            _process.begin_without_listeners()
+            _process.begin_without_listeners(output)
         return
     if _process is None:
         place = context.getLocalProperty(PLACE)  # type: ignore[union-attr]
         assert place is not None, "the executor's shim sets both properties"
         _process = WorkerProcess(place)
-    _process.begin(context, chain.split(" "))
+    _process.begin(context, chain.split(" "), output)
 
 
 def _worker_module() -> str:
@@ -85,7 +85,11 @@ def _hook_pyspark() -> None:
     original_main = pyspark.worker.main
     original_setup = pyspark.worker.setup_broadcasts  # type: ignore[attr-defined]  # imported there, not defined
 
+    output: Any = None
+
     def main(infile: Any, outfile: Any) -> None:
+        nonlocal output
+        output = outfile
         if _process is not None:
             _process.resumed()
         error: BaseException | None = None
@@ -103,7 +107,7 @@ def _hook_pyspark() -> None:
 
     def setup_broadcasts(*args: Any, **kwargs: Any) -> None:
         original_setup(*args, **kwargs)
-        _begin_task()
+        _begin_task(output)
 
     pyspark.worker.main = main
     pyspark.worker.setup_broadcasts = setup_broadcasts  # type: ignore[attr-defined]

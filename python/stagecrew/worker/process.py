@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from stagecrew.errors import ChannelError, TaskKilled
 from stagecrew.frames import Frame
@@ -48,6 +48,7 @@ class WorkerProcess:
         #: What a signal that asks the process to end does now: "raise" in a task, "leave" when idle, else "note".
         self._on_signal = "note"
         self._noted: int | None = None
+        self._output: BinaryIO | None = None
         self._resolving = contextlib.ExitStack()
         forks.forget_in_children(self)
 
@@ -66,9 +67,10 @@ class WorkerProcess:
 
     # -- a task
 
-    def begin(self, context: Any, chain: list[str]) -> None:
-        """A task begins: opens and decorates, or raises what a listener raised."""
+    def begin(self, context: Any, chain: list[str], output: BinaryIO) -> None:
+        """A task begins that writes here: opens and decorates, or raises what a listener raised."""
         self._attempt = context.taskAttemptId()
+        self._output = output
         self._take_signals("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
@@ -79,15 +81,17 @@ class WorkerProcess:
         self._lifecycle.begin(chain, self._task(context, chain[-1]))
         self._raise_noted()  # while the close of a listener ran whose open had failed
 
-    def begin_without_listeners(self) -> None:
+    def begin_without_listeners(self, output: BinaryIO) -> None:
         """A task without listeners begins, between those of topologies that are open: it can be ended as politely."""
         if self.anything_open:
+            self._output = output
             self._take_signals("raise")
             self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
         """The task has ended with this exception or none; a second call does nothing."""
         self._on_signal = "note"
+        self._output = None
         if self._attempt is None:
             return
         try:
@@ -200,6 +204,8 @@ class WorkerProcess:
 
     def _raise(self, number: int) -> NoReturn:
         self._on_signal = "note"  # once
+        if self._output is not None:
+            _cut(self._output)
         raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
 
     def _die(self, number: int) -> None:
@@ -222,6 +228,19 @@ def _ended(task_socket: socket.socket) -> bool:
         return task_socket.recv(1, socket.MSG_PEEK) == b""
     except OSError:  # reset: Spark has dropped the task without reading all of its output
         return True
+
+
+def _cut(output: BinaryIO) -> None:
+    """Ends what Spark reads of a task here, as the end of the process would; what is still written goes nowhere.
+
+    Spark tells by this that its signal has worked, as for `spark.sql.execution.pyspark.udf.killOnIdleTimeout`
+    (BasePythonRunner's ReaderIterator); an exception there would be one of the user's function.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(output.fileno())) as stream:
+        stream.shutdown(socket.SHUT_WR)
+    os.dup2(nowhere, output.fileno())
+    os.close(nowhere)
 
 
 def flush_standard_streams() -> None:
