@@ -138,6 +138,25 @@ def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable
     return run
 
 
+def slots(master: str) -> int:
+    """How many tasks run at once on one of the masters."""
+    return 2 if master.startswith("local[") else 4
+
+
+def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
+    """A function for mapPartitions that ends when so many tasks run it, and the file `until` exists."""
+
+    def run(rows: Any) -> Iterator[Any]:
+        log = Journal(path)
+        log.write(event="body", name=name)
+        eventually(lambda: len(log.read(event="body", name=name)) >= how_many, 60, f"{how_many} tasks run {name}")
+        if until:
+            eventually(lambda: os.path.exists(until), 60, f"{name} may end")
+        yield os.getpid()
+
+    return run
+
+
 class Sessions:
     """One session at a time in this process; asked for the same again, it is the same."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
+from pyspark import InheritableThread
 
 import stagecrew
 from crewtools import (
@@ -31,6 +32,7 @@ from crewtools import (
     executor_wide,
     free_master,
     kill,
+    together,
 )
 
 TESTS = str(Path(__file__).parent.parent)
@@ -199,10 +201,13 @@ def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
         eventually(lambda: not jvm.is_running() or jvm.status() == psutil.STATUS_ZOMBIE, 40, "the driver's JVM ends")
 
 
-def test_sigterm_of_an_executor(tmp_path, journal, cluster):
-    """An executor that gets SIGTERM closes what it has open, in its workers and in its agent."""
-    with driver(tmp_path, journal, cluster, RUNNING + "time.sleep(1000)"):
+@pytest.mark.parametrize("then", ["time.sleep(1000)", "run(4, seconds=1000)"], ids=["idle", "busy"])
+def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
+    """An executor that gets SIGTERM closes what it has open, in its workers, idle or in a task, and in its agent."""
+    with driver(tmp_path, journal, cluster, RUNNING + then):
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
+        if then.startswith("run"):
+            eventually(lambda: len(journal.read(event="enter")) == 6, 60, "the tasks of the second run")
         opened = journal.read(event="open")
         executor = opened[0]["executor"]
         agent = next(e for e in opened if e["executor"] == executor and e["listener"] == "executor wide")
@@ -296,8 +301,9 @@ def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, a
     spark = sessions.get(anywhere, spark__python__factory__idleWorkerMaxPoolSize="1")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
     with topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=1)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(together(journal.path, "body", 4)).collect()
         opened = journal.read(event="open")
+        assert len(opened) == 4
         idle = len(opened) - len({e["executor"] for e in opened})  # one stays on each executor
         assert idle > 0
         eventually(lambda: len(journal.read(event="close")) == idle, 20, "all idle workers but one close")
@@ -305,46 +311,77 @@ def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, a
     assert topology.report.lost == 0
 
 
-def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal):
+def wait_for_eight(spark) -> None:
+    """Until eight tasks run at once."""
+    tracker = spark.sparkContext.statusTracker()
+
+    def running() -> int:
+        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+        return sum(stage.numActiveTasks for stage in stages if stage)
+
+    eventually(lambda: running() == 8, 60, "eight tasks run")
+
+
+def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal, tmp_path):
     """Eight concurrent first tasks on one executor wait for one open of the executor's scope and share its outcome."""
 
-    class Slow(Recorder):
-        def open(self, context):
-            import time
+    all_wait = tmp_path / "all wait"
 
-            super().open(context)
-            time.sleep(1)
-            self.journal.write(event="opened")
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def slow(context):
+        journal.write(event="open")
+        eventually(all_wait.exists, 60, "all eight wait")
+        journal.write(event="opened")
+        yield os.getpid()
+        journal.write(event="close")
 
-    slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
+    slow = slow()
     spark = sessions.get(EIGHT, spark__task__maxFailures="2")
-    with stagecrew.crew(spark).topology("t", listeners=[slow]):
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal, seconds=0.5)).collect()
-    assert len(journal.read(event="open")) == len(journal.read(event="close")) == 1
-    opened = journal.read(event="opened")[0]["time"]
-    bodies = journal.read(event="body")
-    assert len(bodies) == 8
-    assert all(e["time"] >= opened for e in bodies)
+    started: list[list[int]] = []
+    with stagecrew.crew(spark).topology("t", listeners=[slow]) as topology:
+        job = spark.sparkContext.parallelize(range(8), 8).map(lambda _: slow.get())
+        runner = threading.Thread(target=topology.wrap(lambda: started.append(job.collect())))
+        runner.start()
+        wait_for_eight(spark)
+        assert not journal.read(event="opened")
+        all_wait.touch()
+        runner.join(60)
+    (opened,) = journal.read(event="open")
+    assert started == [[opened["pid"]] * 8]
+    assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
 
 
-def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal):
+def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal, tmp_path):
     """When that open raises, it is one open for all eight in each round of attempts, and all of them end with its error."""
 
+    all_wait = tmp_path / "all wait"
+
     class Slow(Recorder):
         def open(self, context):
-            import time
-
             super().open(context)
-            time.sleep(1)
+            eventually(all_wait.exists, 60, "all eight wait")
             raise ValueError("no such server")
 
     spark = sessions.get(EIGHT, spark__task__maxFailures="2")
     slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
     tracker, store = spark.sparkContext.statusTracker(), spark.sparkContext._jsc.sc().statusStore()
     spark.sparkContext.setJobGroup("eight", "eight first tasks")
-    with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+    failed: list[Exception] = []
+
+    def fails() -> None:
+        try:
+            spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+        except Exception as error:
+            failed.append(error)
+
+    with stagecrew.crew(spark).topology("t", listeners=[slow]) as topology:
+        runner = InheritableThread(target=topology.wrap(fails))
+        runner.start()
+        wait_for_eight(spark)
+        all_wait.touch()
+        runner.join(60)
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+    assert "no such server" in str(failed[0])
     rounds = len(journal.read(event="open"))
     assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
     assert len(journal.read(event="close")) == rounds

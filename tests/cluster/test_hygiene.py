@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import glob
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import psutil
@@ -169,44 +171,63 @@ def bare_python(tmp_path_factory) -> str:
     return python
 
 
-@pytest.mark.parametrize("master", ["local[2]", "local-cluster[1,2,1024]"])
-def test_executors_need_nothing_but_pyspark(bare_python, journal, master):
-    """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes."""
+@pytest.mark.parametrize("where", ["local[2]", "local-cluster[1,2,1024]", "standalone"])
+def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request, sessions):
+    """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
+    master = free_master(where, request, sessions)
     done = run(f"""
-    from crewtools import *
-    journal = Journal({journal.path!r})
+    from crewtools import base
+    import contextlib, stagecrew
     os.environ["PYSPARK_PYTHON"] = {bare_python!r}
     del os.environ["PYTHONPATH"]
-    spark = stagecrew.configure(base({master!r})).getOrCreate()
-    with stagecrew.crew(spark).topology("t", listeners=[PORT, PLAIN]) as topology:
-        print(spark.sparkContext.parallelize(range(4), 2).map(lambda _: (PORT.get() > 0, __import__("sys").prefix)).collect())
-        print(spark.range(4).mapInArrow(lambda batches: batches, "id long").count())
-    print(topology.report.opens, topology.report.closes, topology.report.failures)
-    spark.stop()
-    """.replace("PORT", "port").replace("PLAIN", "plain").replace("spark = ", """
+    def note(event, listener):
+        import json, os, sys
+        with open({journal.path!r}, "a") as file:
+            file.write(json.dumps(dict(event=event, listener=listener, pid=os.getpid(), prefix=sys.prefix)) + "\\n")
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def number(context):
-        import os
+        note("open", "port")
         yield os.getpid()
-    class Plain(stagecrew.Listener):
-        pass
-    port, plain = number(), Plain()
-    spark = """), PYTHONPATH="")  # fmt: skip
-    assert str(Path(bare_python).parent.parent) in done.stdout, done.stderr[-3000:]
-    opens, closes, failures = done.stdout.strip().splitlines()[-1].split()
-    assert opens == closes != "0"
-    assert failures == "0"
+        note("close", "port")
+    class Pool(stagecrew.Listener):
+        def open(self, context): note("open", "pool")
+        def close(self, context): note("close", "pool")
+        @contextlib.contextmanager
+        def decorate(self, task):
+            note("enter", "pool")
+            yield
+            note("leave", "pool")
+    port, pool = number(), Pool()
+    builder = base({master!r}).config("spark.stagecrew.listeners", "stagecrew:LoggingContext")
+    spark = stagecrew.configure(builder, listeners=[port]).getOrCreate()
+    with stagecrew.crew(spark).topology("t", listeners=[pool]) as topology:
+        print("VALUES", spark.sparkContext.parallelize(range(4), 2).map(lambda _: port.get() > 0 and pool.get() is not None).collect())
+        print("ROWS", spark.range(4).mapInArrow(lambda batches: batches, "id long").count())
+    print("FAILED", topology.report.failures, stagecrew.crew(spark).report("application").failures)
+    spark.stop()
+    """, PYTHONPATH="")  # fmt: skip
+    assert "FAILED 0 0" in done.stdout, done.stderr[-3000:]
+    assert "VALUES [True, True, True, True]" in done.stdout
+    assert "ROWS 4" in done.stdout
+    assert {e["prefix"] for e in journal.read()} == {str(Path(bare_python).parent.parent)}
+    for listener in ("port", "pool"):
+        opened = sorted(e["pid"] for e in journal.read(event="open", listener=listener))
+        assert opened == sorted(e["pid"] for e in journal.read(event="close", listener=listener)) != []
+    assert len(journal.read(event="enter")) == len(journal.read(event="leave")) >= 4
 
 
-def test_a_session_leaves_nothing(journal):
+@pytest.mark.parametrize("where", ["local[2]", LOCAL_CLUSTER, "standalone"])
+def test_a_session_leaves_nothing(journal, where, request, sessions):
     """After a session no process, port or file of ours is left."""
+    master = free_master(where, request, sessions)
     done = run(f"""
     from crewtools import *
     journal = Journal({journal.path!r})
-    spark = stagecrew.configure(base({LOCAL_CLUSTER!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+    spark = stagecrew.configure(base({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
     import json
     def place(rows):
         from pyspark import TaskContext
+        journal.write(event="runs", daemon=os.getppid())
         yield TaskContext.get().getLocalProperty("spark.stagecrew.place")
     for path in set(spark.sparkContext.parallelize(range(4), 4).mapPartitions(place).collect()):
         print("PLACE", path, json.load(open(path))["port"])
@@ -214,7 +235,7 @@ def test_a_session_leaves_nothing(journal):
     """)
     places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
     assert places, done.stderr[-3000:]
-    pids = {e["pid"] for e in journal.read(event="open")}
+    pids = {e["pid"] for e in journal.read(event="open")} | {e["daemon"] for e in journal.read(event="runs")}
     eventually(lambda: not any(alive(pid) for pid in pids), 20, "its processes end")
     for path, port in places:
         eventually(lambda path=path: not os.path.exists(os.path.dirname(path)), 10, f"{path} is removed")
@@ -234,8 +255,13 @@ def test_sessions_leak_nothing(journal, tmp_path, sessions):
     SparkContext._ensure_initialized()
     def once():
         builder = base("local[1]")
-        spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate() if "with" in sys.argv else builder.getOrCreate()
-        spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
+        if "with" in sys.argv:
+            spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+            around = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")])
+        else:
+            spark, around = builder.getOrCreate(), contextlib.nullcontext()
+        with around:
+            spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
         spark.stop()
     def counts():
         jvm = next(p for p in psutil.Process().children(recursive=True) if p.name() == "java")
@@ -336,6 +362,10 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
     assert (0 < memory <= 2 << 30) == (key == MEMORY)
     profiled = sc.profiler_collector.profilers if sc.profiler_collector else []
     assert bool(profiled) == (key == PROFILE)
+    # What workers measured, by functions' names.
+    stats = [profiler.stats() for _, profiler, _ in profiled]
+    assert all(stats)
+    assert any(name == "limits" for measured in stats for _, _, name in measured.stats) == (key == PROFILE)
     profiled.clear()  # else PySpark prints them when Python ends
 
 
@@ -368,6 +398,39 @@ def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, t
     assert {entry["error"] for entry in journal.read(event="leave")} == {"TaskKilled"}
     assert topology.report.opens == topology.report.closes
     assert topology.report.failures == topology.report.lost == 0
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["", "interrupted"])
+def test_a_cancelled_task_that_goes_on_is_ended(sessions: Sessions, journal, interrupt):
+    """A task that swallows `TaskKilled` is ended with its process, whether or not Spark interrupts the task's thread."""
+    spark = sessions.get("local[2,4]")
+    topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
+
+    def stubborn(rows):
+        import time
+
+        while True:
+            try:
+                journal.write(event="runs")
+                while True:
+                    time.sleep(0.02)
+            except BaseException:
+                continue
+
+    def cancelled() -> None:
+        spark.sparkContext.setInterruptOnCancel(interrupt)
+        with pytest.raises(Exception, match="cancelled"):
+            spark.sparkContext.parallelize([1], 1).mapPartitions(stubborn).collect()
+
+    runner = threading.Thread(target=topology.wrap(cancelled))
+    with contextlib.suppress(ZeroDivisionError), topology:
+        runner.start()
+        (runs,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        raise ZeroDivisionError
+    runner.join(60)
+    eventually(lambda: not alive(runs["pid"]), 30, "its process ends")
+    assert len(journal.read(event="runs")) == 2  # asked once
+    eventually(lambda: topology.report.lost == 1, 10, "the loss is reported")
 
 
 def test_logs_of_workers_name_the_users_function(sessions: Sessions, journal):
@@ -466,18 +529,19 @@ def test_sessions_one_after_the_other(sessions: Sessions, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-def test_the_drivers_interpreter_in_local_masters(tmp_path):
+@pytest.mark.parametrize("master", ["local[1]", "local-cluster[1,1,1024]"])
+def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     """In a local master workers and agents run the driver's own interpreter when the user set none, not the PATH's."""
     other = tmp_path / "python3"
     other.write_text("#!/bin/sh\nexit 3\n")
     other.chmod(0o700)
     assert "PYSPARK_PYTHON" not in os.environ
     done = run(
-        """
+        f"""
     from crewtools import *
     import shutil
     assert shutil.which("python3") != sys.executable
-    spark = stagecrew.configure(base("local[1]")).getOrCreate()
+    spark = stagecrew.configure(base({master!r})).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def agents(context):
         import sys

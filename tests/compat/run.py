@@ -4,9 +4,12 @@ SPARK_SOURCE is a tree of Spark's sources, best at the tag of the installed PySp
 Python are those of the installed PySpark. Each module runs in a process of its own, in three variations: without the
 plugin, with it and nothing registered, with it and a listener that opens, decorates and closes in every worker. The
 variations of a module run side by side. A test that ends otherwise with the plugin than without it is a difference; it is
-run again, in all variations one after the other, and counts when it differs again. A test that fails on both sides (the tree is not exactly the installed version's) does not.
+run again, in all variations one after the other, and once more with its whole module when it does not differ alone: it
+counts when it differs again. A test that fails on all sides (the tree is not exactly the installed version's) is none, but
+compares nothing either.
 
-The end is 0 when there is no difference, 1 when there is one, 2 when nothing could be compared.
+The end is 0 when there is no difference, 1 when there is one, 2 when there is none, but a module had no test that passes
+without the plugin, or the listener was never opened: then the run shows nothing.
 """
 
 import argparse
@@ -132,7 +135,10 @@ class House:
         }
 
     def _with_our_daemon(self, folder: pathlib.Path) -> pathlib.Path:
-        """PySpark's daemon test starts `pyspark/daemon.py` as a script: here that is stagecrew's daemon."""
+        """PySpark's daemon test starts `pyspark/daemon.py` as a script: here that is stagecrew's daemon.
+
+        As a module Spark starts it itself, on the driver, for planning: that stays PySpark's.
+        """
         package = folder / "python" / "pyspark"
         package.mkdir(parents=True)
         for entry in (self.home / "python" / "pyspark").iterdir():
@@ -143,7 +149,7 @@ class House:
         real = self._installed / "daemon.py"
         (package / "daemon.py").write_text(
             "import sys\n"
-            "if __name__ == '__main__':\n"
+            "if __name__ == '__main__' and __spec__ is None:\n"
             "    import runpy\n"
             "    del sys.path[0]\n"
             "    runpy.run_module('stagecrew.worker.daemon', run_name='__main__', alter_sys=True)\n"
@@ -233,19 +239,26 @@ def differing(runs: dict[str, Run]) -> list[str]:
 
 def found_differences(
     modules: list[str], environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
-) -> tuple[int, list[tuple[str, dict[str, str], str]]]:
-    """Runs all modules; prints a line for each. Answers how many tests were compared, and what differs for good."""
+) -> tuple[int, list[str], list[tuple[str, dict[str, str], str]]]:
+    """Runs all modules; prints a line for each.
+
+    Answers how many tests were compared, of which modules none or without a listener, and what differs for good.
+    """
     console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
     table = rich.table.Table("module", "off", *VARIATIONS[1:], "opens/closes", "seconds", "differ", title="compat")
     differences: list[tuple[str, dict[str, str], str]] = []
-    compared = 0
+    compared, opens = 0, 0
+    idle: list[str] = []
     for module in modules:
         runs = side_by_side(module, environments, folder, timeout)
         for name in environments:
             console.print(
                 f"{module}  {name}: {counted(runs[name])}  {runs[name].seconds:.0f} s", highlight=False, soft_wrap=True
             )
-        compared += len({test for run in runs.values() for test in run.outcomes})
+        passing = [test for test, outcome in runs["off"].outcomes.items() if outcome == "passed"]
+        compared += len(passing)
+        if not passing:
+            idle.append(f"{module}: no test of it passes without the plugin")
         first = differing(runs)
         for test in first:
             console.print(f"  differs: {test} {outcomes(runs, test)}; once more", highlight=False, soft_wrap=True)
@@ -257,11 +270,14 @@ def found_differences(
                 for name, environment in environments.items()
             }
             second = set(differing(again))
+            if not second.issuperset(first):  # it may take the tests before it
+                second |= set(differing(side_by_side(module, environments, folder / "whole", timeout)))
             lasting = [test for test in first if test in second]
             for test in lasting:
                 reason = next((run.reasons[test] for run in reversed(again.values()) if run.reasons.get(test)), "")
                 differences.append((test, outcomes(again, test), reason))
         with_listener = runs["on with a listener"]
+        opens += with_listener.opens
         table.add_row(
             module.removeprefix("pyspark."),
             *(counted(runs[name]) for name in VARIATIONS),
@@ -270,7 +286,9 @@ def found_differences(
             str(len(lasting)) + (f" ({len(first) - len(lasting)} once)" if len(first) > len(lasting) else ""),
         )
     console.print(table)
-    return compared, differences
+    if opens == 0:
+        idle.append("the listener was never opened: nothing shows that the plugin was on")
+    return compared, idle, differences
 
 
 def outcomes(runs: dict[str, Run], test: str) -> dict[str, str]:
@@ -311,16 +329,16 @@ def main() -> int:
         house = House(options.source.resolve(), pathlib.Path(temporary) / "house")
         environments = {name: house.variation(name, jar) for name in VARIATIONS}
         folder = options.keep.resolve() if options.keep else pathlib.Path(temporary) / "runs"
-        compared, differences = found_differences(options.modules, environments, folder, options.timeout)
+        compared, idle, differences = found_differences(options.modules, environments, folder, options.timeout)
     for test, ends, reason in differences:
         print(f"\nDIFFERENCE {test}: {ends}\n{reason}")
     for refused, reason in REFUSED.items():
         if any(refused.startswith(module + ".") for module in options.modules):
             print(f"not compared, as the plugin refuses {reason}: {refused}")
+    for reason in idle:
+        print(f"NOTHING COMPARED {reason}")
     print(f"{compared} tests compared, {len(differences)} differ")
-    if compared == 0:
-        return 2
-    return 1 if differences else 0
+    return 1 if differences else 2 if idle else 0
 
 
 if __name__ == "__main__":

@@ -35,13 +35,15 @@ def test_a_daemon_module_of_the_user(sessions):
 
 def test_no_daemon(sessions):
     """spark.python.use.daemon=false is refused."""
-    assert "spark.python.use.daemon=false" in refused(sessions, spark__python__use__daemon="false")
+    text = refused(sessions, spark__python__use__daemon="false")
+    assert "spark.python.use.daemon=false" in text
+    assert "take this setting away" in text
 
 
 def test_unified_execution_at_the_start(sessions):
     """Unified UDF execution is refused when Spark starts with it."""
     text = refused(sessions, spark__sql__execution__udf__unified__execution__enabled="true")
-    assert "bypass stagecrew" in text
+    assert "bypass stagecrew; set it to false" in text
 
 
 def test_a_context_that_runs_without_the_plugin(sessions, journal):
@@ -106,6 +108,21 @@ def test_a_name_that_cannot_be_imported(sessions):
     assert "--py-files" in str(caught.value)
 
 
+def test_a_name_that_only_the_driver_can_import(sessions, tmp_path, monkeypatch):
+    """A name in spark.stagecrew.listeners that the driver can import and the executors cannot is named with the remedy."""
+    (tmp_path / "of_the_driver.py").write_text(
+        "import stagecrew\nclass Pool(stagecrew.Listener): pass\npool = Pool()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    sessions.stop()
+    spark = sessions.get("local-cluster[1,1,1024]", spark__stagecrew__listeners="of_the_driver:pool")
+    with pytest.raises(
+        Exception, match="'of_the_driver:pool' in spark.stagecrew.listeners cannot be imported"
+    ) as caught:
+        spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
+    assert "--py-files" in str(caught.value)
+
+
 def test_spark_connect(monkeypatch):
     """A Connect session, or an environment that asks for one, is refused."""
     monkeypatch.setenv("SPARK_REMOTE", "sc://localhost")
@@ -120,7 +137,7 @@ def test_unified_execution_that_is_switched_on_later(sessions, journal):
     try:
         with (
             stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]),
-            pytest.raises(Exception, match="bypass stagecrew"),
+            pytest.raises(Exception, match="bypass stagecrew; set it to false"),
         ):
             spark.range(2).mapInArrow(lambda batches: batches, "id long").collect()
     finally:
@@ -156,8 +173,8 @@ def test_a_jar_of_another_version(tmp_path):
     spark.stop()
     """)
     assert "REFUSED" in done.stdout, done.stderr[-2000:]
-    assert "stagecrew 0.0.1" in done.stdout
-    assert stagecrew.__version__ in done.stdout
+    assert f"stagecrew 0.0.1, the Python package is {stagecrew.__version__}: use the jar of" in done.stdout
+    assert stagecrew.jar_path() in done.stdout
 
 
 def test_a_missing_jar(monkeypatch):

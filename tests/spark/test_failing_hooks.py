@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
@@ -51,9 +53,13 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
     assert topology.report.failures == 4
 
 
-def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, caplog):
+SCOPES = pytest.mark.parametrize("scope", list(stagecrew.Scope))
+
+
+@SCOPES
+def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, caplog, scope):
     """With required = False the job succeeds without the listener, whose failure is counted; the warning names it."""
-    optional = Recorder(journal, "optional", fail=("open",), required=False)
+    optional = Recorder(journal, "optional", fail=("open",), required=False, scope=scope)
     with (
         caplog.at_level(logging.WARNING, "stagecrew"),
         crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology,
@@ -101,26 +107,31 @@ def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
     assert time.time() - started < 4 * (1.5 + 1 + 6) + 10
 
 
-def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog):
+@SCOPES
+def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog, scope):
     """A close that raises is warned of, counted, shown in the report, and the other listeners close."""
-    with (
-        caplog.at_level(logging.WARNING, "stagecrew"),
-        crew.topology(
-            "t", listeners=[Recorder(journal, "good"), Recorder(journal, "bad", fail=("close",))]
-        ) as topology,
-    ):
+    good, bad = Recorder(journal, "good", scope=scope), Recorder(journal, "bad", fail=("close",), scope=scope)
+    with caplog.at_level(logging.WARNING, "stagecrew"), crew.topology("t", listeners=[good, bad]) as topology:
         spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
     assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
-    bad = [one for one in topology.report.listeners if one.name == "bad"]
-    assert sum(one.failures for one in bad) == len(journal.read(event="close", listener="bad")) > 0
-    assert any("close of bad fails on purpose" in one.last_error for one in bad)
+    reports = [one for one in topology.report.listeners if one.name == "bad"]
+    assert sum(one.failures for one in reports) == len(journal.read(event="close", listener="bad")) > 0
+    assert any("close of bad fails on purpose" in one.last_error for one in reports)
     assert "listener 'bad' failed" in caplog.text
 
 
-@pytest.mark.parametrize("hang", ["close", "close in C"])
-def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, hang, caplog):
+@pytest.mark.parametrize(
+    ("hang", "scope"),
+    [
+        ("close", stagecrew.Scope.WORKER),
+        ("close in C", stagecrew.Scope.WORKER),
+        ("close", stagecrew.Scope.EXECUTOR),
+        ("close in C", stagecrew.Scope.EXECUTOR),
+    ],
+)
+def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, hang, scope, caplog):
     """The exit ends at the close timeout and names who has not closed; a hang in C code costs its process."""
-    topology = crew.topology("t", listeners=[Recorder(journal, "stuck", hang=hang)])
+    topology = crew.topology("t", listeners=[Recorder(journal, "stuck", hang=hang, scope=scope)])
     with caplog.at_level(logging.WARNING, "stagecrew"):
         with topology:
             spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
@@ -156,8 +167,8 @@ def test_a_decorate_that_raises(spark, crew, journal):
     assert topology.report.failures == 1
 
 
-def test_a_killed_worker_is_counted_as_lost(spark, crew, journal):
-    """After SIGKILL of a worker there is no close there, the executor's listener still closes, the report counts it."""
+def test_killed_workers_are_counted_as_lost(spark, crew, journal):
+    """After SIGKILL of all workers there is no close there, the executors' listeners still close, the report counts them."""
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def server(context, log):
@@ -166,16 +177,47 @@ def test_a_killed_worker_is_counted_as_lost(spark, crew, journal):
         log.write(event="close", listener="server")
 
     with crew.topology("t", listeners=[server(journal), Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(2), 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
         workers = {e["pid"] for e in journal.read(event="open", listener="recorder")}
-        for pid in workers:
-            kill(pid)
+        # With those that have nothing open.
+        for daemon in {psutil.Process(pid).parent() for pid in workers}:
+            for worker in daemon.children():
+                kill(worker.pid)
         eventually(lambda: topology.report.lost == len(workers), 10, "the loss is reported")
     assert not journal.read(event="close", listener="recorder")
-    assert (
-        len(journal.read(event="close", listener="server")) == len(journal.read(event="open", listener="server")) == 1
-    )
+    servers = sorted(e["pid"] for e in journal.read(event="open", listener="server"))
+    assert servers == sorted(e["pid"] for e in journal.read(event="close", listener="server"))
+    assert servers
     assert sum(topology.report.lost_processes.values()) == len(workers)
+
+
+def test_a_worker_that_is_killed_in_its_task(spark, crew, journal, tmp_path):
+    """After SIGKILL of a worker under its task the next attempt opens in another one, and the report counts what was lost."""
+    again = tmp_path / "again"
+
+    def waits(rows):
+        from pyspark import TaskContext
+
+        journal.write(event="runs", attempt=TaskContext.get().attemptNumber())
+        eventually(again.exists, 60, "it is killed")
+        return rows
+
+    with crew.topology("t", listeners=[Recorder(journal)]) as topology:
+        first, second = topology.wrap(spark.sparkContext.parallelize([1], 1).mapPartitions(waits).count), []
+        thread = threading.Thread(target=lambda: second.append(first()))
+        thread.start()
+        (runs,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        kill(runs["pid"])
+        eventually(lambda: len(journal.read(event="runs")) == 2, 60, "it runs again")
+        again.touch()
+        thread.join(60)
+        assert second == [1]
+    killed, other = journal.read(event="runs")
+    assert (killed["attempt"], other["attempt"]) == (0, 1)
+    assert {e["pid"] for e in journal.read(event="open")} == {killed["pid"], other["pid"]}
+    assert {e["pid"] for e in journal.read(event="close")} == {other["pid"]}
+    assert topology.report.lost == sum(topology.report.lost_processes.values()) == 1
+    assert topology.report.failures == 0
 
 
 def test_jvm_listeners(spark, crew, jvm_journal):
@@ -217,7 +259,8 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
 
 @pytest.mark.parametrize("hang", ["open", "open in C"])
 def test_a_hanging_open_in_the_agent_ends_at_its_timeout(spark, crew, journal, hang):
-    """A hanging open of the executor's scope ends with an error that names listener and executor."""
+    """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
+    started = time.time()
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
         spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
@@ -225,3 +268,7 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(spark, crew, journal, h
         r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 1\.?5",
         str(caught.value),
     )
+    assert not journal.read(event="body")
+    opens = [e["time"] for e in journal.read(event="open")]
+    assert 4 <= len(opens) <= 8
+    assert time.time() - started < len(opens) * (1.5 + 1 + 6) + 10

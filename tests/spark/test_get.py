@@ -123,8 +123,12 @@ def test_a_topology_used_after_it_closed(spark, crew, journal):
     with topology:
         wrapped = topology.wrap(lambda: 1)
         assert wrapped() == 1
-    for use in (topology.start, topology.__enter__, wrapped):
-        with pytest.raises(stagecrew.TopologyClosed, match="'t'"):
+    for use, remedy in (
+        (topology.start, "create another"),
+        (topology.__enter__, "create another"),
+        (wrapped, "call it inside"),
+    ):
+        with pytest.raises(stagecrew.TopologyClosed, match=f"'t'.*{remedy}"):
             use()
     topology.close()
     assert topology.report.state == "closed"

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, body, eventually, kill
+from crewtools import Journal, Recorder, body, eventually, kill, slots, together
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -86,17 +85,25 @@ def test_topologies_one_after_the_other(spark, crew, journal):
             assert [e["event"] for e in events if e["event"] in ("open", "close")] == ["open", "close"]
     last_close = max(e["time"] for e in journal.read(event="close", listener="first"))
     assert last_close < min(e["time"] for e in journal.read(event="open", listener="second"))
+    of = {e["attempt"]: e["name"] for e in journal.read(event="body")}
+    assert sorted((e["attempt"], e["listener"]) for e in journal.read(event="enter")) == sorted(of.items())
     assert set(by_process(journal, listener="first")) & set(by_process(journal, listener="second"))
 
 
 def test_two_topologies_at_once(spark, crew, journal):
-    """Two topologies from two threads: each task meets exactly the listeners of its own."""
+    """Two topologies from two threads whose tasks run side by side: each task meets exactly the listeners of its own."""
     errors: list[BaseException] = []
+    log = Journal(journal.path)
+
+    def meet(rows):
+        eventually(lambda: {e["name"] for e in log.read(event="body")} == {"left", "right"}, 60, "tasks of both run")
+        return rows
 
     def one(name: str) -> None:
         try:
             with crew.topology(name, listeners=[Recorder(journal, name)]):
-                for _ in range(3):
+                spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal, name)).mapPartitions(meet).collect()
+                for _ in range(2):
                     run(spark, journal, 4, name)
         except BaseException as error:
             errors.append(error)
@@ -107,6 +114,7 @@ def test_two_topologies_at_once(spark, crew, journal):
     for thread in threads:
         thread.join(120)
     assert not errors
+    assert not any(thread.is_alive() for thread in threads)
     of = {e["attempt"]: e["name"] for e in journal.read(event="body")}
     assert set(of.values()) == {"left", "right"}
     for entered in journal.read(event="enter"):
@@ -153,27 +161,6 @@ def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
     assert len(closed) == len(journal.read(event="open")) > 0
     assert max(closed) < 1.0
     assert topology.report.closes == len(closed)
-
-
-def slots(master: str) -> int:
-    """How many tasks run at once on one of the masters."""
-    return 2 if master.startswith("local[") else 4
-
-
-def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
-    """A function for mapPartitions that ends when so many tasks run it, and the file `until` exists."""
-
-    def run(rows: Any) -> Iterator[Any]:
-        import os
-
-        log = Journal(path)
-        log.write(event="body", name=name)
-        eventually(lambda: len(log.read(event="body", name=name)) >= how_many, 60, f"{how_many} tasks run {name}")
-        if until:
-            eventually(lambda: os.path.exists(until), 60, f"{name} may end")
-        yield os.getpid()
-
-    return run
 
 
 def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal, tmp_path):
@@ -372,11 +359,18 @@ def test_an_agent_that_is_killed_during_a_job(spark, crew, master, journal, tmp_
 
 
 def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
-    """A stage of JVM tasks alone opens the executor's listeners, and not the worker's."""
-    with crew.topology("t", listeners=[executor_port(journal.path), Recorder(journal, "worker's")]):
-        spark.range(1000).selectExpr("sum(id)").collect()
-    assert journal.read(event="open", scope="executor")
-    assert not journal.read(event="open", listener="worker's")
+    """A stage of JVM tasks alone opens the executor's listeners, and not the worker's; Python tasks after it read that open."""
+    port = executor_port(journal.path)
+    with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]):
+        spark.range(0, 1000, 1, 8).selectExpr("sum(id)").collect()
+        first = journal.read(event="open", scope="executor")
+        assert not journal.read(event="open", listener="worker's")
+        values = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: port.get()).collect())
+    opened = journal.read(event="open", scope="executor")
+    assert first
+    assert opened[: len(first)] == first
+    assert len(opened) == len({e["executor"] for e in opened})  # a Python task may be the first of its executor
+    assert values <= {e["pid"] for e in opened}
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 

@@ -53,8 +53,9 @@ def child():
 
 
 @pytest.mark.timeout(30, method="thread")  # the other method needs the alarm
-def test_a_worker_that_catches_sigterm_is_asked_first(child):
+def test_a_worker_that_catches_sigterm_is_asked_first(child, monkeypatch):
     """A worker with listeners gets SIGTERM and ends as it likes."""
+    monkeypatch.setattr(politely, "SECONDS", 10.0)
     process = child(LEAVES)
     politely._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == 7

@@ -254,14 +254,16 @@ def test_the_timer_of_the_user_goes_on():
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
     try:
         in_hook = []
-        hooks, _, topology, registered = setting(Calls(open=lambda _: (time.sleep(0.1), in_hook.extend(rung))))
+        rests = [0.1, 0.5]
+        listener = Calls(open=lambda _: (time.sleep(rests.pop(0)), in_hook.extend(rung)))
+        hooks, _, topology, registered = setting(listener, FakeChannel(openTimeout=20.0))
         signal.setitimer(signal.ITIMER_REAL, 30, 7)
         hooks.open(topology, registered)
         remaining, interval = signal.getitimer(signal.ITIMER_REAL)
         assert 0 < remaining <= 29.95
         assert interval == 7
         # One that ought to have rung during the hook rings right behind it.
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
         hooks.open(topology, registered)
         deadline = time.monotonic() + 20
         while not rung and time.monotonic() < deadline:

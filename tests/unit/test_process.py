@@ -239,7 +239,7 @@ def test_a_kill_during_a_task_is_raised_once(executor):
 
 
 def test_a_kill_ends_what_spark_reads(executor):
-    """At SIGTERM Spark's stream ends with what was flushed, as when the process dies; what is written after goes nowhere."""
+    """After SIGTERM Spark reads what was flushed before, and the end when the task has left: what is written meanwhile goes nowhere."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.output.write(b"flushed")
@@ -249,9 +249,23 @@ def test_a_kill_ends_what_spark_reads(executor):
         os.kill(os.getpid(), signal.SIGTERM)
     executor.output.write(b"an exception of the function")
     executor.output.flush()
-    executor.worker.end(TaskKilled("SIGTERM"))
     assert executor.spark.recv(100) == b"flushed"
+    assert not select.select([executor.spark], [], [], 0)[0]
+    executor.worker.end(TaskKilled("SIGTERM"))
     assert executor.spark.recv(100) == b""
+
+
+def test_a_kill_without_a_free_descriptor(executor, monkeypatch):
+    """Where Spark's stream cannot be ended for want of a descriptor, the task is killed all the same."""
+    executor.say(description("a"))
+    executor.worker.begin(TASK, ["a"], executor.output)
+    monkeypatch.setattr(os, "dup", lambda _: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    with pytest.raises(TaskKilled):
+        os.kill(os.getpid(), signal.SIGTERM)
+    executor.worker.end(TaskKilled("SIGTERM"))
+    executor.output.write(b"still Spark's")
+    executor.output.flush()
+    assert executor.spark.recv(100) == b"still Spark's"
 
 
 def test_a_topology_that_the_executor_refuses(executor):

@@ -102,6 +102,7 @@ def _hook_pyspark() -> None:
             error = raised
             raise
         finally:
+            output = None
             if _process is not None:
                 _process.end(error)
 

@@ -49,6 +49,8 @@ class WorkerProcess:
         self._on_signal = "note"
         self._noted: int | None = None
         self._output: BinaryIO | None = None
+        #: Spark's stream of a task that was killed; it ends when the task has.
+        self._cut: socket.socket | None = None
         self._resolving = contextlib.ExitStack()
         forks.forget_in_children(self)
 
@@ -92,13 +94,21 @@ class WorkerProcess:
         """The task has ended with this exception or none; a second call does nothing."""
         self._on_signal = "note"
         self._output = None
-        if self._attempt is None:
-            return
+        try:
+            if self._attempt is not None:
+                self._end_attempt(self._attempt, error)
+        finally:
+            stream, self._cut = self._cut, None
+            if stream is not None:
+                with contextlib.suppress(OSError), stream:
+                    stream.shutdown(socket.SHUT_WR)
+
+    def _end_attempt(self, attempt: int, error: BaseException | None) -> None:
         try:
             self._lifecycle.end(error)
         finally:
             self._resolving.close()
-            attempt, self._attempt = self._attempt, None
+            self._attempt = None
             with contextlib.suppress(ChannelError):
                 self._channel.send("END", attempt=attempt)
 
@@ -205,7 +215,7 @@ class WorkerProcess:
     def _raise(self, number: int) -> NoReturn:
         self._on_signal = "note"  # once
         if self._output is not None:
-            _cut(self._output)
+            self._cut = _cut(self._output)
         raise TaskKilled(f"Spark asked the task to end ({signal.Signals(number).name})")
 
     def _die(self, number: int) -> None:
@@ -230,17 +240,17 @@ def _ended(task_socket: socket.socket) -> bool:
         return True
 
 
-def _cut(output: BinaryIO) -> None:
-    """Ends what Spark reads of a task here, as the end of the process would; what is still written goes nowhere.
+def _cut(output: BinaryIO) -> socket.socket | None:
+    """What is written to Spark from now on goes nowhere. Answers the stream itself, to be ended when the task has.
 
-    Spark tells by this that its signal has worked, as for `spark.sql.execution.pyspark.udf.killOnIdleTimeout`
-    (BasePythonRunner's ReaderIterator); an exception there would be one of the user's function.
+    So Spark reads an end, as it does when a signal kills a process, and tells by it that its own signal has worked, as for
+    `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala); an exception would be the user's function's.
     """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(output.fileno())) as stream:
-        stream.shutdown(socket.SHUT_WR)
-    os.dup2(nowhere, output.fileno())
-    os.close(nowhere)
+    with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+        stream = socket.socket(fileno=os.dup(output.fileno()))
+        os.dup2(nowhere.fileno(), output.fileno())
+        return stream
+    return None
 
 
 def flush_standard_streams() -> None:

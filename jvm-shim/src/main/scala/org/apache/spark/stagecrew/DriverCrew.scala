@@ -28,7 +28,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
   private val executions = new Executions(spark, ms => f => schedule(ms)(f))
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
-  private val drained = new AtomicBoolean(false)
+  private val draining = new AtomicBoolean(false)
+  private val drained = new CountDownLatch(1)
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
   @volatile private var published = Snapshot(Vector.empty, Totals())
 
@@ -79,8 +80,12 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     done
   }
 
-  /** Everything ends, before the SparkContext stops. Bounded. */
-  def drain(timeoutMs: Long): Unit = if (drained.compareAndSet(false, true)) {
+  /** Everything ends, before the SparkContext stops. Bounded; a second call waits for the first. */
+  def drain(timeoutMs: Long): Unit =
+    if (!draining.compareAndSet(false, true)) { drained.await(timeoutMs, TimeUnit.MILLISECONDS); () }
+    else try endAll(timeoutMs) finally drained.countDown()
+
+  private def endAll(timeoutMs: Long): Unit = {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(1L, (deadline - System.nanoTime()) / 1000000L)
     def active = call(topologies.values.filter(t => t.state == "active").map(_.description).toSeq)
@@ -137,13 +142,12 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   def jobStarted(job: Int, stages: Seq[Int], topology: Option[String]): Unit = inLoop {
     executions.jobStarted(job, stages)
-    val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf)
+    // A thread may bear the mark of one that was closed in another thread: its jobs are the application's.
+    val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     val counted = (covering ++ topologies.get(Description.Application)).distinct
     counted.foreach(_.jobs += 1)
-    covering.headOption.foreach { t =>
-      // An AQE query that is cancelled between two of its jobs goes on with the next.
-      chainOf(t).find(_.cancelled.nonEmpty).foreach(cancelled => sc.cancelJob(job, cancelled.cancelled.get))
-    }
+    // An AQE query that is cancelled between two of its jobs goes on with the next.
+    covering.flatMap(_.cancelled).headOption.foreach(reason => sc.cancelJob(job, reason))
     publish(counted: _*)
   }
 
@@ -231,6 +235,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   /** Events may be dropped: what has ended by Spark's own books is ended here too. */
   private def checkExecutions(): Unit = {
+    executions.prune()
     val over = topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
       .filterNot(executions.runs)
     over.toSeq.foreach(endExecution)

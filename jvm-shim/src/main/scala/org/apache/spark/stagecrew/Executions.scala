@@ -26,7 +26,10 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
   }
 
   /** Of jobs that share a stage its tasks belong to the first that runs (core/scheduler/DAGScheduler.scala). */
-  private def jobOf(stage: Int): Option[String] = jobsOfStage.get(stage).map(jobs => ofJob(jobs.min))
+  private def jobOf(stage: Int): Option[String] = jobsOfStage.get(stage).flatMap(_.filter(books.jobRuns).minOption).map(ofJob)
+
+  /** Forgets jobs of whose end the bus did not tell. */
+  def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(books.jobRuns).foreach(jobEnded)
 
   /** Whether a job that is known to run has this stage. */
   def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage)

@@ -56,7 +56,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   def taskStarted(task: TaskContext): Unit = {
     val topology = task.getLocalProperty(TopologyProperty)
     val wanted = try chain(task, topology) catch {
-      case NonFatal(error) => return refuse(task, Description.Application, "", error)
+      case Failure(error) => return refuse(task, error)
     }
     val attempt = task.taskAttemptId()
     val booked = table.begin(attempt, wanted.map(_.id))
@@ -84,7 +84,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         try {
           val side = sides.opened(description)
           side.jvm.foreach(listeners => decorations = (listeners -> listeners.decorate(task)) :: decorations)
-        } catch { case NonFatal(error) => throw new SideFailed(description, error) }
+        } catch { case Failure(error) => throw new SideFailed(description, error) }
       }
       if (described.exists(_.listeners.exists(_.python))) {
         properties.setProperty(ChainProperty, booked.mkString(" "))
@@ -94,8 +94,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         watch(task, attempt)
       } else properties.remove(ChainProperty)
     } catch {
-      case failed: SideFailed => refuse(task, failed.description.id, failed.listener, failed.getCause)
-      case NonFatal(error) => refuse(task, Description.Application, "", error)
+      case failed: SideFailed => listenerFailed(task, failed)
+      case Failure(error) => refuse(task, error)
     }
   }
 
@@ -111,19 +111,24 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     application +: (execution.toSeq ++ named)
   }
 
-  /** A listener of the executor's side failed: the body of this attempt does not run, and the driver is told. */
-  private def refuse(task: TaskContext, topology: String, listener: String, cause: Throwable): Unit = {
-    val error = cause match {
+  private def listenerFailed(task: TaskContext, failed: SideFailed): Unit = {
+    val error = failed.getCause match {
       case said: AgentFailed => said.getMessage
-      case failed: OpenFailedException => s"${failed.getMessage}\n${Refusal.trace(failed.getCause)}"
+      case open: OpenFailedException => s"${open.getMessage}\n${Refusal.trace(open.getCause)}"
       case other => Refusal.trace(other)
     }
-    val name = descriptions.known(topology).map(_.name).getOrElse(topology)
-    val text = s"stagecrew: a listener of topology '$name' could not be opened on executor $executor:\n$error"
+    refuse(task, failed.description.id, failed.listener,
+      s"stagecrew: a listener of topology '${failed.description.name}' could not be opened on executor $executor:\n$error")
+  }
+
+  private def refuse(task: TaskContext, cause: Throwable): Unit = refuse(task, Description.Application, "",
+    s"stagecrew: this task cannot have its listeners on executor $executor: ${Refusal.trace(cause)}")
+
+  /** The body of this attempt does not run, and the driver is told. */
+  private def refuse(task: TaskContext, topology: String, listener: String, text: String): Unit =
     Refusal.refuse(task, executor, topology, listener, text, sides.failedInARow(topology)) { frame =>
       driver.send(SparkInternals.withSender(self, frame))
     }
-  }
 
   // -- A worker's task that fails or is killed
 
@@ -142,10 +147,22 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     ()
   }
 
-  /** Spark has dropped an evaluation that still runs (cut short, or killed): it would go on until it writes. */
-  private def endIfCut(attempt: Long): Unit = schedule(CutGraceMs)(processes.running(attempt).foreach(terminate))
+  /** Spark has dropped an evaluation that still runs (cut short, or killed): it would go on until it writes. Nobody else ends
+    * its process then, as the task is over for Spark: first politely, and one that does not heed it for good. */
+  private def endIfCut(attempt: Long): Unit = schedule(CutGraceMs) {
+    val still = processes.running(attempt)
+    still.foreach(terminate)
+    if (still.nonEmpty) schedule(KillGraceMs) {
+      processes.running(attempt).filter(still.contains).foreach { link =>
+        Log.log.warn(s"$link still runs attempt $attempt, which is over, $KillGraceMs ms after it was asked to end: it is ended")
+        kill(link)
+      }
+    }
+  }
 
   private def terminate(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroy(); () })
+
+  private def kill(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroyForcibly(); () })
 
   // -- Links: Python processes (their own threads)
 
@@ -162,7 +179,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def took(link: Link, frame: Frame): Unit = frame.kind match {
     case "BEGIN" =>
       val attempt = frame.long("attempt")
-      processes.began(link, attempt)
+      processes.began(link, attempt, table.chainOf(attempt).toSet)
       // While its worker was starting it may have been interrupted, or be over: cut short. A short task may also be over
       // before this thread hears of its begin; then its end is on the way.
       if (interrupted.contains(attempt)) terminate(link)
@@ -245,7 +262,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     Log.log.warn(text)
     attempt.filter(table.chainOf(_).nonEmpty).foreach(problems.put(_, text))
     if (link.role == "agent") agentProblem = text
-    ProcessHandle.of(link.pid).ifPresent(process => { process.destroyForcibly(); () })
+    kill(link)
   }
 
   private def place: Path = lock.synchronized {
@@ -370,6 +387,9 @@ object ExecutorCrew {
 
   /** How long after an attempt its worker has to say that it has ended. */
   private val CutGraceMs = 2000L
+
+  /** How much longer one has that was asked to end; as Spark's daemon has it with stagecrew (worker/politely.py). */
+  private val KillGraceMs = 5000L
 
   /** How long an interrupted attempt is remembered after its end, for a worker that begins it late. */
   private val RememberMs = 60000L

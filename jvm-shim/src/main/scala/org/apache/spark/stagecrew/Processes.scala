@@ -25,9 +25,16 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  def began(link: Link, attempt: Long): Unit = synchronized(book.get(link).foreach(_.attempt = Some(attempt)))
+  /** The link's process begins an attempt, booked under these topologies. */
+  def began(link: Link, attempt: Long, chain: Set[String]): Unit = synchronized(book.get(link).foreach { process =>
+    process.attempt = Some(attempt)
+    process.chain = chain
+  })
 
-  def ended(link: Link): Unit = synchronized(book.get(link).foreach(_.attempt = None))
+  def ended(link: Link): Unit = synchronized(book.get(link).foreach { process =>
+    process.attempt = None
+    process.chain = Set.empty
+  })
 
   /** The link was told of a topology: from now on it is asked to close it. */
   def touched(link: Link, topology: String): Unit = synchronized(book.get(link).foreach(_.touched += topology))
@@ -82,9 +89,12 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  /** Links that know this topology; `true` for those that are busy with a task. */
+  /** Links that know this topology; `true` for those that are busy with a task of another one. A task of this one is on
+    * its way out: Spark may take it for over while Python still leaves it. */
   def touching(topology: String): Seq[(Link, Boolean)] = synchronized {
-    book.toSeq.collect { case (link, process) if process.touched(topology) => link -> process.attempt.nonEmpty }
+    book.toSeq.collect { case (link, process) if process.touched(topology) =>
+      link -> (process.attempt.nonEmpty && !process.chain(topology))
+    }
   }
 
   /** Links of workers that run this attempt. */
@@ -128,6 +138,7 @@ object Processes {
     val deferred = mutable.LinkedHashSet.empty[String]
     val counted = mutable.HashSet.empty[String] // topologies of which it opened something
     var attempt = Option.empty[Long]
+    var chain = Set.empty[String] // the topologies of the attempt
     var hook = Option.empty[Hook]
   }
 }

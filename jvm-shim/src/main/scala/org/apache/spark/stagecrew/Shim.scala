@@ -3,7 +3,6 @@ package org.apache.spark.stagecrew
 import java.io.File
 import java.util.{Collections, Map => JMap}
 import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
-import scala.util.control.NonFatal
 import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext, SparkEnv, TaskContext}
 import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, PluginContext}
 
@@ -124,15 +123,16 @@ final class ExecutorShim extends ExecutorPlugin {
   @volatile private var notRunning: NotRunning = _
   private var hook: AnyRef = _
 
-  override def init(plugin: PluginContext, extra: JMap[String, String]): Unit =
+  override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
+    val env = SparkEnv.get
     try {
-      val env = SparkEnv.get
       linkJar()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar)
       // In a local master the driver's metrics have the same names, and count this executor already.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())
-    } catch { case NonFatal(error) => notRunning = new NotRunning(SparkEnv.get.executorId, Shim.version, error) }
+    } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }
+  }
 
   override def onTaskStart(): Unit =
     if (notRunning != null) notRunning.taskStarted(TaskContext.get()) else if (crew != null) crew.taskStarted(TaskContext.get())

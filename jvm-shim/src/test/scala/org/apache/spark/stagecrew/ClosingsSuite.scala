@@ -87,7 +87,7 @@ class ClosingsSuite extends AnyFunSuite {
   test("a busy worker is asked and not waited for") {
     val f = new Fixture
     val worker = f.link()
-    f.processes.began(worker, 7)
+    f.processes.began(worker, 7, Set("u"))
     f.end()
     assert(f.sent == Seq(worker.process -> "t"))
     assert(f.replies == Seq(Nil))
@@ -96,12 +96,27 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.ledger.of("t").deferred.isEmpty)
   }
 
+  test("a worker that still leaves a task of the topology, which is over for Spark, is waited for and named") {
+    val f = new Fixture
+    val (worker, agent) = (f.link(), f.link("agent"))
+    f.processes.began(worker, 7, Set("t"))
+    f.end()
+    assert(f.sent == Seq(worker.process -> "t")) // it reads that when its task has ended
+    assert(f.ledger.of("t").deferred.isEmpty)
+    f.timeIsOver()
+    assert(f.replies == Seq(Seq(s"listener listener 0 in $worker on executor 1", s"listener listener 0 in $agent on executor 1")))
+    f.processes.ended(worker)
+    f.said(worker)
+    f.said(agent)
+    assert(f.closed == Seq("t"))
+  }
+
   test("a worker that begins a task after it was asked is not waited for") {
     val f = new Fixture
     val worker = f.link()
     f.end()
     assert(f.replies.isEmpty)
-    f.processes.began(worker, 7)
+    f.processes.began(worker, 7, Set("u"))
     f.closings.changed()
     assert(f.replies == Seq(Nil))
     assert(f.ledger.of("t").deferred == Set(worker.process))

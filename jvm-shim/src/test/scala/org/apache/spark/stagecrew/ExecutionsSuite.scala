@@ -31,6 +31,7 @@ class ExecutionsSuite extends AnyFunSuite {
 
   test("a stage belongs to the first of the running jobs that share it") {
     val world = new World
+    world.jobs ++= Seq(1, 2)
     world.executions.jobStarted(1, Seq(0, 1))
     world.executions.jobStarted(2, Seq(1, 2))
     assert(world.asked("stage:1") == Seq(Some("execution-job-1")) && world.asked("stage:2") == Seq(Some("execution-job-2")))
@@ -41,10 +42,23 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!world.executions.hasStage(1) && !world.executions.hasStage(2))
   }
 
+  test("a job that is over by Spark's books owns no stage, though the bus never told of its end") {
+    val world = new World
+    world.jobs ++= Seq(1, 2)
+    world.executions.jobStarted(1, Seq(1))
+    world.executions.jobStarted(2, Seq(1))
+    world.jobs -= 1
+    assert(world.asked("stage:1") == Seq(Some("execution-job-2")))
+    world.jobs -= 2
+    world.executions.prune()
+    assert(!world.executions.hasStage(1))
+  }
+
   test("a task that is faster than the event of its job is answered by the event, once") {
     val world = new World
     val (first, second) = (world.asked("stage:7"), world.asked("stage:7"))
     assert(first.isEmpty && second.isEmpty)
+    world.jobs += 3
     world.executions.jobStarted(3, Seq(7))
     world.time()
     assert(first == Seq(Some("execution-job-3")) && second == first)

@@ -80,7 +80,7 @@ class ProcessesSuite extends AnyFunSuite {
   test("a hook is overdue from its time on, answered once, and counted as a failure that says so") {
     val f = new Fixture
     val (late, quick) = (f.link(), f.link())
-    f.processes.began(late, 7)
+    f.processes.began(late, 7, Set("t"))
     f.processes.hookBegan(late, "t", 0, "open", 100)
     f.processes.hookBegan(quick, "t", 1, "open", 100)
     f.processes.hookEnded(quick, "t", 1, "open", failed = false, 1, "")
@@ -97,12 +97,14 @@ class ProcessesSuite extends AnyFunSuite {
   test("who is busy, who runs an attempt, and who is to be asked to close") {
     val f = new Fixture
     val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
-    f.processes.began(worker, 7)
-    f.processes.began(agent, 7)
+    f.processes.began(worker, 7, Set("u"))
+    f.processes.began(agent, 7, Set("u"))
     Seq(worker, idle).foreach(f.processes.touched(_, "t"))
+    f.processes.touched(worker, "u")
     assert(f.processes.running(7) == Seq(worker))
     assert(f.processes.busy == Seq(worker, agent))
     assert(f.processes.touching("t") == Seq(worker -> true, idle -> false))
+    assert(f.processes.touching("u") == Seq(worker -> false)) // its own task is not another one's
     assert(f.processes.touchesAny(idle) && !f.processes.touchesAny(agent))
     f.processes.ended(worker)
     f.processes.closed(idle, "t")
