@@ -59,6 +59,7 @@ $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py
 	@touch $@
 
 test-spark: setup $(STAMPS)/classes ## the tests with real Spark
+	@rm -rf $(VENV)/lib/python3*/site-packages/pyspark/work  # where local-cluster leaves its executors' folders
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## every test but the long seeded runs: under 20 minutes

@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pyspark
 import pytest
-from pyspark import InheritableThread
 
 import stagecrew
 from crewtools import (
@@ -311,82 +310,66 @@ def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, a
     assert topology.report.lost == 0
 
 
-def wait_for_eight(spark) -> None:
-    """Until eight tasks run at once."""
-    tracker = spark.sparkContext.statusTracker()
+def eight(sessions: Sessions, jvm_listeners: tuple[str, str]):
+    """A session with room for eight tasks on one executor.
 
-    def running() -> int:
-        stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
-        return sum(stage.numActiveTasks for stage in stages if stage)
+    A JVM listener of the application notes each task that begins, right before it waits for a named topology's open.
+    """
+    jar, noted = jvm_listeners
+    return sessions.get(
+        EIGHT, jvm_listeners=("Noting",), spark__task__maxFailures="2", spark__jars=jar, spark__test__journal=noted
+    )
 
-    eventually(lambda: running() == 8, 60, "eight tasks run")
 
-
-def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal, tmp_path):
+def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal, jvm_listeners, jvm_journal):
     """Eight concurrent first tasks on one executor wait for one open of the executor's scope and share its outcome."""
-
-    all_wait = tmp_path / "all wait"
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def slow(context):
         journal.write(event="open")
-        eventually(all_wait.exists, 60, "all eight wait")
-        journal.write(event="opened")
+        eventually(lambda: len(jvm_journal.read(event="enter", topology="application")) == 8, 20, "all eight wait")
+        journal.write(event="opened", tasks=len(jvm_journal.read(event="enter", topology="application")))
         yield os.getpid()
         journal.write(event="close")
 
     slow = slow()
-    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
-    started: list[list[int]] = []
-    with stagecrew.crew(spark).topology("t", listeners=[slow]) as topology:
-        job = spark.sparkContext.parallelize(range(8), 8).map(lambda _: slow.get())
-        runner = threading.Thread(target=topology.wrap(lambda: started.append(job.collect())))
-        runner.start()
-        wait_for_eight(spark)
-        assert not journal.read(event="opened")
-        all_wait.touch()
-        runner.join(60)
+    spark = eight(sessions, jvm_listeners)
+    with stagecrew.crew(spark).topology("t", listeners=[slow]):
+        values = spark.sparkContext.parallelize(range(8), 8).map(lambda _: slow.get()).collect()
     (opened,) = journal.read(event="open")
-    assert started == [[opened["pid"]] * 8]
+    assert values == [opened["pid"]] * 8
+    assert [e["tasks"] for e in journal.read(event="opened")] == [8]
     assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
 
 
-def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal, tmp_path):
+def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal, jvm_listeners, jvm_journal):
     """When that open raises, it is one open for all eight in each round of attempts, and all of them end with its error."""
-
-    all_wait = tmp_path / "all wait"
 
     class Slow(Recorder):
         def open(self, context):
             super().open(context)
-            eventually(all_wait.exists, 60, "all eight wait")
+            rounds = len(journal.read(event="open"))
+            with contextlib.suppress(AssertionError):  # a third round is cut off by the end of the job
+                eventually(
+                    lambda: len(jvm_journal.read(event="enter", topology="application")) >= 8 * rounds,
+                    5,
+                    "all eight wait",
+                )
             raise ValueError("no such server")
 
-    spark = sessions.get(EIGHT, spark__task__maxFailures="2")
+    spark = eight(sessions, jvm_listeners)
     slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
     tracker, store = spark.sparkContext.statusTracker(), spark.sparkContext._jsc.sc().statusStore()
-    spark.sparkContext.setJobGroup("eight", "eight first tasks")
-    failed: list[Exception] = []
-
-    def fails() -> None:
-        try:
-            spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
-        except Exception as error:
-            failed.append(error)
-
-    with stagecrew.crew(spark).topology("t", listeners=[slow]) as topology:
-        runner = InheritableThread(target=topology.wrap(fails))
-        runner.start()
-        wait_for_eight(spark)
-        all_wait.touch()
-        runner.join(60)
+    group = journal.path
+    spark.sparkContext.setJobGroup(group, "eight first tasks")
+    with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
-    assert "no such server" in str(failed[0])
     rounds = len(journal.read(event="open"))
     assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
     assert len(journal.read(event="close")) == rounds
     assert not journal.read(event="body")
-    (job,) = tracker.getJobIdsForGroup("eight")
+    (job,) = tracker.getJobIdsForGroup(group)
     (stage,) = tracker.getJobInfo(job).stageIds
 
     def ended() -> list[tuple[int, str]] | None:

@@ -96,8 +96,9 @@ def test_two_topologies_at_once(spark, crew, journal):
     log = Journal(journal.path)
 
     def meet(rows):
+        rows = list(rows)  # now the body runs
         eventually(lambda: {e["name"] for e in log.read(event="body")} == {"left", "right"}, 60, "tasks of both run")
-        return rows
+        return iter(rows)
 
     def one(name: str) -> None:
         try:
@@ -148,7 +149,22 @@ def test_the_outer_topology_ends_those_inside_it(spark, crew, journal):
         run(spark, journal, 2)
     for events in by_process(journal).values():
         assert [e["listener"] for e in events if e["event"] == "close"] == ["inner", "outer"]
-    spark.sparkContext.setLocalProperty("spark.stagecrew.topology", None)
+    assert spark.sparkContext.getLocalProperty("spark.stagecrew.topology") is None
+
+
+def test_a_thread_that_bears_the_mark_of_a_topology_closed_elsewhere(spark, crew, journal):
+    """What it starts then runs under the application's topology: it is not cancelled with the one that is closed."""
+    topology = crew.topology("t", listeners=[Recorder(journal)]).start()
+    try:
+        closer = threading.Thread(target=topology.close, kwargs={"cancel": True})
+        closer.start()
+        closer.join(60)
+        run(spark, journal)
+    finally:
+        topology.close()
+    assert len(journal.read(event="body end")) == 4
+    assert not journal.read(event="enter")
+    assert topology.report.jobs == 0
 
 
 def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):

@@ -1,0 +1,20 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+
+class FailureSuite extends AnyFunSuite {
+  private def failed(error: Throwable): Boolean = error match {
+    case Failure(same) => same eq error
+    case _ => false
+  }
+
+  test("exceptions and another Spark's missing methods are failures; what ends a JVM or a thread is not") {
+    assert(failed(new IllegalStateException) && failed(new NoSuchMethodError) && failed(new NoClassDefFoundError))
+    assert(!failed(new OutOfMemoryError) && !failed(new InterruptedException) && !failed(new ThreadDeath))
+  }
+
+  test("contained work does not throw where it fails, and throws where it must") {
+    Log.contained("a test")(throw new NoSuchMethodError)
+    intercept[InterruptedException](Log.contained("a test")(throw new InterruptedException))
+  }
+}
