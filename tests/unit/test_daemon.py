@@ -19,7 +19,7 @@ from stagecrew.worker import daemon, politely
 CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
 IGNORES = CATCHES.format(then="None")
 LEAVES = CATCHES.format(then="sys.exit(7)")
-PLAIN = "import signal; print('ready', flush=True); signal.pause()"
+PLAIN = "import time; print('ready', flush=True)\nwhile True: time.sleep(0.02)"
 
 
 @pytest.fixture(autouse=True)
