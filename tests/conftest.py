@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-
 # In the background of a shell Ctrl-C is ignored, and so it would be in what tests start and interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
