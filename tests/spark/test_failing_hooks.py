@@ -19,12 +19,14 @@ from crewtools import LOCAL_CLUSTER, Recorder, Sessions, body, eventually, kill
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
+BRIEF = {"spark__stagecrew__open__timeout": "1500ms", "spark__stagecrew__close__timeout": "2s"}
+
+
 @pytest.fixture
 def spark(sessions: Sessions, master: str, jvm_listeners) -> SparkSession:
     return sessions.get(
         master,
-        spark__stagecrew__open__timeout="1500ms",
-        spark__stagecrew__close__timeout="2s",
+        **BRIEF,
         spark__jars=jvm_listeners[0],
         spark__test__journal=jvm_listeners[1],
     )
@@ -129,7 +131,7 @@ def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, h
 @pytest.mark.parametrize("hang", ["close", "close in C"])
 def test_a_close_that_hangs_in_the_agent(sessions, journal, hang, caplog):
     """The same for a listener of the executor's scope."""
-    spark = sessions.get(LOCAL_CLUSTER, spark__stagecrew__close__timeout="2s")
+    spark = sessions.get(LOCAL_CLUSTER, **BRIEF)
     hangs_in_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 
 
@@ -261,8 +263,10 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
 
 
 @pytest.mark.parametrize("hang", ["open", "open in C"])
-def test_a_hanging_open_in_the_agent_ends_at_its_timeout(spark, crew, journal, hang):
+def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, journal, hang):
     """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
+    spark = sessions.get(LOCAL_CLUSTER, **BRIEF)
+    crew = stagecrew.crew(spark)
     started = time.time()
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
