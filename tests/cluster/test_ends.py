@@ -384,8 +384,9 @@ def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal,
     def ended() -> list[tuple[int, str]] | None:
         tasks = store.taskList(stage, 0, 1000)
         found = [tasks.apply(i) for i in range(tasks.size())]
-        errors = [(one.index(), one.errorMessage().getOrElse(None)) for one in found]
-        return errors if all(one.status() != "RUNNING" for one in found) else None
+        if any(one.status() == "RUNNING" for one in found):
+            return None
+        return [(one.index(), one.errorMessage().get()) for one in found]
 
     errors = eventually(ended, 20, "every attempt has ended")
     attempts = collections.Counter(partition for partition, _ in errors)
