@@ -12,6 +12,12 @@ from stagecrew.errors import (
     ChannelClosed,
     ChannelError,
     ConfigurationError,
+    CoordinationError,
+    CoordinatorFailed,
+    EvaluationOver,
+    EventNotPicklable,
+    EventTimeout,
+    EventTooLarge,
     FrameError,
     HookTimeout,
     JarMissing,
@@ -19,6 +25,10 @@ from stagecrew.errors import (
     ListenerNotImportable,
     ListenerNotPicklable,
     NotActive,
+    NotInitialised,
+    OperatorMisused,
+    RequestFailed,
+    RequestTimeout,
     ResourceNotOpen,
     StagecrewError,
     TaskKilled,
@@ -31,16 +41,31 @@ from stagecrew.errors import (
 from stagecrew.listeners import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
 
 if TYPE_CHECKING:
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.coordinator import Coordinator, Evaluation
+    from stagecrew.coordination.gateway import Gateway
+    from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
     from stagecrew.session import Crew, configure, crew, is_active
     from stagecrew.topology import ListenerReport, Topology, TopologyReport
+    from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
     "ChannelClosed",
     "ChannelError",
     "ConfigurationError",
+    "CoordinationError",
+    "Coordinator",
+    "CoordinatorContext",
+    "CoordinatorFailed",
     "Crew",
+    "Evaluation",
+    "EvaluationOver",
+    "EventNotPicklable",
+    "EventTimeout",
+    "EventTooLarge",
     "FrameError",
+    "Gateway",
     "HookTimeout",
     "JarMissing",
     "Lifetime",
@@ -52,11 +77,17 @@ __all__ = [
     "ListenerReport",
     "LoggingContext",
     "NotActive",
+    "NotInitialised",
+    "Operator",
+    "OperatorMisused",
+    "RequestFailed",
+    "RequestTimeout",
     "Resource",
     "ResourceNotOpen",
     "Scope",
     "StagecrewError",
     "Task",
+    "TaskGateway",
     "TaskKilled",
     "Topology",
     "TopologyClosed",
@@ -75,6 +106,11 @@ __all__ = [
 ]
 
 _LAZY = {
+    "CoordinatorContext": "stagecrew.coordination.context",
+    **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.coordinator"),
+    "Gateway": "stagecrew.coordination.gateway",
+    "Operator": "stagecrew.coordination.operator",
+    "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
     **dict.fromkeys(("Crew", "configure", "crew", "is_active"), "stagecrew.session"),
     **dict.fromkeys(("ListenerReport", "Topology", "TopologyReport"), "stagecrew.topology"),

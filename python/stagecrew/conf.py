@@ -84,6 +84,36 @@ KEYS: Final[tuple[Key, ...]] = (
         "1000",
         "How many closed topologies the driver remembers for the UI and for reports.",
     ),
+    Key(
+        "spark.stagecrew.event.maxSize",
+        "bytes",
+        "16m",
+        "The largest event, request or reply between a task and its coordinator, as it travels.",
+    ),
+    Key(
+        "spark.stagecrew.request.timeout",
+        "duration",
+        "60s",
+        "How long a task waits for the reply to a request, and for room when it has sent more than its coordinator handled.",
+    ),
+    Key(
+        "spark.stagecrew.ack.timeout",
+        "duration",
+        "30s",
+        "How long an executor may take to say that it has a coordinator's event; then the attempt of that task fails.",
+    ),
+    Key(
+        "spark.stagecrew.mailbox.events",
+        "count",
+        "100000",
+        "How many events of its coordinator may wait for one evaluation; one more fails its attempt.",
+    ),
+    Key(
+        "spark.stagecrew.mailbox.bytes",
+        "bytes",
+        "64m",
+        "How many bytes of events may wait for one evaluation.",
+    ),
 )
 
 _DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|min|h|d)?\s*")

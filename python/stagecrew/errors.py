@@ -14,6 +14,16 @@
     ├── TopologyError
     │   ├── TopologyClosed          it was used after it closed
     │   └── ResourceNotOpen         `get()` outside the listener's topology
+    ├── CoordinationError           between a task and its coordinator
+    │   ├── OperatorMisused         an operator or a bound function used where it cannot be
+    │   ├── NotInitialised          a coordinator's context used before the session runs
+    │   ├── CoordinatorFailed       a coordinator failed, and its topology with it
+    │   ├── EventNotPicklable       an event cannot travel
+    │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
+    │   ├── EvaluationOver          the evaluation is over, or was reset
+    │   ├── RequestFailed           the coordinator raised
+    │   ├── RequestTimeout          it did not answer, or handle what was sent, in time
+    │   └── EventTimeout            no event came in time
     └── ChannelError                the socket between worker and executor
         ├── FrameError              bytes that are no frame
         └── ChannelClosed           the other side is gone
@@ -29,6 +39,12 @@ __all__ = [
     "ChannelClosed",
     "ChannelError",
     "ConfigurationError",
+    "CoordinationError",
+    "CoordinatorFailed",
+    "EvaluationOver",
+    "EventNotPicklable",
+    "EventTimeout",
+    "EventTooLarge",
     "FrameError",
     "HookTimeout",
     "JarMissing",
@@ -36,6 +52,10 @@ __all__ = [
     "ListenerNotImportable",
     "ListenerNotPicklable",
     "NotActive",
+    "NotInitialised",
+    "OperatorMisused",
+    "RequestFailed",
+    "RequestTimeout",
     "ResourceNotOpen",
     "StagecrewError",
     "TaskKilled",
@@ -109,6 +129,46 @@ class ResourceNotOpen(TopologyError):
     Run the action inside `with crew.topology(..., listeners=[...])`: a lazy dataset that is run after the `with` has
     no open listeners. In a thread of the driver, carry the topology along with `topology.wrap(f)`.
     """
+
+
+class CoordinationError(StagecrewError):
+    """Something is wrong between a task and its coordinator; the message names the operator."""
+
+
+class OperatorMisused(CoordinationError):
+    """An operator outside its topology, or a bound function where it cannot be. The message says what to write."""
+
+
+class NotInitialised(CoordinationError):
+    """A coordinator's context was told to do something before the session runs. Do that in `start` or later."""
+
+
+class CoordinatorFailed(CoordinationError):
+    """A coordinator raised, or called `context.fail`: its topology was cancelled. Its exception is the `__cause__`."""
+
+
+class EventNotPicklable(CoordinationError):
+    """An event, request or reply cannot be pickled. Send what it is made of."""
+
+
+class EventTooLarge(CoordinationError):
+    """An event, request or reply is larger than `spark.stagecrew.event.maxSize`. Send a reference to where it lies."""
+
+
+class EvaluationOver(CoordinationError):
+    """The evaluation is over: its attempt ended, its coordinator was reset, or an event to it was lost. Let it propagate."""
+
+
+class RequestFailed(CoordinationError):
+    """The coordinator's `handle_request` raised. Its exception is the `__cause__`, where it can travel."""
+
+
+class RequestTimeout(CoordinationError, TimeoutError):
+    """The coordinator did not answer in time, or did not handle in time what was sent before."""
+
+
+class EventTimeout(CoordinationError, TimeoutError):
+    """No event of the coordinator came in time."""
 
 
 class ChannelError(StagecrewError):

@@ -65,6 +65,32 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "REPORT": (36, (("executor", "s"), ("sequence", "q"), ("body", "s"))),
     "END_TOPOLOGY": (37, (("topology", "s"), ("timeout", "q"))),
     "OK": (38, ()),
+    # An evaluation in a worker, its executor, and the driver's Python, where its coordinator is.
+    "READY": (
+        64,
+        (
+            ("evaluation", "q"),
+            ("binding", "s"),
+            ("subtask", "q"),
+            ("attempt", "q"),
+            ("number", "q"),
+            ("stage", "q"),
+            ("partition", "q"),
+        ),
+    ),
+    "EVENTS": (65, (("evaluation", "q"), ("first", "q"), ("payloads", "l"))),
+    "REQUEST": (66, (("evaluation", "q"), ("sequence", "q"), ("payload", "b"))),
+    "FINISH": (67, (("evaluation", "q"), ("sequence", "q"), ("outcome", "s"), ("reason", "s"))),
+    "REPLY": (68, (("evaluation", "q"), ("sequence", "q"), ("outcome", "s"), ("payload", "b"))),
+    "HANDLED": (69, (("evaluation", "q"), ("sequence", "q"))),
+    "WANT": (70, (("evaluation", "q"), ("events", "q"), ("bytes", "q"))),
+    "ACCEPTED": (71, (("evaluation", "q"), ("sequence", "q"))),
+    "OVERFLOWED": (72, (("evaluation", "q"), ("reason", "s"))),
+    "POISON": (73, (("evaluation", "q"), ("reason", "s"))),
+    "GONE": (74, (("evaluation", "q"), ("outcome", "s"), ("reason", "s"))),
+    "FROM": (96, (("executor", "s"), ("frames", "b"))),
+    "TO": (97, (("executor", "s"), ("frames", "b"))),
+    "LOST": (98, (("executor", "s"), ("reason", "s"))),
 }
 
 _BY_NUMBER: Final = {number: (name, fields) for name, (number, fields) in KINDS.items()}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pyspark
 from py4j.protocol import Py4JError
@@ -16,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
-from stagecrew.conf import PLUGIN
+from stagecrew.conf import KEYS, PLUGIN, parse_bytes, parse_seconds
 from stagecrew.errors import (
     ConfigurationError,
     NotActive,
@@ -30,6 +31,10 @@ from stagecrew.listeners import Listener, listener_name
 from stagecrew.marks import Marks
 from stagecrew.registration import checked, class_names, pickled
 from stagecrew.topology import Topology, TopologyReport
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.channel import DriverChannel
+    from stagecrew.coordination.host import Host
 
 __all__ = ["Crew", "configure", "crew", "is_active", "jar_path", "spark_conf"]
 
@@ -229,6 +234,8 @@ class Crew:
         self.active: list[Topology] = []
         self.marks = Marks(self)
         self._registered: tuple[Listener, ...] | None = None
+        self._channel: DriverChannel | None = None
+        self._making = threading.Lock()
         if (
             str(context.master).startswith("local")
             and "PYSPARK_PYTHON" not in os.environ
@@ -358,6 +365,30 @@ class Crew:
         }
         return encode("DESCRIPTION", topology=topology, body=json.dumps(body), blobs=pickled(listeners))
 
+    def host(self) -> Host:
+        """What serves the coordinators of this session; made at the first call."""
+        from stagecrew.coordination.channel import DriverChannel
+        from stagecrew.coordination.host import Host
+
+        with self._making:
+            if self._channel is None:
+                conf = self._setting
+                limit = parse_bytes(conf("spark.stagecrew.event.maxSize"))
+                ack_timeout = parse_seconds(conf("spark.stagecrew.ack.timeout"))
+                self._channel = DriverChannel(
+                    self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)
+                )
+            return self._channel.host
+
+    @property
+    def request_timeout(self) -> float:
+        """How long a task waits for its coordinator, in seconds."""
+        return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
+
+    def _setting(self, key: str) -> str:
+        default = next(one.default for one in KEYS if one.name == key)
+        return str(self.context.getConf().get(key, default))
+
     def _drain_before_stop(self) -> None:
         stop = self.context.stop
 
@@ -371,6 +402,8 @@ class Crew:
                     logging.getLogger("stagecrew").warning(
                         "closing listeners before the session stops failed: %s", error
                     )
+                if self._channel is not None:
+                    self._channel.close()
             stop()
 
         self.context.stop = drained_stop  # type: ignore[method-assign]

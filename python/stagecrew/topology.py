@@ -8,16 +8,21 @@ import datetime as dt
 import functools
 import json
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagecrew.errors import TopologyClosed, TopologyError
+from stagecrew.errors import CoordinatorFailed, OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
 
 if TYPE_CHECKING:
+    from stagecrew.coordination.binding import Binding
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.coordinator import Coordinator
+    from stagecrew.coordination.operator import Operator
     from stagecrew.session import Crew
 
 __all__ = ["ListenerReport", "Topology", "TopologyReport"]
@@ -165,6 +170,10 @@ class Topology:
         self._state = "new"
         self.parent: Topology | None = None
         self._last_report: TopologyReport | None = None
+        self._bindings: list[Binding] = []
+        self._store: dict[str, Any] = {}
+        self._failing = threading.Lock()
+        self._cause: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<topology {self.name!r} ({self._state})>"
@@ -236,6 +245,7 @@ class Topology:
     ) -> None:
         if error is None:
             self.close()
+            self._raise_failure(None)
             return
         try:
             self.close(cancel=True)
@@ -243,6 +253,7 @@ class Topology:
             _log.warning(
                 "closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True
             )
+        self._raise_failure(error)
 
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
         """`f` as a function that takes part in this topology in whatever thread it is called.
@@ -273,6 +284,71 @@ class Topology:
         if report is None:
             raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
         return report
+
+    # -- Coordination
+
+    def coordinate(self, name: str, factory: Callable[[CoordinatorContext], Coordinator]) -> Operator:
+        """An operator of this topology: bind it to datasets, whose tasks then talk to a coordinator that the factory makes.
+
+        `factory` is a `Coordinator` class, or anything that makes one of a `CoordinatorContext`. Raises `OperatorMisused` when it
+        cannot be called, `TopologyClosed` unless the topology is active.
+        """
+        from stagecrew.coordination.operator import Operator
+
+        if not callable(factory):
+            raise OperatorMisused(
+                f"operator {name!r}: a coordinator is made by a factory, such as its class; {type(factory).__name__} cannot be called"
+            )
+        if not self.is_active:
+            raise TopologyClosed(f"topology {self.name!r} is {self._state}: coordinate operators inside the `with`")
+        self._crew.require_running()
+        return Operator(self, name, factory)
+
+    def host_binding(self, id_: str, operator: str, factory: Callable[[CoordinatorContext], Coordinator]) -> Binding:
+        """A binding that the session's host serves until the topology ends."""
+        from stagecrew.coordination.binding import Binding
+
+        host = self._crew.host()
+        binding = Binding(id_, operator, self.name, factory, self._store, self.fail, host.wire.flush)
+        self._bindings.append(binding)
+        host.add(binding)
+        return binding
+
+    @property
+    def coordination_settings(self) -> tuple[int, float]:
+        """The largest event in bytes, and how long a task waits for its coordinator in seconds."""
+        return self._crew.host().limit, self._crew.request_timeout
+
+    def fail(self, cause: BaseException) -> None:
+        """Fails the topology, once: cancels what runs of it; the `with` raises `CoordinatorFailed`. From any thread."""
+        with self._failing:
+            if self._cause is not None or self._state != "active":
+                return
+            self._cause = cause
+        _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
+        # Not on the coordinator's thread, nor under a lock of ours: this asks the JVM.
+        threading.Thread(target=self._cancel_failed, name="stagecrew-fail", daemon=True).start()
+
+    def _cancel_failed(self) -> None:
+        with contextlib.suppress(Exception):  # the session may be stopping, which cancels as well
+            self._crew.facade.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {self._cause!r}")
+            self._crew.facade.stopQueries(self.id)
+
+    def _close_bindings(self) -> None:
+        for binding in self._bindings:
+            if not binding.close(self._crew.close_timeout):
+                _log.warning(
+                    "topology %r: the coordinator of operator %r has not closed within %g s",
+                    self.name, binding.operator, self._crew.close_timeout,
+                )  # fmt: skip
+            self._crew.host().remove(binding, f"topology {self.name!r} has ended")
+        self._bindings.clear()
+
+    def _raise_failure(self, error: BaseException | None) -> None:
+        if self._cause is not None and (error is None or isinstance(error, Exception)):
+            raise CoordinatorFailed(
+                f"a coordinator of topology {self.name!r} failed: {type(self._cause).__name__}: {self._cause}"
+            ) from self._cause
 
     def _known(self) -> TopologyReport | None:
         if self._crew.running and (found := self._crew.report(self.id)) is not None:
@@ -324,6 +400,7 @@ class Topology:
             pause = min(pause * 2, 0.2)
 
     def _end(self) -> None:
+        self._close_bindings()
         inside = tuple(self._inside())
         self._crew.end(self.id, self._crew.close_timeout)
         for topology in (*inside, self):

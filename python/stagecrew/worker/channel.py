@@ -64,10 +64,20 @@ class Channel:
 
     def send(self, kind: str, **fields: Field) -> None:
         """Sends one frame. Raises `ChannelClosed`."""
+        self.write(encode(kind, **fields))
+
+    def write(self, frames: bytes) -> None:
+        """Sends frames that are encoded already. Raises `ChannelClosed`."""
         try:
-            self._socket.sendall(encode(kind, **fields))
+            self._socket.sendall(frames)
         except OSError as error:
             raise ChannelClosed(f"the executor no longer reads: {error}") from error
+
+    def arrived(self, seconds: float | None = 0.0) -> list[Frame]:
+        """The frames that are here; waits so long for the first. Raises `ChannelClosed`."""
+        self._read(seconds)
+        frames, self._arrived = list(self._arrived), collections.deque()
+        return frames
 
     def wait_for(self, kind: str, **matching: Field) -> Frame:
         """The next frame of this kind whose fields match; frames of other kinds are kept for `take`.

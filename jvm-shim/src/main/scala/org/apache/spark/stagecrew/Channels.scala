@@ -17,12 +17,16 @@ final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
   private val output = socket.getOutputStream
 
   /** Sends one frame; a connection that broke is noticed by its reader. */
-  def send(kind: String, values: Any*): Unit = {
-    val bytes = Frames.encode(kind, values: _*)
-    try synchronized(output.write(bytes)) catch { case _: IOException => close() }
-  }
+  def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
+
+  /** The same for frames that are encoded already, with their lengths in front. */
+  def write(frames: Array[Byte]): Unit = try synchronized(output.write(frames)) catch { case _: IOException => close() }
 
   private[stagecrew] def read(limit: Int): Frame = Frames.read(input, limit)
+  private[stagecrew] def readBytes(limit: Int): Array[Byte] = Frames.readBytes(input, limit)
+
+  /** Whether another frame has begun to arrive. */
+  private[stagecrew] def moreIsThere: Boolean = input.available() > 0
 
   def close(): Unit = try socket.close() catch { case _: IOException => () }
 
@@ -33,6 +37,8 @@ final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
 trait LinkHandler {
   def connected(link: Link): Unit
   def received(link: Link, frame: Frame): Unit
+  /** Reads the link's frames until it ends by an exception. */
+  def serve(link: Link, limit: Int): Unit = while (true) received(link, link.read(limit))
   /** After the last frame, once. */
   def disconnected(link: Link): Unit
 }
@@ -91,7 +97,7 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     accepted.foreach { link =>
       try {
         handler.connected(link)
-        while (true) handler.received(link, link.read(settings.maxFrame))
+        handler.serve(link, settings.maxFrame)
       } catch {
         case _: EOFException | _: SocketException => ()
         case NonFatal(error) => Log.log.warn(s"the channel of $link is closed: ${error.getMessage}")

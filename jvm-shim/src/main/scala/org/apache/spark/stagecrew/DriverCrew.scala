@@ -28,6 +28,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
   private val executions = new Executions(spark, ms => f => schedule(ms)(f))
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
+  val coordination = new Coordination(settings, () => SparkInternals.temporaryFolder(SparkInternals.conf(sc)))
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
@@ -134,6 +135,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   def stop(): Unit = {
     Log.contained("stopping the driver's endpoint")(SparkInternals.stopEndpoint(endpoint))
+    Log.contained("closing the coordination")(coordination.close())
     loop.shutdownNow()
     ()
   }
@@ -298,6 +300,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
+    coordination.lost(executor, s"executor $executor is lost")
     val concerned = topologies.values.filter(t => t.executors(executor) && t.state != "closed").toSeq
     concerned.foreach { topology =>
       topology.lostExecutors += executor

@@ -46,6 +46,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val sides = new Sides(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
   private val closings = new Closings(executor, table, processes, sides, pool, this)(closingReport, closed)
+  private lazy val evaluations = Evaluations.on(executor, settings, attempt => table.chainOf(attempt).nonEmpty)
+  @volatile private var coordinated = false // whether a bound function ever ran here
   private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
   loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(report()), settings.reportIntervalMs,
@@ -67,6 +69,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     task.addTaskCompletionListener(new TaskCompletionListener {
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
+        if (coordinated) {
+          val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
+          evaluations.attemptOver(attempt, failed)
+        }
         if (table.finish(attempt).nonEmpty) closings.changed()
         if (watched) {
           problems.remove(attempt)
@@ -76,6 +82,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       }
     })
     val properties = SparkInternals.localProperties(task)
+    // A bound function finds its channel by it: which tasks call one, nobody knows before they do.
+    if (topology != null && booked.contains(topology)) properties.setProperty(PlaceProperty, place.toString)
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     } else try {
@@ -166,7 +174,13 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   // -- Links: Python processes (their own threads)
 
-  override def connected(link: Link): Unit = {
+  override def serve(link: Link, limit: Int): Unit =
+    if (link.role == "evaluations") {
+      coordinated = true
+      evaluations.serve(link, limit)
+    } else super.serve(link, limit)
+
+  override def connected(link: Link): Unit = if (link.role != "evaluations") {
     processes.connected(link)
     if (link.role == "agent") agent.connected(link)
   }
@@ -203,7 +217,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     case other => throw new FrameException(s"a process does not send $other")
   }
 
-  override def disconnected(link: Link): Unit = {
+  override def disconnected(link: Link): Unit = if (link.role == "evaluations") evaluations.gone(link) else {
     processes.disconnected(link)
     if (link.role == "agent") {
       if (agent.disconnected(link, Option(agentProblem))) {

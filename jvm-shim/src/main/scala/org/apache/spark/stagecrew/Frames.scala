@@ -11,6 +11,7 @@ final class FrameException(message: String) extends Exception(message)
 final class Frame(val kind: String, fields: Map[String, Any]) {
   def text(name: String): String = fields(name).asInstanceOf[String]
   def long(name: String): Long = fields(name).asInstanceOf[Long]
+  def bytes(name: String): Array[Byte] = fields(name).asInstanceOf[Array[Byte]]
   def blobs(name: String): Vector[Array[Byte]] = fields(name).asInstanceOf[Vector[Array[Byte]]]
   override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // never the values: they may be secrets
 }
@@ -46,7 +47,22 @@ object Frames {
       "attempt" -> 'q', "error" -> 's'),
     kind("REPORT", 36, "executor" -> 's', "sequence" -> 'q', "body" -> 's'),
     kind("END_TOPOLOGY", 37, "topology" -> 's', "timeout" -> 'q'),
-    kind("OK", 38))
+    kind("OK", 38),
+    kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
+      "stage" -> 'q', "partition" -> 'q'),
+    kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),
+    kind("REQUEST", 66, "evaluation" -> 'q', "sequence" -> 'q', "payload" -> 'b'),
+    kind("FINISH", 67, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    kind("REPLY", 68, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "payload" -> 'b'),
+    kind("HANDLED", 69, "evaluation" -> 'q', "sequence" -> 'q'),
+    kind("WANT", 70, "evaluation" -> 'q', "events" -> 'q', "bytes" -> 'q'),
+    kind("ACCEPTED", 71, "evaluation" -> 'q', "sequence" -> 'q'),
+    kind("OVERFLOWED", 72, "evaluation" -> 'q', "reason" -> 's'),
+    kind("POISON", 73, "evaluation" -> 'q', "reason" -> 's'),
+    kind("GONE", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
+    kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
+    kind("LOST", 98, "executor" -> 's', "reason" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap
@@ -105,6 +121,17 @@ object Frames {
     }
   }
 
+  /** The name of the kind of an undecoded frame, `kind | fields`. */
+  def nameOf(frame: Array[Byte]): String = {
+    if (frame.isEmpty) throw new FrameException("an empty frame")
+    val number = frame(0) & 0xff
+    byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number")).name
+  }
+
+  /** The evaluation of an undecoded frame whose first field that is. */
+  def evaluationOf(frame: Array[Byte]): Long =
+    if (frame.length >= 9) ByteBuffer.wrap(frame, 1, 8).getLong else throw new FrameException("a frame is cut short")
+
   /** A message between JVMs: the same bytes, with their length in front. */
   def decodeMessage(bytes: Array[Byte]): Frame = {
     val buffer = ByteBuffer.wrap(bytes)
@@ -113,7 +140,10 @@ object Frames {
   }
 
   /** The next frame of a stream; throws `EOFException` at its end, also in the middle of a frame. */
-  def read(in: DataInputStream, limit: Int): Frame = {
+  def read(in: DataInputStream, limit: Int): Frame = decode(ByteBuffer.wrap(readBytes(in, limit)))
+
+  /** The same, undecoded. */
+  def readBytes(in: DataInputStream, limit: Int): Array[Byte] = {
     val length = in.readInt()
     if (length < 0 || length > limit) {
       throw new FrameException(s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
@@ -126,8 +156,11 @@ object Frames {
       if (n < 0) throw new EOFException("the stream ended inside a frame")
       out.write(step, 0, n)
     }
-    decode(ByteBuffer.wrap(out.toByteArray))
+    out.toByteArray
   }
+
+  /** An undecoded frame with its length in front. */
+  def withLength(frame: Array[Byte]): Array[Byte] = ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
 
   private def sized(data: Array[Byte]): Seq[Array[Byte]] = Seq(u32(data.length), data)
 

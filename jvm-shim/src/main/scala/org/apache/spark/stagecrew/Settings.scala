@@ -16,6 +16,8 @@ final class Settings(conf: SparkConf) {
   val channelTimeoutMs: Long = time(ChannelTimeout)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
+  val mailboxEvents: Int = positive(MailboxEvents, conf.getInt(MailboxEvents, defaults(MailboxEvents).toInt))
+  val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
   val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
 
   private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
@@ -40,6 +42,12 @@ object Settings {
   val ReportInterval = "spark.stagecrew.report.interval"
   val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
 
+  val MailboxEvents = "spark.stagecrew.mailbox.events"
+  val MailboxBytes = "spark.stagecrew.mailbox.bytes"
+  val AckTimeout = "spark.stagecrew.ack.timeout"
+  val RequestTimeout = "spark.stagecrew.request.timeout"
+  val MaxEvent = "spark.stagecrew.event.maxSize"
+
   private val defaults = Map(
     Listeners -> "",
     JvmListeners -> "",
@@ -49,7 +57,12 @@ object Settings {
     ChannelTimeout -> "10s",
     MaxFrame -> "64m",
     ReportInterval -> "1s",
-    RetainedTopologies -> "1000")
+    RetainedTopologies -> "1000",
+    MailboxEvents -> "100000",
+    MailboxBytes -> "64m",
+    AckTimeout -> "30s",
+    RequestTimeout -> "60s",
+    MaxEvent -> "16m")
 
   /** Every key with its default, for the test that compares them with `conf.py`. */
   def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)

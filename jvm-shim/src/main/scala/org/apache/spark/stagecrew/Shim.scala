@@ -188,6 +188,9 @@ final class DriverFacade(crew: DriverCrew) {
 
   def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
 
+  /** The file by which driver Python finds the channel of its coordinators. */
+  def coordinationPlace(): String = crew.coordination.place.toString
+
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 
   def drain(timeoutMs: Long): Unit = crew.drain(timeoutMs)

@@ -28,6 +28,7 @@ class FramesSuite extends AnyFunSuite {
   private def of(type_ : Char, value: JsonNode): Any = type_ match {
     case 'q' => value.asLong
     case 's' => value.asText
+    case 'b' => bytes(value.asText)
     case _ => value.elements.asScala.map(item => bytes(item.asText)).toVector
   }
 
@@ -38,6 +39,7 @@ class FramesSuite extends AnyFunSuite {
     vector.fields.foreach {
       case (name, 'q', value) => assert(frame.long(name) == value)
       case (name, 's', value) => assert(frame.text(name) == value)
+      case (name, 'b', value) => assert(frame.bytes(name).toSeq == value.asInstanceOf[Array[Byte]].toSeq)
       case (name, _, value) =>
         val items = value.asInstanceOf[Vector[Array[Byte]]]
         assert(frame.blobs(name).map(_.toSeq) == items.map(_.toSeq))
@@ -47,7 +49,7 @@ class FramesSuite extends AnyFunSuite {
   private def stream(data: Array[Byte]) = new DataInputStream(new ByteArrayInputStream(data))
 
   test("every kind of frame has vectors, and is encoded as Python encodes it, byte for byte") {
-    assert(vectors.map(_.kind).distinct.size == 21)
+    assert(vectors.map(_.kind).distinct.size == 35)
     vectors.foreach { vector =>
       assert(Frames.encode(vector.kind, vector.fields.map(_._3): _*).toSeq == vector.frame.toSeq, vector.kind)
     }

@@ -1,0 +1,83 @@
+package org.apache.spark.stagecrew
+
+import java.nio.file.Path
+import java.util.concurrent.{ConcurrentHashMap, LinkedBlockingQueue}
+
+/**
+ * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows which
+ * executor is where, and nothing else: what an evaluation is, and whether it lives, Python knows.
+ *
+ * RPC threads never wait for Python: they enqueue, and a thread of its own writes. What waits there is bounded by what
+ * evaluations may have unhandled (their window).
+ */
+final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
+  private val peers = new ConcurrentHashMap[String, Peer]()
+  @volatile private var channels: Channels = _
+  @volatile private var python: Outlet = _
+  private var made: java.io.File = _
+
+  /** Where driver Python finds its channel; made at the first call. */
+  def place: Path = synchronized {
+    if (channels == null) {
+      made = folder()
+      channels = new Channels(made.toPath, settings, Shim.version, () => "{}", this)
+    }
+    channels.place
+  }
+
+  // -- From executors (RPC threads)
+
+  private val endpoint = SparkInternals.endpoint(Coordination.EndpointName, new Handler {
+    override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
+      // Only the executor's name is read here.
+      from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
+      if (python != null) python.put(message)
+    }
+  })
+
+  def lost(executor: String, reason: String): Unit = {
+    peers.remove(executor)
+    if (python != null) python.put(Frames.encode("LOST", executor, reason))
+  }
+
+  // -- From Python (its link's thread)
+
+  override def connected(link: Link): Unit = python = new Outlet(link)
+
+  override def received(link: Link, frame: Frame): Unit = frame.kind match {
+    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // one that is lost was told of
+    case other => throw new FrameException(s"the driver's Python does not send $other")
+  }
+
+  override def disconnected(link: Link): Unit = if (python != null) python.close()
+
+  def close(): Unit = synchronized {
+    Log.contained("stopping the coordination's endpoint")(SparkInternals.stopEndpoint(endpoint))
+    if (python != null) python.close()
+    if (channels != null) {
+      channels.close()
+      SparkInternals.delete(made)
+    }
+  }
+
+  /** Writes to a link on a thread of its own, as much as there is at once. */
+  private final class Outlet(link: Link) {
+    private val waiting = new LinkedBlockingQueue[Array[Byte]]()
+    @volatile private var open = true
+    private val thread = ExecutorCrew.daemon("stagecrew-coordination").newThread(() => run())
+    thread.start()
+
+    def put(bytes: Array[Byte]): Unit = { waiting.put(bytes); () }
+
+    def close(): Unit = {
+      open = false
+      thread.interrupt()
+    }
+
+    private def run(): Unit = try while (open) link.write(waiting.take()) catch { case _: InterruptedException => () }
+  }
+}
+
+object Coordination {
+  val EndpointName = "stagecrew-coordination"
+}

@@ -1,0 +1,145 @@
+package org.apache.spark.stagecrew
+
+import java.nio.ByteBuffer
+import scala.collection.mutable
+
+/**
+ * An executor's evaluations: calls of bound functions that talk with coordinators on the driver. Their mailboxes are here, and
+ * frames are routed by the evaluation's number alone; payloads are never looked into.
+ *
+ * Link threads bring what workers say, RPC threads what the driver says. Guarded by its own lock, which is not held while a
+ * worker or the driver is written to, but for what one evaluation is sent: that keeps its order.
+ */
+final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, toDriver: Array[Byte] => Unit) {
+  import Evaluations._
+
+  private val book = mutable.LongMap.empty[Evaluation]
+
+  /** Serves a worker's link until it ends. Frames go on to the driver in batches: as many as are there. */
+  def serve(link: Link, limit: Int): Unit = {
+    val batch = new Batch(toDriver)
+    try while (true) {
+      val frame = link.readBytes(limit)
+      took(link, frame, batch)
+      if (batch.size >= BatchBytes || !link.moreIsThere) batch.flush()
+    } finally batch.flush()
+  }
+
+  private def took(link: Link, frame: Array[Byte], batch: Batch): Unit = Frames.nameOf(frame) match {
+    case "READY" =>
+      val ready = Frames.decode(ByteBuffer.wrap(frame))
+      val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
+      synchronized(book(id) = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes)))
+      batch.add(frame)
+      // Its end may have been told before it was booked.
+      if (!runs(attempt)) end(_.id == id, "cut", Unneeded)
+    case "WANT" =>
+      val want = Frames.decode(ByteBuffer.wrap(frame))
+      find(want.long("evaluation")).foreach { evaluation =>
+        evaluation.deliver(_.want(want.long("events"), want.long("bytes")))
+      }
+    case kind @ ("EVENTS" | "REQUEST" | "FINISH") =>
+      // One that is over by Spark's word is not heard any more.
+      val id = Frames.evaluationOf(frame)
+      val evaluation = find(id)
+      if (kind == "FINISH") evaluation.foreach(_.finished = true)
+      if (evaluation.nonEmpty) batch.add(frame) else link.send("POISON", id, "its attempt is over, or it was reset")
+    case other => throw new FrameException(s"an evaluation does not send $other")
+  }
+
+  /** What the driver sent: frames, one behind the other. */
+  def arrived(frames: ByteBuffer): Unit = {
+    val answers = new Batch(toDriver)
+    while (frames.hasRemaining) {
+      val frame = new Array[Byte](frames.getInt())
+      frames.get(frame)
+      take(frame, answers)
+    }
+    answers.flush()
+  }
+
+  private def take(frame: Array[Byte], answers: Batch): Unit = find(Frames.evaluationOf(frame)).foreach { evaluation =>
+    Frames.nameOf(frame) match {
+      case "EVENTS" =>
+        val events = Frames.decode(ByteBuffer.wrap(frame))
+        evaluation.deliver(_.offer(events.long("first"), events.blobs("payloads"))) match {
+          case Mailbox.Accepted(sequence) => answers.add("ACCEPTED", evaluation.id, sequence)
+          case Mailbox.Refused(reason) => answers.add("OVERFLOWED", evaluation.id, reason)
+        }
+      case "REPLY" =>
+        evaluation.link.write(Frames.withLength(frame))
+        // The last, but for replies that other threads of the task do not wait for any more.
+        if (evaluation.finished) synchronized(book -= evaluation.id)
+      case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
+      case "POISON" =>
+        synchronized(book -= evaluation.id)
+        evaluation.link.write(Frames.withLength(frame))
+      case other => throw new FrameException(s"the driver does not send $other to an evaluation")
+    }
+  }
+
+  /** The worker is gone, and its evaluations with it. */
+  def gone(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
+
+  /** Spark's word on an attempt: "finished", which cuts what had not finished, or "failed". */
+  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty) {
+    end(_.attempt == attempt, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
+  }
+
+  private def end(which: Evaluation => Boolean, outcome: String, reason: String): Unit = {
+    val over = synchronized {
+      val found = book.values.filter(which).map(_.id).toVector
+      found.foreach(book -= _)
+      found
+    }
+    val batch = new Batch(toDriver)
+    over.foreach(id => batch.add("GONE", id, outcome, reason))
+    batch.flush()
+  }
+
+  private def find(id: Long): Option[Evaluation] = synchronized(book.get(id))
+}
+
+object Evaluations {
+  /** Those of this executor, which hear of the driver by an endpoint of their own. */
+  def on(executor: String, settings: Settings, runs: Long => Boolean): Evaluations = {
+    lazy val driver = SparkInternals.driver(Coordination.EndpointName)
+    lazy val here: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, runs,
+      frames => driver.send(SparkInternals.withSender(endpoint, Frames.encode("FROM", executor, frames))))
+    lazy val endpoint: Peer = SparkInternals.endpoint(s"stagecrew-evaluations-$executor", new Handler {
+      override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
+        Log.contained("what a coordinator sent")(here.arrived(ByteBuffer.wrap(message)))
+    })
+    endpoint
+    here
+  }
+
+  private val BatchBytes = 1 << 18
+  private val Unneeded = "Spark needed no more of its rows"
+
+  private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
+    /** Its function has ended: what it waits for is the answer to that. */
+    @volatile var finished = false
+
+    /** Changes the mailbox and sends the worker what it may have now. */
+    def deliver[T](change: Mailbox => T): T = synchronized {
+      val answer = change(mailbox)
+      mailbox.take().foreach { case (first, events) => link.send("EVENTS", id, first, events) }
+      answer
+    }
+  }
+
+  /** Frames on their way to the driver. Of one thread. */
+  private final class Batch(send: Array[Byte] => Unit) {
+    private val out = new java.io.ByteArrayOutputStream
+    def size: Int = out.size
+
+    def add(frame: Array[Byte]): Unit = out.write(Frames.withLength(frame))
+    def add(kind: String, values: Any*): Unit = out.write(Frames.encode(kind, values: _*))
+
+    def flush(): Unit = if (out.size > 0) {
+      send(out.toByteArray)
+      out.reset()
+    }
+  }
+}

@@ -1,0 +1,66 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+
+/** What a coordinator sends, as it waits for an evaluation: in order, once, and bounded. */
+class MailboxSuite extends AnyFunSuite {
+  private def events(names: String*): Seq[Array[Byte]] = names.map(_.getBytes)
+
+  private def taken(mailbox: Mailbox): Option[(Long, Seq[String])] =
+    mailbox.take().map { case (first, found) => first -> found.map(new String(_)) }
+
+  test("nothing is handed out before it is asked for, and then no more than that, in order") {
+    val mailbox = new Mailbox(10, 1000)
+    assert(mailbox.offer(1, events("a", "b", "c")) == Mailbox.Accepted(3))
+    assert(taken(mailbox).isEmpty)
+    mailbox.want(2, 1000)
+    assert(taken(mailbox).contains(1L -> Seq("a", "b")) && taken(mailbox).isEmpty)
+    mailbox.want(5, 1000)
+    assert(taken(mailbox).contains(3L -> Seq("c")))
+    mailbox.offer(4, events("d"))
+    assert(taken(mailbox).contains(4L -> Seq("d")))
+  }
+
+  test("the last event may take more bytes than were asked for, and the next waits") {
+    val mailbox = new Mailbox(10, 1000)
+    mailbox.offer(1, events("aaaa", "bbbb", "cccc"))
+    mailbox.want(10, 5)
+    assert(taken(mailbox).contains(1L -> Seq("aaaa", "bbbb")))
+    mailbox.want(0, 1)
+    assert(taken(mailbox).contains(3L -> Seq("cccc")))
+  }
+
+  test("what comes twice, wholly or partly, is taken once and acknowledged again") {
+    val mailbox = new Mailbox(10, 1000)
+    mailbox.want(100, 1000)
+    mailbox.offer(1, events("a", "b"))
+    assert(mailbox.offer(1, events("a", "b")) == Mailbox.Accepted(2))
+    assert(mailbox.offer(2, events("b", "c")) == Mailbox.Accepted(3))
+    assert(taken(mailbox).contains(1L -> Seq("a", "b", "c")))
+  }
+
+  test("after a gap nothing more is taken") {
+    val mailbox = new Mailbox(10, 1000)
+    mailbox.offer(1, events("a"))
+    assert(mailbox.offer(3, events("c")) == Mailbox.Refused("events 2 to 2 were lost on their way"))
+    assert(mailbox.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
+  }
+
+  test("one that is full takes no more, by number or by bytes; a single event of any size fits an empty one") {
+    val few = new Mailbox(2, 1000)
+    few.offer(1, events("a", "b"))
+    assert(few.offer(3, events("c")).asInstanceOf[Mailbox.Refused].reason.contains("2 events of 2 bytes wait"))
+    val small = new Mailbox(10, 4)
+    assert(small.offer(1, events("aaaaaaaa")) == Mailbox.Accepted(1))
+    assert(small.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
+  }
+
+  test("what was taken leaves room") {
+    val mailbox = new Mailbox(2, 4)
+    mailbox.want(100, 1000)
+    (1 to 50).foreach { n =>
+      assert(mailbox.offer(2L * n - 1, events("aa", "bb")) == Mailbox.Accepted(2L * n))
+      assert(taken(mailbox).contains(2L * n - 1 -> Seq("aa", "bb")))
+    }
+  }
+}

@@ -1,0 +1,136 @@
+"""What a coordinator may ask for: safe from any thread, and usable as far as the session exists."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from stagecrew.errors import NotInitialised
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.loop import CallsInOrder
+
+__all__ = ["CoordinatorContext"]
+
+#: How many calls of `call_async` run at once.
+_POOL: Final = 4
+
+
+class CoordinatorContext:
+    """A coordinator's context. Reads always work; the rest raises `NotInitialised` before the session runs, and does nothing
+    after the coordinator was closed.
+
+    Every effect is an enqueue onto the thread that owns the truth: safe from any thread, and nothing waits.
+
+    Source: Flink's lazily initialised context (FLINK-17781).
+    """
+
+    def __init__(self, operator: str, topology: str, store: dict[str, Any]) -> None:
+        self.operator = operator
+        self.topology = topology
+        #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
+        self.store = store
+        self._lock = threading.Lock()
+        self._state = "uninitialised"
+        self._loop: CallsInOrder | None = None
+        self._fail: Callable[[BaseException], None] = lambda _: None
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._timers: set[threading.Timer] = set()
+
+    @property
+    def state(self) -> str:
+        """`uninitialised`, `initialised` or `closed`."""
+        return self._state
+
+    def fail(self, cause: BaseException) -> None:
+        """Fails the topology, once: its jobs are cancelled, and the caller's `with` raises `CoordinatorFailed` from this."""
+        if self._may("fail"):
+            self._fail(cause)
+
+    def run_in_coordinator_thread(self, f: Callable[..., Any], *args: Any) -> None:
+        """Calls this on the coordinator's own thread, after what is enqueued there."""
+        if self._may("run_in_coordinator_thread"):
+            assert self._loop is not None
+            self._loop.call(self._guarded, f, *args)
+
+    def call_async(
+        self,
+        f: Callable[[], Any],
+        handler: Callable[[Any, BaseException | None], None],
+        period: float | None = None,
+    ) -> None:
+        """Calls `f` on a thread of a pool, and then `handler(result, None)` or `handler(None, error)` on the coordinator's.
+
+        With a `period` in seconds it is called again that long after each end, until the coordinator is closed.
+        """
+        if not self._may("call_async"):
+            return
+        with self._lock:
+            if self._state == "closed":
+                return
+            if self._pool is None:
+                self._pool = concurrent.futures.ThreadPoolExecutor(_POOL, f"stagecrew-{self.operator}-async")
+            pool = self._pool
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                result = f()
+            except Exception as raised:
+                error = raised
+            if self._state == "initialised":
+                self.run_in_coordinator_thread(handler, result, error)
+                if period is not None:
+                    self._later(period, lambda: self.call_async(f, handler, period))
+
+        try:
+            pool.submit(run)
+        except RuntimeError:  # it was closed meanwhile
+            return
+
+    # -- for the host
+
+    def initialise(self, loop: CallsInOrder, fail: Callable[[BaseException], None]) -> None:
+        """The session runs: what the coordinator does has an effect from now on."""
+        with self._lock:
+            self._loop, self._fail = loop, fail
+            if self._state == "uninitialised":
+                self._state = "initialised"
+
+    def close(self) -> None:
+        """Nothing that the coordinator does has an effect any more."""
+        with self._lock:
+            self._state = "closed"
+            pool, timers = self._pool, list(self._timers)
+        for timer in timers:
+            timer.cancel()
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
+        if self._state != "closed":
+            f(*args)
+
+    def _may(self, what: str) -> bool:
+        if self._state == "uninitialised":
+            raise NotInitialised(
+                f"the coordinator of operator {self.operator!r} called context.{what} before the session runs; do it in "
+                f"start() or later"
+            )
+        return self._state == "initialised"
+
+    def _later(self, seconds: float, f: Callable[[], None]) -> None:
+        def run() -> None:
+            with self._lock:
+                self._timers.discard(timer)
+            f()
+
+        timer = threading.Timer(seconds, run)
+        timer.daemon = True
+        with self._lock:
+            if self._state == "closed":
+                return
+            self._timers.add(timer)
+        timer.start()

@@ -1,0 +1,89 @@
+"""The contract of a coordinator, and the evaluations that it talks to."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.gateway import Gateway
+
+__all__ = ["NO_CHECKPOINT", "Coordinator", "Evaluation"]
+
+#: The checkpoint to which a subtask is reset that begins anew.
+NO_CHECKPOINT: Final = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One call of a bound function in one Python process: what a coordinator talks to.
+
+    `subtask` is the partition of the bound dataset that it works on, None where the binding has no identity (`bind`, and an
+    empty partition). It is never `TaskContext.partitionId`, which is `partition`. Spark may evaluate one subtask many times:
+    several evaluations of it may be live at once.
+    """
+
+    id: int
+    operator: str
+    subtask: int | None
+    attempt: int
+    attempt_number: int
+    stage: int
+    partition: int
+    executor: str
+
+
+class Coordinator:
+    """Serves one binding of an operator, on the driver. Every method is called on the coordinator's own thread, one at a time.
+
+    Per subtask the order is `ready`, then `failed` or `finished` for every evaluation that was ready, then `subtask_reset`,
+    then `ready` of the next. Several may be live at once (speculation). Events and requests come only from evaluations that
+    are ready and not over; those of one evaluation in the order in which it sent them. What a method raises fails the
+    topology, once, with its traceback.
+
+    Not promised: that an evaluation which finished is part of the result (its task may fail after it), and that each is heard
+    of: one that is cut short sends nothing.
+
+    Source: Flink's OperatorCoordinator (FLINK-15099, FLINK-18071).
+    """
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        self.context = context
+
+    def start(self) -> None:
+        """Called once, before every other method."""
+
+    def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
+        """An evaluation has begun; what the gateway sends reaches this one or none."""
+
+    def failed(self, evaluation: Evaluation, reason: str) -> None:
+        """It failed, was killed, or its process is gone."""
+
+    def finished(self, evaluation: Evaluation) -> None:
+        """Its function came to its end, and all that it sent has been handled."""
+
+    def cut(self, evaluation: Evaluation) -> None:
+        """Spark needed no more of its rows, as with `limit`. It may have sent less than it would have."""
+
+    def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:
+        """No evaluation of the subtask is live, and another will begin it anew, as of this checkpoint."""
+
+    def handle_event(self, evaluation: Evaluation, event: Any) -> None:
+        """What the task's `gateway.send` sent."""
+        raise NotImplementedError(f"{type(self).__qualname__} takes no events; define handle_event(evaluation, event)")
+
+    def handle_request(self, evaluation: Evaluation, request: Any) -> Any:
+        """What the task's `gateway.request` asks: answers the reply, or a `concurrent.futures.Future` of it.
+
+        What it raises is the task's `RequestFailed`, and does not fail the topology.
+        """
+        raise NotImplementedError(
+            f"{type(self).__qualname__} takes no requests; define handle_request(evaluation, request)"
+        )
+
+    def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
+        """Called before `start` of an instance that begins as of a checkpoint, with what it stored; None when nothing."""
+
+    def close(self) -> None:
+        """The last call: the topology ends, or failed."""

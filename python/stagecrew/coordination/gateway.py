@@ -1,0 +1,152 @@
+"""The coordinator's way to one evaluation."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from stagecrew.coordination.coordinator import Evaluation
+from stagecrew.coordination.payloads import END, pack
+from stagecrew.errors import EvaluationOver
+from stagecrew.frames import encode
+
+__all__ = ["Gateway", "Outbox"]
+
+
+class Outbox:
+    """What was sent to one evaluation and is not acknowledged: a pure state machine, guarded by its gateway.
+
+    Events have the sequence numbers 1, 2, 3…; an acknowledgement is for all up to a number, may come twice, late or never.
+    """
+
+    def __init__(self) -> None:
+        self._sent = 0
+        self._unsent: list[bytes] = []
+        #: Sequence number, the time by which it has to be acknowledged, and who waits for it.
+        self._waiting: collections.deque[tuple[int, float, Future[None]]] = collections.deque()
+
+    def add(self, payload: bytes, due: float) -> Future[None]:
+        """Takes one more event; answers who learns of its acknowledgement."""
+        future: Future[None] = Future()
+        self._unsent.append(payload)
+        self._waiting.append((self._sent + len(self._unsent), due, future))
+        return future
+
+    def take(self) -> tuple[int, list[bytes]] | None:
+        """What is to be sent now, with its first sequence number."""
+        if not self._unsent:
+            return None
+        first, events = self._sent + 1, self._unsent
+        self._sent += len(events)
+        self._unsent = []
+        return first, events
+
+    def acknowledged(self, sequence: int) -> list[Future[None]]:
+        """All up to this one are in the evaluation's mailbox. Answers who has waited for that."""
+        done = []
+        while self._waiting and self._waiting[0][0] <= min(sequence, self._sent):
+            done.append(self._waiting.popleft()[2])
+        return done
+
+    @property
+    def due(self) -> float | None:
+        """By when the oldest has to be acknowledged."""
+        return self._waiting[0][1] if self._waiting else None
+
+    def fail(self) -> list[Future[None]]:
+        """Nothing will be acknowledged any more. Answers all who wait."""
+        waiting = [future for _, _, future in self._waiting]
+        self._waiting.clear()
+        self._unsent = []
+        return waiting
+
+
+class Gateway:
+    """Sends events to one evaluation, for ever to that one: another attempt at its work has a gateway of its own.
+
+    Usable from any thread.
+    """
+
+    def __init__(
+        self, evaluation: Evaluation, limit: int, deadline: Callable[[], float], dirty: Callable[[Gateway], None]
+    ) -> None:
+        self.evaluation = evaluation
+        self._limit, self._deadline, self._dirty = limit, deadline, dirty
+        self._lock = threading.Lock()
+        self._outbox = Outbox()
+        self._over: str | None = None
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<gateway to {self.evaluation}>"
+
+    def send(self, event: Any) -> Future[None]:
+        """Sends an event; those of one thread arrive in order. Answers a future that is done when it is in the mailbox.
+
+        It does not wait. That the task *handled* it, nobody is told: let it answer. When the evaluation is over, or cannot
+        take the event, the future raises `EvaluationOver`, and its attempt has failed: no loss is silent.
+
+        Raises `EventNotPicklable` and `EventTooLarge`.
+        """
+        return self._add(pack(event, self._limit))
+
+    def close(self) -> Future[None]:
+        """Ends the task's `gateway.events()` behind what was sent; a second call does nothing more."""
+        with self._lock:
+            ended, self._ended = self._ended, True
+        if ended:
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+        return self._add(END)
+
+    def _add(self, payload: bytes) -> Future[None]:
+        with self._lock:
+            if self._over is None:
+                future = self._outbox.add(payload, self._deadline())
+                over = None
+            else:
+                over = self._over
+        if over is not None:
+            future = Future()
+            future.set_exception(EvaluationOver(f"{self.evaluation} is over: {over}"))
+            return future
+        self._dirty(self)
+        return future
+
+    # -- for the host
+
+    def take(self) -> bytes | None:
+        """The frame that is to be sent now."""
+        with self._lock:
+            found = self._outbox.take()
+        if found is None:
+            return None
+        first, events = found
+        return encode("EVENTS", evaluation=self.evaluation.id, first=first, payloads=events)
+
+    def acknowledged(self, sequence: int) -> None:
+        """All up to this one are in the mailbox."""
+        with self._lock:
+            done = self._outbox.acknowledged(sequence)
+        for future in done:
+            future.set_result(None)
+
+    @property
+    def due(self) -> float | None:
+        """By when the oldest event has to be acknowledged."""
+        with self._lock:
+            return self._outbox.due
+
+    def over(self, reason: str) -> None:
+        """The evaluation is over: nothing is sent to it any more."""
+        with self._lock:
+            if self._over is not None:
+                return
+            self._over = reason
+            failed = self._outbox.fail()
+        for future in failed:
+            future.set_exception(EvaluationOver(f"{self.evaluation} is over: {reason}"))

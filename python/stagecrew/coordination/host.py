@@ -1,0 +1,289 @@
+"""Joins coordinators to what comes from executors: who is live, in which order a coordinator hears of it, and nothing twice.
+
+Frames come from one thread, in the order of each executor. The host keeps its state under one lock, and calls nothing while
+it holds it: coordinators are called by their loops, and what is to be sent is enqueued.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, Protocol
+
+from stagecrew.coordination.binding import Binding, Instance, Live
+from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
+from stagecrew.coordination.gateway import Gateway
+from stagecrew.coordination.payloads import failure, pack, unpack
+from stagecrew.errors import ChannelError
+from stagecrew.frames import Frame, decode, encode
+
+__all__ = ["WINDOW", "Host", "Wire"]
+
+#: How many events of an evaluation may be unhandled; the task's side has the same bound (`worker/evaluations.py`).
+WINDOW: Final = 4096
+#: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
+_REPLIES: Final = 64
+
+
+class Wire(Protocol):
+    """The way to executors."""
+
+    def send(self, executor: str, frame: bytes) -> None:
+        """Enqueues a frame for an executor."""
+
+    def dirty(self, gateway: Gateway) -> None:
+        """A gateway has something to send."""
+
+    def flush(self) -> None:
+        """Sends what is enqueued."""
+
+
+class Host:
+    """Knows every binding of the session, and all live evaluations."""
+
+    def __init__(self, wire: Wire, limit: int, ack_timeout: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.wire = wire
+        self.limit = limit
+        self._ack_timeout, self._clock = ack_timeout, clock
+        self._lock = threading.Lock()
+        self._bindings: dict[str, Binding] = {}
+        self._live: dict[int, tuple[Binding, Live]] = {}
+
+    def add(self, binding: Binding) -> None:
+        """Evaluations of the binding are served from now on."""
+        with self._lock:
+            self._bindings[binding.id] = binding
+
+    def remove(self, binding: Binding, reason: str) -> None:
+        """They are not any more; those that live are told why."""
+        with self._lock:
+            self._bindings.pop(binding.id, None)
+            over = self._cut_off(binding)
+        self._tell(over, reason)
+
+    def reset(self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
+        """A new coordinator takes over, as of a checkpoint; no evaluation of before gets an answer, or succeeds."""
+        with self._lock:
+            over = self._cut_off(binding)
+            binding.seen.clear()
+            binding.reset(checkpoint_id, state, seconds)
+        self._tell(over, "its coordinator was reset")
+
+    def _cut_off(self, binding: Binding) -> list[Live]:
+        over = list(binding.live.values())
+        binding.live.clear()
+        for one in over:
+            self._live.pop(one.evaluation.id, None)
+        return over
+
+    def _tell(self, over: list[Live], reason: str) -> None:
+        for one in over:
+            self._poison(one.evaluation.executor, one.evaluation.id, reason)
+            one.gateway.over(reason)
+        self.wire.flush()
+
+    # -- What comes from executors (the channel's thread)
+
+    def received(self, executor: str, frames: bytes) -> None:
+        """Frames of evaluations on this executor."""
+        view, at = memoryview(frames), 0
+        while at < len(view):
+            length = int.from_bytes(view[at : at + 4], "big")
+            self._received(executor, decode(view[at + 4 : at + 4 + length]))
+            at += 4 + length
+        self.wire.flush()
+
+    def lost(self, executor: str, reason: str) -> None:
+        """An executor is gone, and all that lived there."""
+        with self._lock:
+            gone = [live.evaluation.id for _, live in self._live.values() if live.evaluation.executor == executor]
+        for id_ in gone:
+            self._over(id_, "failed", reason)
+
+    def due(self) -> float | None:
+        """When the next acknowledgement is late."""
+        with self._lock:
+            times = [due for _, live in self._live.values() if (due := live.gateway.due) is not None]
+        return min(times, default=None)
+
+    def expire(self) -> None:
+        """Fails the attempts whose executor has not said in time that it has an event; to be called when nothing came."""
+        now = self._clock()
+        with self._lock:
+            late = [
+                live.evaluation
+                for _, live in self._live.values()
+                if (due := live.gateway.due) is not None and due <= now
+            ]
+        for evaluation in late:
+            self._refuse(
+                evaluation.id,
+                f"executor {evaluation.executor} has not said within {self._ack_timeout} s that it has an event",
+            )
+        if late:
+            self.wire.flush()
+
+    def _received(self, executor: str, frame: Frame) -> None:
+        id_ = frame["evaluation"]
+        if frame.kind == "READY":
+            self._ready(executor, frame)
+            return
+        if frame.kind == "GONE":
+            self._over(id_, frame["outcome"], frame["reason"])
+            return
+        with self._lock:
+            known = self._live.get(id_)
+            instance = known[0].instance if known is not None else None
+        if known is None or instance is None:
+            if frame.kind in ("EVENTS", "REQUEST", "FINISH"):
+                self._poison(executor, id_, "its topology has ended, or its coordinator was reset")
+            return
+        _, live = known
+        if frame.kind == "EVENTS":
+            if (fresh := self._fresh(live, frame["first"], frame["payloads"])) is not None:
+                instance.loop.call(self._handle_events, instance, live, fresh)
+        elif frame.kind == "REQUEST":
+            self._request(instance, live, frame["sequence"], frame["payload"])
+        elif frame.kind == "FINISH":
+            self._finish(live, frame)
+        elif frame.kind == "ACCEPTED":
+            live.gateway.acknowledged(frame["sequence"])
+        elif frame.kind == "OVERFLOWED":
+            self._refuse(id_, frame["reason"])
+        else:
+            raise ChannelError(f"an executor does not send {frame.kind} to a coordinator")
+
+    def _ready(self, executor: str, frame: Frame) -> None:
+        subtask = None if frame["subtask"] < 0 else int(frame["subtask"])
+        with self._lock:
+            binding = self._bindings.get(frame["binding"])
+            if binding is not None and frame["evaluation"] in self._live:
+                return  # it came twice
+            if binding is not None:
+                evaluation = Evaluation(
+                    id=frame["evaluation"],
+                    operator=binding.operator,
+                    subtask=subtask,
+                    attempt=frame["attempt"],
+                    attempt_number=frame["number"],
+                    stage=frame["stage"],
+                    partition=frame["partition"],
+                    executor=executor,
+                )
+                gateway = Gateway(evaluation, self.limit, lambda: self._clock() + self._ack_timeout, self.wire.dirty)
+                live = Live(evaluation, gateway)
+                anew = (
+                    subtask is not None
+                    and subtask in binding.seen
+                    and not any(one.evaluation.subtask == subtask for one in binding.live.values())
+                )
+                if subtask is not None:
+                    binding.seen.add(subtask)
+                binding.live[evaluation.id] = live
+                self._live[evaluation.id] = (binding, live)
+                # With the lock: an instance hears only of evaluations that began under it.
+                if anew:
+                    binding.instance.call("subtask_reset", subtask, NO_CHECKPOINT)
+                binding.instance.call("ready", evaluation, gateway)
+        if binding is None:
+            self._poison(executor, frame["evaluation"], "its topology has ended")
+            return
+
+    def _fresh(self, live: Live, first: int, payloads: list[bytes]) -> list[bytes] | None:
+        """What of these did not come before."""
+        if first > live.expected:
+            self._refuse(live.evaluation.id, f"its messages {live.expected} to {first - 1} were lost on their way")
+            return None
+        fresh = payloads[live.expected - first :]
+        live.expected += len(fresh)
+        return fresh
+
+    def _request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
+        if sequence < live.expected:
+            if (known := live.replies.get(sequence)) is not None:
+                self._reply(live, sequence, *known)
+            return  # it is being answered, or was so long ago
+        if self._fresh(live, sequence, [payload]) is not None:
+            live.replies[sequence] = None
+            if len(live.replies) > _REPLIES:
+                del live.replies[min(live.replies)]
+            instance.loop.call(self._handle_request, instance, live, sequence, payload)
+
+    def _finish(self, live: Live, frame: Frame) -> None:
+        if frame["sequence"] > live.expected:
+            self._fresh(live, frame["sequence"], [])
+            return
+        self._reply(live, frame["sequence"], "ok", b"")
+        self._over(live.evaluation.id, frame["outcome"], frame["reason"])
+
+    def _over(self, id_: int, outcome: str, reason: str) -> None:
+        with self._lock:
+            known = self._live.pop(id_, None)
+            if known is None:
+                return
+            binding, live = known
+            binding.live.pop(id_, None)
+            if outcome == "failed":
+                binding.instance.call("failed", live.evaluation, reason)
+            else:
+                binding.instance.call(outcome, live.evaluation)
+        live.gateway.over(reason or outcome)
+
+    def _refuse(self, id_: int, reason: str) -> None:
+        """The attempt has to fail, because only then both sides agree on what arrived."""
+        with self._lock:
+            known = self._live.get(id_)
+        if known is not None:
+            self._poison(known[1].evaluation.executor, id_, reason)
+            self._over(id_, "failed", reason)
+
+    def _poison(self, executor: str, id_: int, reason: str) -> None:
+        self.wire.send(executor, encode("POISON", evaluation=id_, reason=reason))
+
+    # -- On a coordinator's thread
+
+    def _handle_events(self, instance: Instance, live: Live, payloads: list[bytes]) -> None:
+        if instance.context.state == "closed" or instance.coordinator is None:
+            return  # it was reset: what came before is dropped
+        handle, evaluation = instance.coordinator.handle_event, live.evaluation
+        for payload in payloads:
+            handle(evaluation, unpack(payload))
+        self._handled(live, len(payloads))
+
+    def _handle_request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
+        if instance.context.state == "closed" or instance.coordinator is None:
+            return
+        try:
+            reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
+            if isinstance(reply, Future):
+                reply.add_done_callback(lambda done: self._answer(live, sequence, done))
+            else:
+                self._reply(live, sequence, "ok", pack(reply, self.limit))
+        except Exception as error:
+            self._reply(live, sequence, "failed", failure(error))
+        self._handled(live, 1)
+
+    def _answer(self, live: Live, sequence: int, done: Future[Any]) -> None:
+        try:
+            self._reply(live, sequence, "ok", pack(done.result(), self.limit))
+        except BaseException as error:  # a cancelled future's too
+            self._reply(live, sequence, "failed", failure(error))
+        self.wire.flush()
+
+    def _reply(self, live: Live, sequence: int, outcome: str, payload: bytes) -> None:
+        if sequence in live.replies:
+            live.replies[sequence] = (outcome, payload)
+        evaluation = live.evaluation
+        self.wire.send(
+            evaluation.executor,
+            encode("REPLY", evaluation=evaluation.id, sequence=sequence, outcome=outcome, payload=payload),
+        )
+
+    def _handled(self, live: Live, count: int) -> None:
+        live.handled += count
+        if live.handled - live.told >= WINDOW // 4:
+            live.told = live.handled
+            evaluation = live.evaluation
+            self.wire.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))

@@ -1,0 +1,430 @@
+"""The task's side of an operator: calls of bound functions, and their gateway to the coordinator.
+
+An evaluation is one call of a bound function. All evaluations of a process share one connection to the executor, and no
+thread reads it: whoever waits (for a reply, an event, or room to send) reads for all. A coordinator's events wait in the
+executor's mailbox until they are asked for.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+from stagecrew.coordination.payloads import END, pack, raised, unpack
+from stagecrew.errors import (
+    ChannelClosed,
+    ChannelError,
+    EvaluationOver,
+    EventTimeout,
+    OperatorMisused,
+    RequestFailed,
+    RequestTimeout,
+)
+from stagecrew.frames import Frame, encode
+from stagecrew.worker import forks
+from stagecrew.worker.channel import Channel
+
+__all__ = ["Bound", "TaskGateway", "evaluate"]
+
+T = TypeVar("T")
+
+#: As the executor's shim and `coordination/host.py` have them.
+PLACE: Final = "spark.stagecrew.place"
+WINDOW: Final = 4096
+WINDOW_BYTES: Final = 1 << 23
+
+#: What is sent is kept back for at most so long, or until so much waits.
+_PAUSE: Final = 0.001
+_BATCH: Final = 128
+_BATCH_BYTES: Final = 1 << 16
+#: How many events, of how many bytes, are asked for at once.
+_WANT: Final = 512
+_WANT_BYTES: Final = 1 << 17
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """What a bound function carries to its tasks. Times in seconds, sizes in bytes."""
+
+    binding: str
+    operator: str
+    topology: str
+    #: The column with the subtask, or None for a binding without.
+    subtask: str | None
+    max_event: int
+    request_timeout: float
+
+
+class Connection:
+    """This process's way to its executor, shared by its evaluations. Usable from any thread."""
+
+    def __init__(self, place: str) -> None:
+        self._channel = Channel.connect(place, role="evaluations")
+        self.place = place
+        self._changed = threading.Condition()
+        self._reading = False
+        self._sending = threading.Lock()
+        self._gateways: dict[int, TaskGateway] = {}
+        self.broken: str | None = None
+        forks.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a child that user code forked: the connection is the parent's."""
+        global _connection
+        _connection = None
+        self.broken = "this process was forked from the task's; use the gateway in the task itself"
+        self._channel.close()
+
+    def add(self, gateway: TaskGateway) -> None:
+        """What comes for this evaluation goes to it."""
+        self._gateways[gateway.id] = gateway
+
+    def remove(self, gateway: TaskGateway) -> None:
+        """It does not any more."""
+        self._gateways.pop(gateway.id, None)
+
+    def send(self, frames: bytes) -> None:
+        """Sends frames. Raises `EvaluationOver` when the executor is gone."""
+        try:
+            with self._sending:
+                self._channel.write(frames)
+        except ChannelClosed as error:
+            self.broken = f"the connection to the executor broke: {error}"
+            raise EvaluationOver(self.broken) from error
+
+    def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
+        """What `found` answers as soon as it answers something, or None when the time is over. Reads meanwhile."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            with self._changed:
+                if (result := found()) is not None:
+                    return result
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                if self.broken is not None:
+                    raise EvaluationOver(self.broken)
+                if self._reading:
+                    self._changed.wait(left)
+                    continue
+                self._reading = True
+            frames: list[Frame] = []
+            try:
+                frames = self._channel.arrived(left)
+            except ChannelError as error:
+                self.broken = f"the connection to the executor broke: {error}"
+            finally:
+                with self._changed:
+                    self._reading = False
+                    for frame in frames:
+                        gateway = self._gateways.get(frame["evaluation"])
+                        if gateway is not None:
+                            gateway.took(frame)
+                    self._changed.notify_all()
+
+
+class TaskGateway:
+    """A task's way to its coordinator. Usable from several threads of the task.
+
+    `subtask` is the partition of the bound dataset that the evaluation works on; None for `bind`, and of an empty partition.
+    """
+
+    def __init__(self, connection: Connection, bound: Bound, subtask: int | None, context: Any) -> None:
+        self._connection, self._bound = connection, bound
+        self.subtask = subtask
+        self.id = int.from_bytes(os.urandom(8), "big", signed=True)
+        self._lock = threading.Lock()
+        self._sequence = 0  # of the last message
+        self._first = 1  # of the first that is kept back
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._sent_at = 0.0
+        self._handled = 0
+        #: The sizes of what is not known to be handled.
+        self._sizes: collections.deque[int] = collections.deque()
+        self._unhandled_bytes = 0
+        self._flusher: threading.Thread | None = None
+        self._something_kept = threading.Event()
+        self._replies: dict[int, tuple[str, bytes]] = {}
+        self._events: collections.deque[bytes] = collections.deque()
+        self._wanted = 0
+        self._over: str | None = None
+        self._done = False
+        connection.add(self)
+        connection.send(
+            encode(
+                "READY",
+                evaluation=self.id,
+                binding=bound.binding,
+                subtask=-1 if subtask is None else subtask,
+                attempt=context.taskAttemptId(),
+                number=context.attemptNumber(),
+                stage=context.stageId(),
+                partition=context.partitionId(),
+            )
+        )
+
+    def __repr__(self) -> str:
+        return f"<gateway to the coordinator of {self._bound.operator!r}, subtask {self.subtask}>"
+
+    def send(self, event: Any) -> None:
+        """Sends an event to the coordinator. It returns at once, unless as much is unhandled as may be.
+
+        Those of one thread are handled in order, once each, before the evaluation is over. What is sent in a hurry travels
+        together, at most a millisecond later.
+
+        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationOver`, and `RequestTimeout` when the coordinator has not
+        handled enough of what was sent before within `spark.stagecrew.request.timeout`.
+        """
+        payload = pack(event, self._bound.max_event)
+        with self._lock:
+            self._check()
+            self._make_room(len(payload))
+            self._add(payload)
+            self._kept.append(payload)
+            self._kept_bytes += len(payload)
+            if (
+                len(self._kept) >= _BATCH
+                or self._kept_bytes >= _BATCH_BYTES
+                or time.monotonic() - self._sent_at > _PAUSE
+            ):
+                self._flush()
+                return
+        if self._flusher is None:
+            self._flusher = threading.Thread(target=self._flush_later, name="stagecrew-flush", daemon=True)
+            self._flusher.start()
+        if not self._something_kept.is_set():
+            self._something_kept.set()
+
+    def request(self, request: Any, timeout: float | None = None) -> Any:
+        """Asks the coordinator, behind what was sent before, and answers its reply.
+
+        Raises `RequestFailed` from the coordinator's exception, `RequestTimeout` after `timeout` seconds (default
+        `spark.stagecrew.request.timeout`; the coordinator may still have handled it), `EvaluationOver`, `EventNotPicklable`
+        and `EventTooLarge`.
+        """
+        payload = pack(request, self._bound.max_event)
+        seconds = self._bound.request_timeout if timeout is None else timeout
+        with self._lock:
+            self._check()
+            self._make_room(len(payload))
+            sequence = self._add(payload)
+            frame = encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload)
+            self._flush(frame)
+        outcome, reply = self._wait_for(sequence, seconds, "has not answered")
+        if outcome == "ok":
+            return unpack(reply)
+        error, text = raised(reply)
+        raise RequestFailed(f"the coordinator of operator {self._bound.operator!r} raised:\n{text}") from error
+
+    def events(self, timeout: float | None = None) -> Iterator[Any]:
+        """The coordinator's events, in order, until it closes its gateway to this evaluation.
+
+        Raises `EventTimeout` when none came for `timeout` seconds, and `EvaluationOver`.
+        """
+        while True:
+            payload = self._next(timeout)
+            if payload == END:
+                return
+            yield unpack(payload)
+
+    # -- of this module
+
+    def took(self, frame: Any) -> None:
+        """Something came; called by whoever reads, holding the connection's condition."""
+        if frame.kind == "REPLY":
+            self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
+        elif frame.kind == "EVENTS":
+            self._events.extend(frame["payloads"])
+        elif frame.kind == "HANDLED":
+            self._handled = max(self._handled, frame["sequence"])
+        elif frame.kind == "POISON":
+            self._over = frame["reason"]
+
+    def finish(self, outcome: str, reason: str) -> None:
+        """The function has ended. After its own end it waits until all that was sent is in the coordinator's queue."""
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+            sequence = self._sequence + 1
+            frame = encode("FINISH", evaluation=self.id, sequence=sequence, outcome=outcome, reason=reason)
+            try:
+                self._flush(frame)
+            except EvaluationOver:
+                if outcome == "finished":
+                    raise
+        self._something_kept.set()  # its thread ends
+        try:
+            if outcome == "finished":
+                self._wait_for(sequence, self._bound.request_timeout, "has not taken the end of this evaluation")
+        finally:
+            self._connection.remove(self)
+
+    def _check(self) -> None:
+        if self._done:
+            raise EvaluationOver(
+                f"the evaluation of operator {self._bound.operator!r} has ended; use its gateway in it"
+            )
+        if self._over is not None:
+            raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+
+    def _add(self, payload: bytes) -> int:
+        self._sequence += 1
+        self._sizes.append(len(payload))
+        self._unhandled_bytes += len(payload)
+        return self._sequence
+
+    def _make_room(self, size: int) -> None:
+        """Waits until there is room for one more; what is handled is forgotten."""
+
+        def room() -> bool | None:
+            while len(self._sizes) > self._sequence - self._handled:
+                self._unhandled_bytes -= self._sizes.popleft()
+            few = len(self._sizes) < WINDOW and (not self._sizes or self._unhandled_bytes + size <= WINDOW_BYTES)
+            return few or self._over is not None or None
+
+        if len(self._sizes) < WINDOW and self._unhandled_bytes + size <= WINDOW_BYTES:
+            return
+        self._flush()
+        if self._connection.wait(room, self._bound.request_timeout) is None:
+            raise RequestTimeout(
+                f"the coordinator of operator {self._bound.operator!r} has not handled {len(self._sizes)} messages of "
+                f"{self._unhandled_bytes} bytes within {self._bound.request_timeout} s; it is slow, or blocks"
+            )
+        self._check()
+
+    def _flush(self, *more: bytes) -> None:
+        """Sends what is kept back, and this behind it. With the lock."""
+        kept, self._kept, self._kept_bytes = self._kept, [], 0
+        self._sent_at = time.monotonic()
+        frames = list(more)
+        if kept:
+            first, self._first = self._first, self._first + len(kept)
+            frames.insert(0, encode("EVENTS", evaluation=self.id, first=first, payloads=kept))
+        self._first = self._sequence + 1
+        if frames:
+            self._connection.send(b"".join(frames))
+
+    def _flush_later(self) -> None:
+        while True:
+            self._something_kept.wait()
+            self._something_kept.clear()
+            time.sleep(_PAUSE)  # for more
+            with self._lock:
+                if self._done:
+                    return
+                try:
+                    self._flush()
+                except EvaluationOver as error:
+                    self._over = self._over or str(error)
+                    return
+
+    def _wait_for(self, sequence: int, seconds: float, what: str) -> tuple[str, bytes]:
+        def answered() -> tuple[str, bytes] | None:
+            if (reply := self._replies.pop(sequence, None)) is not None:
+                return reply
+            if self._over is not None:
+                raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+            return None
+
+        reply = self._connection.wait(answered, seconds)
+        if reply is None:
+            raise RequestTimeout(f"the coordinator of operator {self._bound.operator!r} {what} within {seconds} s")
+        return reply
+
+    def _next(self, timeout: float | None) -> bytes:
+        with self._lock:
+            self._check()
+            self._flush()
+
+        def one() -> bytes | None:
+            if self._events:
+                self._wanted -= 1
+                return self._events.popleft()
+            if self._over is not None:
+                raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+            return None
+
+        if self._wanted <= _WANT // 2 and not self._events:
+            more = _WANT - self._wanted
+            self._wanted += more
+            self._connection.send(encode("WANT", evaluation=self.id, events=more, bytes=_WANT_BYTES))
+        payload = self._connection.wait(one, timeout)
+        if payload is None:
+            raise EventTimeout(
+                f"no event of the coordinator of operator {self._bound.operator!r} came within {timeout} s"
+            )
+        return payload
+
+
+_connection: Connection | None = None
+_connecting: Final = threading.Lock()
+
+
+def _connected(bound: Bound) -> tuple[Connection, Any]:
+    global _connection
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    place = context.getLocalProperty(PLACE) if context is not None else None
+    if not place:
+        raise OperatorMisused(
+            f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the action "
+            f"inside its `with`; a lazy dataset that is run later has no coordinator"
+        )
+    with _connecting:
+        if _connection is None or _connection.place != place or _connection.broken is not None:
+            _connection = Connection(place)
+        return _connection, context
+
+
+def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
+    """Calls `work(gateway, *args)` as one evaluation; an iterator that it answers belongs to it."""
+    connection, context = _connected(bound)
+    subtask: int | None = None
+    if bound.subtask is not None:
+        subtask, batches = _identified(bound.subtask, args[0])
+        args = (batches,)
+    gateway = TaskGateway(connection, bound, subtask, context)
+    try:
+        result = work(gateway, *args)
+    except BaseException as error:
+        gateway.finish("failed", f"{type(error).__name__}: {error}")
+        raise
+    if hasattr(result, "__next__"):
+        return _through(gateway, result)
+    gateway.finish("finished", "")
+    return result
+
+
+def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from rows
+    except GeneratorExit:
+        gateway.finish("cut", "Spark needed no more of its rows")
+        raise
+    except BaseException as error:
+        gateway.finish("failed", f"{type(error).__name__}: {error}")
+        raise
+    gateway.finish("finished", "")
+
+
+def _identified(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:
+    """The subtask of a partition's batches, and these without the column that carries it."""
+    first = next(batches, None)
+    if first is None:
+        return None, iter(())
+    while first.num_rows == 0:
+        following = next(batches, None)
+        if following is None:
+            return None, iter([first.drop_columns([column])])
+        first = following
+    subtask = int(first.column(column)[0].as_py())
+    return subtask, (batch.drop_columns([column]) for batch in itertools.chain([first], batches))

@@ -1,0 +1,276 @@
+"""Operators and their coordinators, on all masters, through the public API."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+
+import stagecrew
+from crewtools import eventually
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Recording(stagecrew.Coordinator):
+    """Keeps what it is called with, answers requests with their double, and sends each evaluation its subtask."""
+
+    made: list[Recording]
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.calls: list[tuple[Any, ...]] = []
+        self.threads: set[int] = set()
+        type(self).made.append(self)
+
+    def _note(self, *call: Any) -> None:
+        self.threads.add(threading.get_ident())
+        self.calls.append(call)
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+    def start(self):
+        self._note("start")
+
+    def ready(self, evaluation, gateway):
+        self._note("ready", evaluation)
+        gateway.send(("hello", evaluation.subtask))
+        gateway.close()
+
+    def failed(self, evaluation, reason):
+        self._note("failed", evaluation, reason)
+
+    def finished(self, evaluation):
+        self._note("finished", evaluation)
+
+    def cut(self, evaluation):
+        self._note("cut", evaluation)
+
+    def subtask_reset(self, subtask, checkpoint_id):
+        self._note("reset", subtask, checkpoint_id)
+
+    def handle_event(self, evaluation, event):
+        self._note("event", evaluation, event)
+
+    def handle_request(self, evaluation, request):
+        self._note("request", evaluation, request)
+        return 2 * request
+
+    def close(self):
+        self._note("close")
+
+
+@pytest.fixture
+def recording() -> type[Recording]:
+    """A class of this test alone."""
+    return type("Recording", (Recording,), {"made": []})
+
+
+def total(batches: Any) -> int:
+    return sum(sum(batch.column("id").to_pylist()) for batch in batches)
+
+
+def one(*values: int) -> pa.RecordBatch:
+    return pa.record_batch({name: [value] for name, value in zip("abc", values, strict=False)})
+
+
+def test_events_and_requests_both_ways(spark, crew, recording):
+    """Each subtask's events, requests and their replies arrive, in order; the coordinator hears of its evaluations."""
+
+    def work(gateway, batches):
+        for i in range(100):
+            gateway.send(i)
+        doubled = gateway.request(total(batches))
+        yield one(
+            gateway.subtask,
+            doubled,
+            sum(1 for event in gateway.events(timeout=30) if event == ("hello", gateway.subtask)),
+        )
+
+    with crew.topology("t") as topology:
+        operator = topology.coordinate("doubler", recording)
+        rows = operator.map(spark.range(0, 40, 1, 4), work, "a long, b long, c long").collect()
+    assert sorted(map(tuple, rows)) == [(n, 2 * sum(range(10 * n, 10 * n + 10)), 1) for n in range(4)]
+    (coordinator,) = recording.made
+    assert coordinator.calls[0] == ("start",)
+    assert coordinator.calls[-1] == ("close",)
+    assert len(coordinator.threads) == 1
+    evaluations = {evaluation.subtask: evaluation for (evaluation,) in coordinator.named("ready")}
+    assert set(evaluations) == {0, 1, 2, 3}
+    assert {evaluation for (evaluation,) in coordinator.named("finished")} == set(evaluations.values())
+    for evaluation in evaluations.values():
+        assert [event for of, event in coordinator.named("event") if of == evaluation] == list(range(100))
+        mine = [call[0] for call in coordinator.calls if call[1:2] == (evaluation,)]
+        assert mine == ["ready", *["event"] * 100, "request", "finished"]
+    assert not coordinator.named("failed")
+    assert not coordinator.named("reset")
+
+
+def test_a_subtask_keeps_its_identity(spark, crew, recording):
+    """Under coalesce, a union with itself, behind another dataset and a cache a subtask is the bound dataset's partition."""
+
+    def work(gateway, batches):
+        yield one(gateway.subtask, total(batches))
+
+    def of(n: int) -> tuple[int, int]:
+        return n, sum(range(10 * n, 10 * n + 10))
+
+    with crew.topology("t") as topology:
+        operator = topology.coordinate("o", recording)
+        bound = operator.map(spark.range(0, 40, 1, 4), work, "a long, b long")
+        assert sorted(map(tuple, bound.coalesce(2).collect())) == [of(n) for n in range(4)]
+        assert sorted(map(tuple, bound.union(bound).collect())) == sorted([of(n) for n in range(4)] * 2)
+        other = spark.range(3).selectExpr("cast(-1 as long) a", "cast(0 as long) b")
+        assert sorted(map(tuple, other.union(bound).where("a >= 0").collect())) == [of(n) for n in range(4)]
+        cached = bound.cache()
+        assert cached.count() == 4
+        assert sorted(map(tuple, cached.collect())) == [of(n) for n in range(4)]
+        cached.unpersist()
+
+
+def test_a_bound_function_elsewhere(spark, crew, recording):
+    """`bind` gives any function a gateway: a partition of an RDD, a UDF; its evaluations have no subtask."""
+
+    def work(gateway, rows):
+        yield gateway.subtask, gateway.request(sum(rows))
+
+    with crew.topology("t") as topology:
+        operator = topology.coordinate("o", recording)
+        found = spark.sparkContext.parallelize(range(8), 2).mapPartitions(operator.bind(work)).collect()
+    assert sorted(found) == [(None, 12), (None, 44)]
+    (coordinator,) = recording.made
+    assert {evaluation.subtask for (evaluation,) in coordinator.named("ready")} == {None}
+
+
+def test_a_request_that_fails(spark, crew, recording):
+    """What handle_request raises is the task's RequestFailed with the coordinator's traceback, and fails nothing else."""
+
+    class Refusing(recording):
+        def handle_request(self, evaluation, request):
+            raise KeyError("no such thing")
+
+    def work(gateway, batches):
+        try:
+            gateway.request(1)
+        except stagecrew.RequestFailed as error:
+            yield pa.record_batch({"a": [str(error)], "b": [type(error.__cause__).__name__]})
+
+    with crew.topology("t") as topology:
+        (row,) = topology.coordinate("o", Refusing).map(spark.range(0, 1, 1, 1), work, "a string, b string").collect()
+    assert row.b == "KeyError"
+    assert "handle_request" in row.a
+    assert "no such thing" in row.a
+
+
+def test_a_coordinator_that_raises_fails_its_topology(spark, crew, recording):
+    """What a callback raises cancels the topology, once, and is the cause of what the `with` raises."""
+
+    class Broken(recording):
+        def handle_event(self, evaluation, event):
+            raise ZeroDivisionError("in the coordinator")
+
+    def work(gateway, batches):
+        gateway.send(1)
+        list(gateway.events())
+        for _ in gateway.events(timeout=60):
+            yield one(1)
+
+    with (
+        pytest.raises(stagecrew.CoordinatorFailed, match="in the coordinator") as caught,
+        crew.topology("t") as topology,
+    ):
+        topology.coordinate("o", Broken).map(spark.range(0, 2, 1, 2), work, "a long").collect()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    (coordinator,) = recording.made
+    assert coordinator.calls[-1] == ("close",)
+
+
+def test_a_task_that_fails_comes_again(spark, crew, recording, tmp_path):
+    """After a failed attempt the coordinator hears failed, then reset, then ready of the next; once each."""
+    marker = tmp_path / "failed once"
+
+    def work(gateway, batches):
+        gateway.send("before")
+        if not marker.exists():
+            marker.touch()
+            raise ValueError("on purpose")
+        yield one(gateway.subtask)
+
+    with crew.topology("t") as topology:
+        rows = topology.coordinate("o", recording).map(spark.range(0, 1, 1, 1), work, "a long").collect()
+    assert [row.a for row in rows] == [0]
+    (coordinator,) = recording.made
+    first, second = [evaluation for (evaluation,) in coordinator.named("ready")]
+    assert (first.attempt_number, second.attempt_number) == (0, 1)
+    assert [call[0] for call in coordinator.calls] == [
+        "start", "ready", "event", "failed", "reset", "ready", "event", "finished", "close",
+    ]  # fmt: skip
+    assert coordinator.named("reset") == [(0, -1)]
+    assert "ValueError: on purpose" in coordinator.named("failed")[0][1]
+
+
+def test_an_evaluation_that_is_cut_short(spark, crew, recording):
+    """One whose rows a limit does not need is reported as cut, not as finished."""
+
+    def work(gateway, batches):
+        for batch in batches:
+            while True:
+                yield one(batch.num_rows)
+
+    with crew.topology("t") as topology:
+        operator = topology.coordinate("o", recording)
+        assert operator.map(spark.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
+        (coordinator,) = recording.made
+        eventually(lambda: coordinator.named("cut"), 20, "the cut is reported")
+    assert not coordinator.named("finished")
+    assert not coordinator.named("failed")
+
+
+def test_bad_input(spark, crew, recording):
+    """What cannot work is refused by name, with what to do."""
+
+    def work(gateway, batches):
+        yield from batches
+
+    with crew.topology("t") as topology:
+        with pytest.raises(stagecrew.OperatorMisused, match="made by a factory"):
+            topology.coordinate("o", 3)
+        operator = topology.coordinate("o", recording)
+        with pytest.raises(stagecrew.OperatorMisused, match="maps a DataFrame, not list"):
+            operator.map([1], work, "id long")
+        with pytest.raises(stagecrew.OperatorMisused, match="binds a function"):
+            operator.bind(3)
+        late = operator.map(spark.range(2), work, "id long")
+    with pytest.raises(stagecrew.TopologyClosed, match="bind it inside"):
+        operator.map(spark.range(2), work, "id long")
+    with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
+        topology.coordinate("o", recording)
+    with pytest.raises(Exception, match="outside of topology 't': run the action inside its `with`"):
+        late.collect()
+
+
+def test_events_that_cannot_travel(spark, crew, recording):
+    """An event that cannot be pickled, or is too large, is refused where it is sent, and the task goes on."""
+
+    def work(gateway, batches):
+        said = []
+        for event in (threading.Lock(), b"x" * (17 << 20)):
+            try:
+                gateway.send(event)
+            except stagecrew.CoordinationError as error:
+                said.append(f"{type(error).__name__}: {error}")
+        gateway.send("fine")
+        yield pa.record_batch({"a": said})
+
+    with crew.topology("t") as topology:
+        rows = topology.coordinate("o", recording).map(spark.range(0, 1, 1, 1), work, "a string").collect()
+    assert "EventNotPicklable: a lock cannot travel" in rows[0].a
+    assert "EventTooLarge" in rows[1].a
+    assert "spark.stagecrew.event.maxSize" in rows[1].a
+    (coordinator,) = recording.made
+    assert [event for _, event in coordinator.named("event")] == ["fine"]
