@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Recorder, Sessions, body, eventually, kill
+from crewtools import LOCAL, LOCAL_CLUSTER, STANDALONE, Recorder, Sessions, body, eventually, free_master, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -55,6 +55,10 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
     assert topology.report.failures == 4
 
 
+#: On one master in each run, on the others in the long ones: each hang takes its time.
+ONE_NOW = pytest.mark.parametrize(
+    "where", [LOCAL_CLUSTER, *(pytest.param(name, marks=pytest.mark.long) for name in (LOCAL, STANDALONE))]
+)
 SCOPES = pytest.mark.parametrize("scope", list(stagecrew.Scope))
 
 
@@ -129,9 +133,10 @@ def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, h
 
 
 @pytest.mark.parametrize("hang", ["close", "close in C"])
-def test_a_close_that_hangs_in_the_agent(sessions, journal, hang, caplog):
+@ONE_NOW
+def test_a_close_that_hangs_in_the_agent(sessions, request, journal, hang, where, caplog):
     """The same for a listener of the executor's scope."""
-    spark = sessions.get(LOCAL_CLUSTER, **BRIEF)
+    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
     hangs_in_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 
 
@@ -263,9 +268,10 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
 
 
 @pytest.mark.parametrize("hang", ["open", "open in C"])
-def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, journal, hang):
+@ONE_NOW
+def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, journal, hang, where):
     """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
-    spark = sessions.get(LOCAL_CLUSTER, **BRIEF)
+    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
     crew = stagecrew.crew(spark)
     started = time.time()
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
