@@ -304,7 +304,7 @@ class Topology:
         self._crew.require_running()
         return Operator(self, name, factory)
 
-    def host_binding(self, id_: str, operator: str, factory: Callable[[CoordinatorContext], Coordinator]) -> Binding:
+    def host_binding(self, id_: str, operator: str, factory: Callable[[CoordinatorContext], Coordinator]) -> None:
         """A binding that the session's host serves until the topology ends."""
         from stagecrew.coordination.binding import Binding
 
@@ -312,7 +312,6 @@ class Topology:
         binding = Binding(id_, operator, self.name, factory, self._store, self.fail, host.wire.flush)
         self._bindings.append(binding)
         host.add(binding)
-        return binding
 
     @property
     def coordination_settings(self) -> tuple[int, float]:

@@ -11,8 +11,8 @@ import pytest
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.coordination.gateway import Outbox
-from stagecrew.coordination.host import WINDOW, Host
-from stagecrew.coordination.payloads import END, pack, raised, unpack
+from stagecrew.coordination.host import Host
+from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
 from stagecrew.errors import EvaluationOver, EventNotPicklable, EventTooLarge
 from stagecrew.frames import decode, encode
 

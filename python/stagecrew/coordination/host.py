@@ -15,14 +15,12 @@ from typing import Any, Final, Protocol
 from stagecrew.coordination.binding import Binding, Instance, Live
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.payloads import failure, pack, unpack
+from stagecrew.coordination.payloads import WINDOW, failure, pack, unpack
 from stagecrew.errors import ChannelError
 from stagecrew.frames import Frame, decode, encode
 
-__all__ = ["WINDOW", "Host", "Wire"]
+__all__ = ["Host", "Wire"]
 
-#: How many events of an evaluation may be unhandled; the task's side has the same bound (`worker/evaluations.py`).
-WINDOW: Final = 4096
 #: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
 _REPLIES: Final = 64
 
@@ -189,7 +187,6 @@ class Host:
                 binding.instance.call("ready", evaluation, gateway)
         if binding is None:
             self._poison(executor, frame["evaluation"], "its topology has ended")
-            return
 
     def _fresh(self, live: Live, first: int, payloads: list[bytes]) -> list[bytes] | None:
         """What of these did not come before."""

@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.context import CoordinatorContext
 from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.errors import OperatorMisused, TopologyClosed
@@ -38,7 +37,6 @@ class Operator:
         self._topology = topology
         self.name = name
         self._factory = factory
-        self._bindings: list[Binding] = []
 
     def __repr__(self) -> str:
         return f"<operator {self.name!r} of {self._topology!r}>"
@@ -92,7 +90,6 @@ class Operator:
         if not self._topology.is_active:
             raise TopologyClosed(f"operator {self.name!r} belongs to {self._topology!r}; bind it inside the `with`")
         id_ = f"{self._topology.id}/{self.name}/{uuid.uuid4().hex[:12]}"
-        binding = self._topology.host_binding(id_, self.name, self._factory)
-        self._bindings.append(binding)
+        self._topology.host_binding(id_, self.name, self._factory)
         conf = self._topology.coordination_settings
         return Bound(id_, self.name, self._topology.name, subtask, *conf)

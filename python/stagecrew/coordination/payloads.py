@@ -14,7 +14,10 @@ from pyspark import cloudpickle
 
 from stagecrew.errors import EventNotPicklable, EventTooLarge
 
-__all__ = ["END", "failure", "pack", "raised", "unpack"]
+__all__ = ["END", "WINDOW", "failure", "pack", "raised", "unpack"]
+
+#: How many messages of an evaluation may be unhandled by its coordinator: both sides count.
+WINDOW: Final = 4096
 
 _RAW: Final = b"\0"
 _PICKLED: Final = b"\1"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
-from stagecrew.coordination.payloads import END, pack, raised, unpack
+from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
 from stagecrew.errors import (
     ChannelClosed,
     ChannelError,
@@ -29,14 +29,13 @@ from stagecrew.errors import (
 from stagecrew.frames import Frame, encode
 from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
+from stagecrew.worker.process import PLACE
 
 __all__ = ["Bound", "TaskGateway", "evaluate"]
 
 T = TypeVar("T")
 
-#: As the executor's shim and `coordination/host.py` have them.
-PLACE: Final = "spark.stagecrew.place"
-WINDOW: Final = 4096
+#: How many bytes of unhandled messages, beside `WINDOW`.
 WINDOW_BYTES: Final = 1 << 23
 
 #: What is sent is kept back for at most so long, or until so much waits.
@@ -272,6 +271,9 @@ class TaskGateway:
             raise EvaluationOver(
                 f"the evaluation of operator {self._bound.operator!r} has ended; use its gateway in it"
             )
+        self._check_over()
+
+    def _check_over(self) -> None:
         if self._over is not None:
             raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
 
@@ -330,8 +332,7 @@ class TaskGateway:
         def answered() -> tuple[str, bytes] | None:
             if (reply := self._replies.pop(sequence, None)) is not None:
                 return reply
-            if self._over is not None:
-                raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+            self._check_over()
             return None
 
         reply = self._connection.wait(answered, seconds)
@@ -348,8 +349,7 @@ class TaskGateway:
             if self._events:
                 self._wanted -= 1
                 return self._events.popleft()
-            if self._over is not None:
-                raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+            self._check_over()
             return None
 
         if self._wanted <= _WANT // 2 and not self._events:
