@@ -46,10 +46,10 @@ check: setup ## format, lint, types and unit tests: under two minutes
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit
+	$(BIN)/pytest -q tests/unit -m "not long"
 
 test-unit: setup ## the tests without Spark
-	$(BIN)/pytest -q tests/unit
+	$(BIN)/pytest -q tests/unit -m "not long"
 
 test-jvm: setup ## the shim's own tests
 	build/sbt shim/test
@@ -63,10 +63,13 @@ test-spark: setup $(STAMPS)/classes ## the tests with real Spark
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## every test but the long seeded runs: under 20 minutes
+	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm
+	$(MAKE) test-spark
+
+.PHONY: check-and-docs
+check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
-	$(MAKE) test-jvm
-	$(MAKE) test-spark
 
 test-long: setup $(STAMPS)/classes ## the long seeded runs
 	$(BIN)/pytest -q tests -m long
@@ -74,7 +77,14 @@ test-long: setup $(STAMPS)/classes ## the long seeded runs
 docs: setup ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-bench: setup ## the figures, as JSON and a table
+$(STAMPS)/peers: pyproject.toml
+	@mkdir -p $(STAMPS)
+	test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
+	$(PYTHON) -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["bench"]))' > $@.txt
+	build/peers/bin/python -m pip install -q -r $@.txt
+	@touch $@
+
+bench: setup $(STAMPS)/peers ## the figures, as JSON and a table
 	$(BIN)/python tests/benchmarks/run.py
 
 demo: setup ## the main job, with and without stagecrew
@@ -84,4 +94,4 @@ compat: setup ## PySpark's own tests out of SPARK_SOURCE, plugin on and off
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## what was built
-	rm -rf $(STAMPS) build/spark-classes.jsa site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/peers build/spark-classes.jsa site dist jvm-shim/target target python/stagecrew/jars

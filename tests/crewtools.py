@@ -269,7 +269,8 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
         for i in range(workers):
             work = folder / f"worker{i}"
             work.mkdir()
-            start(f"worker{i}", "org.apache.spark.deploy.worker.Worker", "--host", "127.0.0.1", "--webui-port", "0", "--cores", str(cores),
+            # Hosts of their own: Spark speculates only on another host than that of the first attempt.
+            start(f"worker{i}", "org.apache.spark.deploy.worker.Worker", "--host", f"127.0.0.{i + 1}", "--webui-port", "0", "--cores", str(cores),
                   "--memory", "2g", "--work-dir", str(work), url)  # fmt: skip
         for i in range(workers):
             log = folder / f"worker{i}.log"

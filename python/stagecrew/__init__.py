@@ -11,6 +11,8 @@ from stagecrew._version import __version__
 from stagecrew.errors import (
     ChannelClosed,
     ChannelError,
+    CheckpointCorrupt,
+    CheckpointFailed,
     ConfigurationError,
     CoordinationError,
     CoordinatorFailed,
@@ -30,6 +32,7 @@ from stagecrew.errors import (
     RequestFailed,
     RequestTimeout,
     ResourceNotOpen,
+    SplitsFailed,
     StagecrewError,
     TaskKilled,
     TopologyClosed,
@@ -41,18 +44,24 @@ from stagecrew.errors import (
 from stagecrew.listeners import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
 
 if TYPE_CHECKING:
+    from stagecrew.application import Crew
+    from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.coordinator import Coordinator, Evaluation
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
-    from stagecrew.session import Crew, configure, crew, is_active
-    from stagecrew.topology import ListenerReport, Topology, TopologyReport
+    from stagecrew.reports import ListenerReport, TopologyReport
+    from stagecrew.session import configure, crew, is_active
+    from stagecrew.topology import Topology
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
     "ChannelClosed",
     "ChannelError",
+    "Checkpoint",
+    "CheckpointCorrupt",
+    "CheckpointFailed",
     "ConfigurationError",
     "CoordinationError",
     "Coordinator",
@@ -85,6 +94,7 @@ __all__ = [
     "Resource",
     "ResourceNotOpen",
     "Scope",
+    "SplitsFailed",
     "StagecrewError",
     "Task",
     "TaskGateway",
@@ -106,14 +116,17 @@ __all__ = [
 ]
 
 _LAZY = {
+    "Crew": "stagecrew.application",
+    "Checkpoint": "stagecrew.coordination.checkpoints",
     "CoordinatorContext": "stagecrew.coordination.context",
     **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.coordinator"),
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
-    **dict.fromkeys(("Crew", "configure", "crew", "is_active"), "stagecrew.session"),
-    **dict.fromkeys(("ListenerReport", "Topology", "TopologyReport"), "stagecrew.topology"),
+    **dict.fromkeys(("ListenerReport", "TopologyReport"), "stagecrew.reports"),
+    **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session"),
+    "Topology": "stagecrew.topology",
 }
 
 

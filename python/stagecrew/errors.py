@@ -18,6 +18,9 @@
     │   ├── OperatorMisused         an operator or a bound function used where it cannot be
     │   ├── NotInitialised          a coordinator's context used before the session runs
     │   ├── CoordinatorFailed       a coordinator failed, and its topology with it
+    │   ├── CheckpointFailed        a checkpoint was declined, or given up
+    │   ├── CheckpointCorrupt       bytes that are no checkpoint
+    │   ├── SplitsFailed            an enumerator of splits failed
     │   ├── EventNotPicklable       an event cannot travel
     │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
     │   ├── EvaluationOver          the evaluation is over, or was reset
@@ -38,6 +41,8 @@ from __future__ import annotations
 __all__ = [
     "ChannelClosed",
     "ChannelError",
+    "CheckpointCorrupt",
+    "CheckpointFailed",
     "ConfigurationError",
     "CoordinationError",
     "CoordinatorFailed",
@@ -57,6 +62,7 @@ __all__ = [
     "RequestFailed",
     "RequestTimeout",
     "ResourceNotOpen",
+    "SplitsFailed",
     "StagecrewError",
     "TaskKilled",
     "TopologyClosed",
@@ -145,6 +151,18 @@ class NotInitialised(CoordinationError):
 
 class CoordinatorFailed(CoordinationError):
     """A coordinator raised, or called `context.fail`: its topology was cancelled. Its exception is the `__cause__`."""
+
+
+class CheckpointFailed(CoordinationError):
+    """A checkpoint was not taken: a coordinator declined it, gave no state, or was late. Take another."""
+
+
+class CheckpointCorrupt(CoordinationError):
+    """Bytes that are no checkpoint, or are not as they were written."""
+
+
+class SplitsFailed(CoordinationError):
+    """The enumerator of splits raised, is late, or gave one split twice. The message names it and the remedy."""
 
 
 class EventNotPicklable(CoordinationError):

@@ -91,6 +91,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
+    "READ": (99, (("messages", "q"),)),
 }
 
 _BY_NUMBER: Final = {number: (name, fields) for name, (number, fields) in KINDS.items()}

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from stagecrew.session import Crew
+    from stagecrew.application import Crew
     from stagecrew.topology import Topology
 
 __all__ = ["PROPERTY", "Marks"]

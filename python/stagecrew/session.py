@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pyspark
@@ -17,26 +14,26 @@ from pyspark.sql import SparkSession
 from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
-from stagecrew.conf import KEYS, PLUGIN, parse_bytes, parse_seconds
+from stagecrew.application import Application, Crew
+from stagecrew.conf import PLUGIN
 from stagecrew.errors import (
     ConfigurationError,
     NotActive,
+    OperatorMisused,
     UnsupportedSession,
     UnsupportedSpark,
     VersionMismatch,
 )
-from stagecrew.frames import encode
 from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
-from stagecrew.listeners import Listener, listener_name
-from stagecrew.marks import Marks
+from stagecrew.listeners import Listener
 from stagecrew.registration import checked, class_names, pickled
-from stagecrew.topology import Topology, TopologyReport
 
 if TYPE_CHECKING:
-    from stagecrew.coordination.channel import DriverChannel
-    from stagecrew.coordination.host import Host
+    from stagecrew.coordination.checkpoints import Checkpoint
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.coordinator import Coordinator
 
-__all__ = ["Crew", "configure", "crew", "is_active", "jar_path", "spark_conf"]
+__all__ = ["configure", "crew", "is_active", "jar_path", "spark_conf"]
 
 Builder = TypeVar("Builder")
 
@@ -46,8 +43,14 @@ _REMEDY: Final = (
 )
 
 
-def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listeners: Iterable[str] = ()) -> Builder:
-    """Switches stagecrew on for the session that this builder makes, with listeners for the whole application.
+def configure(
+    builder: Builder,
+    listeners: Iterable[Listener] = (),
+    jvm_listeners: Iterable[str] = (),
+    coordinators: Mapping[str, Callable[[CoordinatorContext], Coordinator]] | None = None,
+    restore: Checkpoint | None = None,
+) -> Builder:
+    """Switches stagecrew on for the session that this builder makes, with listeners and operators for the whole application.
 
     Answers the builder: `stagecrew.configure(SparkSession.builder, listeners=[orders]).getOrCreate()`, or `.create()`. It
     appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, never replaces: to those of the builder, also
@@ -58,9 +61,14 @@ def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listener
 
     It does **not** start Spark. `getOrCreate` and `create` raise `NotActive` when a SparkContext runs already without the
     plugin: Spark would silently ignore it. With the plugin, they answer the running session, or a new one beside it, when
-    `listeners` are among those that it has.
+    `listeners` and `coordinators` are among those that it has.
+
+    `coordinators` are factories by the names of operators, for `Crew.operator`. They are made, and restored as of `restore`,
+    when the session starts, before the SparkContext exists: one that raises then is the `CoordinatorFailed` of `getOrCreate`,
+    and nothing was started. Each `start`s when the SparkContext runs.
 
     Raises `ConfigurationError` for a session instead of a builder and for `jvm_listeners` that are no list of names,
+    `OperatorMisused` for coordinators that are no factories by name,
     `UnsupportedSession` for Spark Connect, `UnsupportedSpark`, `JarMissing`, `ListenerError` for a class instead of an
     instance, and `ListenerNotPicklable`.
     """
@@ -80,11 +88,28 @@ def configure(builder: Builder, listeners: Iterable[Listener] = (), jvm_listener
         )
     registered, classes = checked(listeners), class_names(jvm_listeners)
     pickled(registered)  # now, not when the session starts
+    factories = dict(coordinators or {})
+    for name, factory in factories.items():
+        if not callable(factory) or not isinstance(name, str):
+            raise OperatorMisused(
+                f"coordinators= takes factories, such as classes, by the names of their operators, not {name!r}: {factory!r}"
+            )
     jar_path()
+    wanted = _Wanted(registered, classes, factories, restore)
     get_or_create, create = builder.getOrCreate, builder.create
-    builder.getOrCreate = lambda: _start(builder, get_or_create, registered, classes)  # type: ignore[method-assign]
-    builder.create = lambda: _start(builder, create, registered, classes)  # type: ignore[method-assign]
+    builder.getOrCreate = lambda: _start(builder, get_or_create, wanted)  # type: ignore[method-assign]
+    builder.create = lambda: _start(builder, create, wanted)  # type: ignore[method-assign]
     return builder
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What `configure` was given."""
+
+    listeners: tuple[Listener, ...]
+    jvm_listeners: tuple[str, ...]
+    coordinators: dict[str, Callable[[CoordinatorContext], Coordinator]]
+    restore: Checkpoint | None
 
 
 _CONNECT: Final = (
@@ -93,12 +118,7 @@ _CONNECT: Final = (
 )
 
 
-def _start(
-    builder: SparkSession.Builder,
-    make: Callable[[], SparkSession],
-    listeners: tuple[Listener, ...],
-    classes: tuple[str, ...],
-) -> SparkSession:
+def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], wanted: _Wanted) -> SparkSession:
     options: dict[str, Any] = builder._options
     mode = str(options.get("spark.api.mode", os.environ.get("SPARK_API_MODE", ""))).lower()
     if (
@@ -113,10 +133,21 @@ def _start(
         if _facade(running) is None:
             raise NotActive(f"a SparkContext runs already, without stagecrew; Spark would ignore the plugin. {_REMEDY}")
         session = make()
-        crew(session).already_has(listeners)
+        crew(session).already_has(wanted.listeners, wanted.coordinators)
         return session
+    application = Application(wanted.coordinators, wanted.restore)
+    try:
+        return _start_new(options, make, wanted, application)
+    except BaseException:
+        application.operators.close("the session did not start")
+        raise
+
+
+def _start_new(
+    options: dict[str, Any], make: Callable[[], SparkSession], wanted: _Wanted, application: Application
+) -> SparkSession:
     held = _held(options)
-    for key, ours in spark_conf(jvm_listeners=classes).items():
+    for key, ours in spark_conf(jvm_listeners=wanted.jvm_listeners).items():
         options[key] = joined(held(key), str(options.get(key) or ""), ours)
     _load_jar()
     try:
@@ -127,7 +158,7 @@ def _start(
             raise
         raise refusal from error
     try:
-        crew(session).register(listeners)
+        crew(session).register(wanted.listeners, application)
     except BaseException:
         session.stop()
         raise
@@ -222,188 +253,3 @@ def crew(spark: SparkSession) -> Crew:
     made = Crew(context, facade)
     context._stagecrew = made  # type: ignore[attr-defined]
     return made
-
-
-class Crew:
-    """What coordinates one Spark application. Made by `stagecrew.crew(spark)`."""
-
-    def __init__(self, context: SparkContext, facade: Any) -> None:
-        self.context = context
-        self.facade = facade
-        self.close_timeout: float = facade.closeTimeoutMs() / 1000
-        self.active: list[Topology] = []
-        self.marks = Marks(self)
-        self._registered: tuple[Listener, ...] | None = None
-        self._channel: DriverChannel | None = None
-        self._making = threading.Lock()
-        if (
-            str(context.master).startswith("local")
-            and "PYSPARK_PYTHON" not in os.environ
-            and context.getConf().get("spark.pyspark.python") is None
-        ):
-            context.pythonExec = sys.executable
-        # The plugin set it while the SparkContext began; PySpark had read it before, and hands it to every Python worker.
-        if path := context.getConf().get("spark.executorEnv.PYTHONPATH"):
-            context.environment["PYTHONPATH"] = path
-        self._drain_before_stop()
-
-    @property
-    def running(self) -> bool:
-        """Whether the SparkContext has not stopped."""
-        return self.context._jsc is not None
-
-    def topology(self, name: str, listeners: Iterable[Listener] = (), jvm_listeners: Iterable[str] = ()) -> Topology:
-        """A new topology with these listeners; it begins with `with` or `start`.
-
-        `name` is shown in logs and in the UI and may be used again; `jvm_listeners` are names of classes that implement
-        `stagecrew.TopologyListener`. A topology that begins inside another is covered by the outer one's listeners too.
-
-        Raises `ListenerError`, `ListenerNotPicklable` and `ConfigurationError`, `NotActive` after the session has stopped.
-        """
-        self.require_running()
-        every = checked(listeners)
-        pickled(every)
-        return Topology(self, name, every, class_names(jvm_listeners))
-
-    def require_running(self) -> None:
-        """Raises `NotActive` after the SparkContext has stopped."""
-        if not self.running:
-            raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
-
-    @property
-    def reports(self) -> list[TopologyReport]:
-        """Of every topology that the driver remembers, the application's first."""
-        return [TopologyReport.of(node) for node in json.loads(self.facade.report(""))["topologies"]]
-
-    def report(self, topology: str) -> TopologyReport | None:
-        """Of one topology by its id; None when it is not known (any more). The application's is `application`."""
-        found = json.loads(self.facade.report(topology))["topologies"]
-        return TopologyReport.of(found[0]) if found else None
-
-    def register(self, listeners: tuple[Listener, ...]) -> None:
-        """Gives the application its listeners; before its first task, by `configure`."""
-        if self._registered is not None:
-            self.already_has(listeners)
-            return
-        self.facade.registerApplication(self._description("application", "application", None, listeners, ()))
-        for listener in listeners:
-            listener._stagecrew.registered_for("the application")
-        self._registered = listeners
-
-    def already_has(self, listeners: tuple[Listener, ...]) -> None:
-        """Raises `ConfigurationError` unless all of these are the application's listeners."""
-        mine = self._registered or ()
-        missing = [one for one in listeners if not any(one._stagecrew.same(other._stagecrew) for other in mine)]
-        if missing:
-            names = ", ".join(map(listener_name, missing))
-            raise ConfigurationError(
-                f"the application runs already, and its listeners cannot change any more; not among them: {names}. Stop the "
-                f"session first, or use a topology: crew.topology(..., listeners=[...])"
-            )
-
-    def begin(
-        self, topology: str, name: str, parent: str | None, listeners: Sequence[Listener], jvm_listeners: Sequence[str]
-    ) -> None:
-        """Tells the driver of a topology."""
-        try:
-            self.facade.begin(self._description(topology, name, parent, listeners, jvm_listeners))
-        except Py4JError as error:
-            java = getattr(error, "java_exception", None)
-            raise ConfigurationError(
-                f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
-            ) from error
-
-    def end(self, topology: str, seconds: float) -> None:
-        """Ends a topology on all executors; returns when they have closed it, or say who has not."""
-        self.facade.end(topology, int(seconds * 1000))
-        # In slices, so that Ctrl-C is heard; the driver's own bound is a little longer than that of executors.
-        deadline = time.monotonic() + seconds + 5
-        while not self.facade.awaitEnd(topology, 100) and time.monotonic() < deadline:
-            pass
-
-    def _description(
-        self,
-        topology: str,
-        name: str,
-        parent: str | None,
-        listeners: Sequence[Listener],
-        jvm_listeners: Sequence[str],
-    ) -> bytes:
-        entries: list[dict[str, Any]] = [
-            {
-                "kind": "jvm",
-                "name": cls.rsplit(".", 1)[-1],
-                "target": cls,
-                "scope": "jvm",
-                "lifetime": "application",
-                "required": True,
-            }
-            for cls in jvm_listeners
-        ]
-        names = [listener_name(listener) for listener in listeners]
-        for i, listener in enumerate(listeners):
-            repeated = names[:i].count(names[i])
-            entries.append(
-                {
-                    "kind": "pickle",
-                    "name": f"{names[i]}#{repeated + 1}" if repeated else names[i],
-                    "scope": listener.scope.value,
-                    "lifetime": listener.lifetime.value,
-                    "required": listener.required,
-                    "blob": i,
-                }
-            )
-        context = self.context
-        body = {
-            "id": topology,
-            "name": name,
-            "parent": parent,
-            "executable": context.pythonExec,
-            "environment": {str(key): str(value) for key, value in context.environment.items()},
-            "files": list(context._python_includes or ()),
-            "listeners": [{"index": i, **entry} for i, entry in enumerate(entries)],
-        }
-        return encode("DESCRIPTION", topology=topology, body=json.dumps(body), blobs=pickled(listeners))
-
-    def host(self) -> Host:
-        """What serves the coordinators of this session; made at the first call."""
-        from stagecrew.coordination.channel import DriverChannel
-        from stagecrew.coordination.host import Host
-
-        with self._making:
-            if self._channel is None:
-                conf = self._setting
-                limit = parse_bytes(conf("spark.stagecrew.event.maxSize"))
-                ack_timeout = parse_seconds(conf("spark.stagecrew.ack.timeout"))
-                self._channel = DriverChannel(
-                    self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)
-                )
-            return self._channel.host
-
-    @property
-    def request_timeout(self) -> float:
-        """How long a task waits for its coordinator, in seconds."""
-        return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
-
-    def _setting(self, key: str) -> str:
-        default = next(one.default for one in KEYS if one.name == key)
-        return str(self.context.getConf().get(key, default))
-
-    def _drain_before_stop(self) -> None:
-        stop = self.context.stop
-
-        def drained_stop() -> None:
-            if self.running:
-                try:
-                    self.facade.drain(int(self.close_timeout * 1000))
-                except Exception as error:  # the JVM may be gone: the user's stop must still do what it can
-                    import logging
-
-                    logging.getLogger("stagecrew").warning(
-                        "closing listeners before the session stops failed: %s", error
-                    )
-                if self._channel is not None:
-                    self._channel.close()
-            stop()
-
-        self.context.stop = drained_stop  # type: ignore[method-assign]

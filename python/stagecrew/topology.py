@@ -3,140 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime as dt
 import functools
 import json
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagecrew.errors import CoordinatorFailed, OperatorMisused, TopologyClosed, TopologyError
+from stagecrew.coordination.operators import Operators
+from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
+from stagecrew.reports import TopologyReport
 
 if TYPE_CHECKING:
-    from stagecrew.coordination.binding import Binding
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    from stagecrew.application import Crew
+    from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.coordinator import Coordinator
+    from stagecrew.coordination.host import Host
     from stagecrew.coordination.operator import Operator
-    from stagecrew.session import Crew
 
-__all__ = ["ListenerReport", "Topology", "TopologyReport"]
+__all__ = ["Topology"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("stagecrew")
-
-
-@dataclasses.dataclass(frozen=True)
-class ListenerReport:
-    """One listener of a topology on one executor. `opens` and `closes` count attempts, `lost` opens without a close."""
-
-    name: str
-    scope: str
-    executor: str
-    opens: int
-    closes: int
-    failures: int
-    lost: int
-    open_seconds: float
-    close_seconds: float
-    last_error: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TopologyReport:
-    """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
-
-    `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
-    they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
-    closed when the exit gave up waiting.
-    """
-
-    id: str
-    name: str
-    kind: str
-    state: str
-    started: dt.datetime
-    ended: dt.datetime | None
-    jobs: int
-    listeners: tuple[ListenerReport, ...]
-    processes: dict[str, int]
-    lost_processes: dict[str, int]
-    deferred: dict[str, int]
-    lost_executors: tuple[str, ...]
-    unclosed: tuple[str, ...]
-
-    @property
-    def opens(self) -> int:
-        """How often a listener's `open` was called."""
-        return sum(listener.opens for listener in self.listeners)
-
-    @property
-    def closes(self) -> int:
-        """How often a listener's `close` was called."""
-        return sum(listener.closes for listener in self.listeners)
-
-    @property
-    def failures(self) -> int:
-        """How often a hook raised or was interrupted."""
-        return sum(listener.failures for listener in self.listeners)
-
-    @property
-    def lost(self) -> int:
-        """How many opens have no close, because their process is gone."""
-        return sum(listener.lost for listener in self.listeners)
-
-    @classmethod
-    def of(cls, node: dict[str, Any]) -> TopologyReport:
-        """From the driver's JSON."""
-        executors: dict[str, Any] = node["executors"]
-        listeners = [
-            ListenerReport(
-                name=entry["name"],
-                scope=entry["scope"],
-                executor=executor,
-                opens=entry["opens"],
-                closes=entry["closes"],
-                failures=entry["failures"],
-                lost=entry["lost"],
-                open_seconds=entry["openMicros"] / 1e6,
-                close_seconds=entry["closeMicros"] / 1e6,
-                last_error=entry["lastError"],
-            )
-            for executor, counts in executors.items()
-            for entry in counts["listeners"]
-        ]
-
-        def numbers(name: str) -> dict[str, int]:
-            return {executor: counts[name] for executor, counts in executors.items() if counts[name]}
-
-        return cls(
-            id=node["id"],
-            name=node["name"],
-            kind=node["kind"],
-            state=node["state"],
-            started=_time(node["started"]),
-            ended=_time(node["ended"]) if node["ended"] else None,
-            jobs=node["jobs"],
-            listeners=tuple(listeners),
-            processes=numbers("processes"),
-            lost_processes=numbers("lostProcesses"),
-            deferred={
-                executor: len(counts["deferred"]) for executor, counts in executors.items() if counts["deferred"]
-            },
-            lost_executors=tuple(node["lostExecutors"]),
-            unclosed=tuple(node["unclosed"]),
-        )
-
-
-def _time(milliseconds: int) -> dt.datetime:
-    return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC)
 
 
 class Topology:
@@ -170,10 +69,7 @@ class Topology:
         self._state = "new"
         self.parent: Topology | None = None
         self._last_report: TopologyReport | None = None
-        self._bindings: list[Binding] = []
-        self._store: dict[str, Any] = {}
-        self._failing = threading.Lock()
-        self._cause: BaseException | None = None
+        self.operators = Operators(self, lambda: crew.close_timeout)
 
     def __repr__(self) -> str:
         return f"<topology {self.name!r} ({self._state})>"
@@ -245,7 +141,7 @@ class Topology:
     ) -> None:
         if error is None:
             self.close()
-            self._raise_failure(None)
+            self.operators.raise_failure()
             return
         try:
             self.close(cancel=True)
@@ -253,7 +149,8 @@ class Topology:
             _log.warning(
                 "closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True
             )
-        self._raise_failure(error)
+        if isinstance(error, Exception):
+            self.operators.raise_failure()
 
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
         """`f` as a function that takes part in this topology in whatever thread it is called.
@@ -299,55 +196,82 @@ class Topology:
             raise OperatorMisused(
                 f"operator {name!r}: a coordinator is made by a factory, such as its class; {type(factory).__name__} cannot be called"
             )
-        if not self.is_active:
-            raise TopologyClosed(f"topology {self.name!r} is {self._state}: coordinate operators inside the `with`")
-        self._crew.require_running()
+        self._require_active("coordinate operators")
+        self.operators.name_operator(name)
         return Operator(self, name, factory)
 
-    def host_binding(self, id_: str, operator: str, factory: Callable[[CoordinatorContext], Coordinator]) -> None:
-        """A binding that the session's host serves until the topology ends."""
-        from stagecrew.coordination.binding import Binding
+    def splits(
+        self,
+        enumerator: Any,
+        read: Callable[[Any], Iterable[pa.RecordBatch]],
+        schema: StructType | str,
+        parallelism: int | None = None,
+        name: str = "splits",
+    ) -> DataFrame:
+        """A DataFrame whose tasks pull what they read next, so that none is left with the rest: a dynamic source.
 
-        host = self._crew.host()
-        binding = Binding(id_, operator, self.name, factory, self._store, self.fail, host.wire.flush)
-        self._bindings.append(binding)
-        host.add(binding)
+        Every split is in the result exactly as often as Spark's semantics say, whatever fails or runs twice: each subtask has a
+        log of its splits, which every evaluation of it replays before it asks for more. Not promised: which subtask reads
+        which split, and the order of rows.
+
+        `enumerator` is an iterable of picklable splits, or has `splits()` that answers one, and may have `locations(split)`, a
+        list of host names that are preferred when free. It is read lazily, on the driver. `read(split)` runs in the tasks and
+        yields `pyarrow.RecordBatch`es of `schema`. `parallelism` is the number of tasks, by default Spark's. See
+        `stagecrew.operators.splits` for enumerators of files, row groups, key ranges and a DataSource reader's partitions.
+
+        Raises `OperatorMisused` and `TopologyClosed`; its actions fail by `SplitsFailed` when the enumerator does.
+        """
+        from stagecrew.operators.splits import read_splits
+
+        self._require_active("read splits")
+        return read_splits(
+            self, self._crew.context, enumerator, read, schema, parallelism, self.operators.free_name(name)
+        )
+
+    def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
+        """The states of all coordinators of this topology, as of one cut of each.
+
+        When it returns, what each had sent before its cut is in its tasks' mailboxes, and nothing that it sent after. The
+        cuts of several coordinators are not at one instant. What tasks send is in the state as far as it was handled.
+
+        `checkpoint_id` grows from one to the next, by default by one. Raises `CheckpointFailed` when a coordinator declines,
+        or within `timeout` seconds gives no state; all then hear `checkpoint_aborted`.
+        """
+        self._require_active("take checkpoints")
+        return self.operators.checkpoint(checkpoint_id, timeout)
+
+    def reset(self, checkpoint: Checkpoint | None = None) -> None:
+        """All coordinators begin anew, as of a checkpoint or of nothing: each closes, and another instance takes over.
+
+        No evaluation of before gets an answer, or succeeds: its attempt fails, and Spark tries again. It does not wait for that.
+        """
+        self._require_active("reset coordinators")
+        self.operators.reset(checkpoint)
+
+    def host(self) -> Host:
+        """What serves the coordinators of this topology."""
+        return self._crew.host()
 
     @property
-    def coordination_settings(self) -> tuple[int, float]:
-        """The largest event in bytes, and how long a task waits for its coordinator in seconds."""
-        return self._crew.host().limit, self._crew.request_timeout
+    def request_timeout(self) -> float:
+        """How long its tasks wait for their coordinator, in seconds."""
+        return self._crew.request_timeout
 
-    def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: cancels what runs of it; the `with` raises `CoordinatorFailed`. From any thread."""
-        with self._failing:
-            if self._cause is not None or self._state != "active":
-                return
-            self._cause = cause
-        _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
+    def cancel_failed(self, cause: BaseException) -> None:
+        """Begins to cancel what runs of it, because a coordinator failed."""
+
+        def cancel() -> None:
+            with contextlib.suppress(Exception):  # the session may be stopping, which cancels as well
+                self._crew.facade.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {cause!r}")
+                self._crew.facade.stopQueries(self.id)
+
         # Not on the coordinator's thread, nor under a lock of ours: this asks the JVM.
-        threading.Thread(target=self._cancel_failed, name="stagecrew-fail", daemon=True).start()
+        threading.Thread(target=cancel, name="stagecrew-fail", daemon=True).start()
 
-    def _cancel_failed(self) -> None:
-        with contextlib.suppress(Exception):  # the session may be stopping, which cancels as well
-            self._crew.facade.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {self._cause!r}")
-            self._crew.facade.stopQueries(self.id)
-
-    def _close_bindings(self) -> None:
-        for binding in self._bindings:
-            if not binding.close(self._crew.close_timeout):
-                _log.warning(
-                    "topology %r: the coordinator of operator %r has not closed within %g s",
-                    self.name, binding.operator, self._crew.close_timeout,
-                )  # fmt: skip
-            self._crew.host().remove(binding, f"topology {self.name!r} has ended")
-        self._bindings.clear()
-
-    def _raise_failure(self, error: BaseException | None) -> None:
-        if self._cause is not None and (error is None or isinstance(error, Exception)):
-            raise CoordinatorFailed(
-                f"a coordinator of topology {self.name!r} failed: {type(self._cause).__name__}: {self._cause}"
-            ) from self._cause
+    def _require_active(self, what: str) -> None:
+        if not self.is_active:
+            raise TopologyClosed(f"topology {self.name!r} is {self._state}: {what} inside the `with`")
+        self._crew.require_running()
 
     def _known(self) -> TopologyReport | None:
         if self._crew.running and (found := self._crew.report(self.id)) is not None:
@@ -399,8 +323,9 @@ class Topology:
             pause = min(pause * 2, 0.2)
 
     def _end(self) -> None:
-        self._close_bindings()
         inside = tuple(self._inside())
+        for topology in (*inside, self):
+            topology.operators.close(f"topology {topology.name!r} has ended")
         self._crew.end(self.id, self._crew.close_timeout)
         for topology in (*inside, self):
             topology._warn()

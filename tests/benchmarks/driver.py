@@ -4,12 +4,16 @@ It stays alive between rounds, so that `run.py` can take turns between one with 
 """
 
 import contextlib
+import heapq
 import json
 import os
+import random
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
 
+import pyarrow as pa
 from pyspark.sql import SparkSession
 
 import stagecrew
@@ -54,6 +58,44 @@ def nothing(rows):
     """The body of a short task."""
 
 
+class Together(stagecrew.Coordinator):
+    """Lets its tasks begin at once, and answers what they ask."""
+
+    def __init__(self, context, tasks):
+        super().__init__(context)
+        self.tasks, self.waiting = tasks, []
+        self.began = self.ended = 0.0
+        self.count = 0
+        self.gateways = {}
+
+    def ready(self, evaluation, gateway):
+        """See `Coordinator`."""
+        self.gateways[evaluation] = gateway
+
+    def handle_request(self, evaluation, request):
+        """`None` waits for the other tasks."""
+        if request is not None:
+            return request
+        answer = Future()
+        self.waiting.append(answer)
+        if len(self.waiting) == self.tasks:
+            self.began = time.perf_counter()
+            for one in self.waiting:
+                one.set_result(None)
+        return answer
+
+    def handle_event(self, evaluation, event):
+        """Counts; a tuple asks for so many events of so much."""
+        if type(event) is tuple:
+            gateway, (count, what) = self.gateways[evaluation], event
+            for _ in range(count):
+                gateway.send(what)
+            gateway.close()
+        else:
+            self.count += 1
+            self.ended = time.perf_counter()
+
+
 class Driver:
     """A Spark session, and the rounds that it can run."""
 
@@ -66,7 +108,6 @@ class Driver:
             "spark.ui.retainedTasks": "4000",
             "spark.ui.retainedStages": "10",
             "spark.ui.retainedJobs": "10",
-            "spark.pyspark.python": sys.executable,
             "spark.log.level": "WARN",
         }
         for key, value in settings.items():
@@ -118,6 +159,94 @@ class Driver:
                 closes.append(len(closed))
         return {"last_close_ms": last, "returned_ms": returned, "closes": closes}
 
+    def _coordinated(self, tasks, work, columns):
+        """The rows of so many tasks that run work at once, and their coordinator."""
+        made = []
+
+        def factory(context):
+            made.append(Together(context, tasks))
+            return made[0]
+
+        def begins(gateway, batches):
+            for _ in batches:
+                pass
+            gateway.request(None, timeout=120)
+            yield work(gateway)
+
+        with self.crew.topology("bench") as topology:
+            numbers = self.spark.range(0, tasks, 1, tasks)
+            rows = topology.coordinate("o", factory).map(numbers, begins, columns).collect()
+        return rows, made[0]
+
+    def requests(self, tasks, count):
+        """Seconds of each request of 100 bytes and its reply, of tasks that run at once."""
+
+        def work(gateway):
+            payload = b"x" * 100
+            for _ in range(200):
+                gateway.request(payload)
+            times = []
+            begun = time.perf_counter()
+            for _ in range(count):
+                started = time.perf_counter()
+                gateway.request(payload)
+                times.append(time.perf_counter() - started)
+            total = time.perf_counter() - begun
+            return pa.record_batch({"seconds": times, "total": [total] * count})
+
+        rows, _ = self._coordinated(tasks, work, "seconds double, total double")
+        return {"seconds": [row.seconds for row in rows], "per_second": tasks * count / max(row.total for row in rows)}
+
+    def up(self, tasks, count, size):
+        """Events a second from tasks to their coordinator: numbers, or bytes of this size."""
+
+        def work(gateway):
+            what = b"x" * size if size else None
+            for number in range(count):
+                gateway.send(number if what is None else what)
+            return pa.record_batch({"a": [1]})
+
+        _, coordinator = self._coordinated(tasks, work, "a long")
+        assert coordinator.count == tasks * count
+        return {"per_second": coordinator.count / (coordinator.ended - coordinator.began)}
+
+    def down(self, tasks, count, size):
+        """Events a second from the coordinator to its tasks."""
+
+        def work(gateway):
+            started = time.time()
+            gateway.send((count, b"x" * size if size else 7))
+            found = sum(1 for _ in gateway.events(timeout=120))
+            return pa.record_batch({"count": [found], "started": [started], "ended": [time.time()]})
+
+        rows, _ = self._coordinated(tasks, work, "count long, started double, ended double")
+        assert {row["count"] for row in rows} == {count}
+        return {"per_second": tasks * count / (max(row.ended for row in rows) - min(row.started for row in rows))}
+
+    def splits(self, exponent, count, seconds, slots):
+        """Seconds for splits that sleep so long together, by a Zipf law, pulled and in static partitions."""
+        weights = [1 / n**exponent for n in range(1, count + 1)]
+        sleeps = [weight * seconds / sum(weights) for weight in weights]
+        ends = [0.0] * slots
+        for one in sleeps:  # the longest first: what a scheduler that knows all could do
+            heapq.heapreplace(ends, ends[0] + one)
+
+        def read(split):
+            time.sleep(split[1])
+            yield pa.record_batch({"a": [split[0]]})
+
+        started = time.perf_counter()
+        with self.crew.topology("splits") as topology:
+            dynamic = topology.splits(list(enumerate(sleeps)), read, "a long", parallelism=slots).collect()
+        pulled = time.perf_counter() - started
+        shuffled = list(enumerate(sleeps))
+        random.Random(1).shuffle(shuffled)
+        started = time.perf_counter()
+        static = self.sc.parallelize(shuffled, slots).map(lambda split: time.sleep(split[1]) or split[0]).collect()
+        partitioned = time.perf_counter() - started
+        assert sorted(row.a for row in dynamic) == sorted(static) == list(range(count))
+        return {"bound": max(ends), "dynamic": pulled, "static": partitioned}
+
     def stop(self):
         """Ends Spark."""
         self.spark.stop()
@@ -130,6 +259,7 @@ def main():
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     plugin, master = sys.argv[1] == "on", sys.argv[2]
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # a cluster's executors would run the python3 of the PATH
     driver = Driver(plugin, master)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

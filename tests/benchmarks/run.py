@@ -1,10 +1,15 @@
 """The figures of stagecrew, as a table and as JSON in `bench-results/`. Not a test: nothing passes or fails by time.
 
 * tasks: many short tasks with the plugin and without. Two drivers live through the whole run, one with the plugin and
-  one without; they take turns, one idle while the other runs, and which one is first changes with each pair. So load
-  and drift of the machine meet both. The figure is the ratio of the medians; all rounds are in the JSON.
+  one without; they take turns, one idle while the other runs: a round is four jobs, after each the other's turn comes,
+  and which one is first changes. So load and drift of the machine, which come in waves of some seconds, meet both. The
+  figure is the ratio of the medians; all rounds are in the JSON.
 * exits: the time from the begin of a topology's exit to the end of the last `close` in its workers.
 * demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
+* requests: a request of 100 bytes from a task to its coordinator and back, beside a call of a Ray actor and of a Dask
+  actor from a task; the three take turns in one run.
+* events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
+* splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
 
 import argparse
@@ -29,24 +34,29 @@ sys.path.insert(0, str(HERE.parent))
 from postgres import postgresql  # noqa: E402 (it lies beside this folder)
 
 MASTER = "local-cluster[2,1,1024]"
+#: The Python that has Ray and Dask; `make bench` makes it.
+PEERS = HERE.parents[1] / "build" / "peers" / "bin" / "python"
 #: kind of task -> the ratio of medians that is aimed at.
 GOALS = {"jvm": 1.02, "python": 1.03}
 #: Rounds before those that count: for about a minute of JVM tasks the compiler of each JVM still changes what is measured
 #: (ratios of single rounds go from 0.9 to 1.35 then).
 WARM_UPS = {"jvm": 40, "python": 4}
 PAIRS = {"jvm": 30, "python": 10}
+#: How many jobs a round is.
+TURNS = 4
+FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits"]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Driver:
-    """A driver process of the benchmark."""
+    """A process of the benchmark that obeys: a driver of Spark, or what it is compared with."""
 
-    def __init__(self, plugin: str) -> None:
+    def __init__(self, *command: str) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "driver.py"), plugin, MASTER],
+            [str(PEERS if command[0] == "peers.py" else sys.executable), str(HERE / command[0]), *command[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -65,7 +75,7 @@ class Driver:
             )
         return json.loads(line)
 
-    def __call__(self, do: str, **arguments: int):
+    def __call__(self, do: str, **arguments: float):
         """Asks for a round; answers what came of it, with the CPU seconds of the driver and all of its processes."""
         before = self._cpu()
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
@@ -98,10 +108,13 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, count: int, pairs: int, war
         console.print(f"{kind} tasks: warm-up {number + 1} of {warm_ups}")
     rounds = []
     for number in range(pairs):
-        pair = {}
-        for name, driver in (("off", off), ("on", on)) if number % 2 == 0 else (("on", on), ("off", off)):
-            answer = driver(kind, tasks=count)
-            pair |= {name: answer["seconds"], f"{name}_cpu": answer["cpu"]}
+        pair = {"off": 0.0, "on": 0.0, "off_cpu": 0.0, "on_cpu": 0.0}
+        for turn in range(TURNS):
+            order = ("off", "on") if (number + turn) % 2 == 0 else ("on", "off")
+            for name in order:
+                answer = (off if name == "off" else on)(kind, tasks=count // TURNS)
+                pair[name] += answer["seconds"]
+                pair[f"{name}_cpu"] += answer["cpu"]
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
@@ -144,6 +157,69 @@ def exits(on: Driver, count: int):
         "returned_ms": percentiles(answer["returned_ms"]),
         "all_last_close_ms": answer["last_close_ms"],
     }
+
+
+def percentiles(values):
+    """p50 and p99, in microseconds."""
+    ordered = sorted(values)
+    return {"p50": 1e6 * statistics.median(ordered), "p99": 1e6 * ordered[round(0.99 * (len(ordered) - 1))]}
+
+
+def requests(rounds: int, count: int):
+    """Requests from tasks, beside actor calls of others; all processes live through the run and take turns."""
+    names = {"stagecrew": ("driver.py", "on", MASTER), "ray": ("peers.py", "ray"), "dask": ("peers.py", "dask")}
+    processes = {name: Driver(*command) for name, command in names.items()}
+    found = {name: {1: [], 2: []} for name in names}
+    for number in range(rounds + 1):
+        for tasks in (1, 2):
+            for name, process in processes.items():
+                seconds = process("requests", tasks=tasks, count=count)["seconds"]
+                if number:  # the first warms up
+                    found[name][tasks] += seconds
+                console.print(
+                    f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds)['p50']:.0f} us"
+                )
+    for process in processes.values():
+        process("stop")
+    return {name: {tasks: percentiles(seconds) for tasks, seconds in by.items()} for name, by in found.items()}
+
+
+def events():
+    """Events and requests of more tasks."""
+    two = Driver("driver.py", "on", MASTER)
+    found = {"small": {}, "bulk": {}, "growing": {}}
+    for way in ("up", "down"):
+        for _ in range(3):
+            two(way, tasks=2, count=20_000, size=0)
+        rates = [two(way, tasks=2, count=200_000, size=0)["per_second"] for _ in range(5)]
+        found["small"][way] = {"median": statistics.median(rates), "all": rates}
+        rates = [two(way, tasks=2, count=200, size=(1 << 20) - 1)["per_second"] * 1.048576 for _ in range(5)]
+        found["bulk"][way] = {"median": statistics.median(rates), "all": rates}
+        console.print(
+            f"events {way}: {found['small'][way]['median']:,.0f} a second, {found['bulk'][way]['median']:.0f} MB/s"
+        )
+    two("stop")
+    many = Driver("driver.py", "on", "local-cluster[2,32,2048]")
+    for tasks in (64, 1, 2, 4, 8, 16, 32, 64):
+        answer = many("requests", tasks=tasks, count=2000 // tasks + 100)
+        found["growing"][tasks] = percentiles(answer["seconds"]) | {"per_second": answer["per_second"]}
+        console.print(
+            f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {answer['per_second']:,.0f} requests a second"
+        )
+    many("stop")
+    return found
+
+
+def splits():
+    """Makespans."""
+    driver = Driver("driver.py", "on", "local-cluster[2,2,1024]")
+    driver("splits", exponent=0, count=40, seconds=2, slots=4)
+    found = {}
+    for exponent in (0, 0.8, 1.2):
+        found[exponent] = driver("splits", exponent=exponent, count=400, seconds=60, slots=4)
+        console.print(f"splits, exponent {exponent}: {found[exponent]}")
+    driver("stop")
+    return found
 
 
 def demo():
@@ -201,6 +277,33 @@ def show(results) -> None:
         ratio = with_stagecrew["seconds"] / without["seconds"]
         seconds = f"{without['seconds']:.2f} s", f"{with_stagecrew['seconds']:.2f} s", f"{ratio:.3f}"
         table.add_row(f"demo on {name}: {without['rows']:,} flights enriched", *seconds, "")
+    for tasks in (1, 2) if "requests" in results else ():
+        ours = results["requests"]["stagecrew"][tasks]
+        for peer in ("ray", "dask"):
+            theirs = results["requests"][peer][tasks]
+            table.add_row(
+                f"request and reply, 100 bytes, {tasks} tasks; without: {peer}",
+                f"p50 {theirs['p50']:.0f} us, p99 {theirs['p99']:.0f} us",
+                f"p50 {ours['p50']:.0f} us, p99 {ours['p99']:.0f} us",
+                f"{ours['p50'] / theirs['p50']:.3f}",
+                "<= 0.35",
+            )
+    if "events" in results:
+        for way, words in (("up", "task to coordinator"), ("down", "coordinator to task")):
+            small, bulk = (results["events"][kind][way]["median"] for kind in ("small", "bulk"))
+            table.add_row(f"events, {words}, 2 tasks", "", f"{small:,.0f} a second", "", ">= 60,000")
+            table.add_row(f"events of 1 MiB, {words}, 2 tasks", "", f"{bulk:.0f} MB/s", "", ">= 100")
+        for tasks, figures in results["events"]["growing"].items():
+            shown = f"p50 {figures['p50']:.0f} us, p99 {figures['p99']:.0f} us, {figures['per_second']:,.0f} a second"
+            table.add_row(f"requests of {tasks} tasks on two cores", "", shown, "", "")
+    for exponent, figures in results.get("splits", {}).items():
+        table.add_row(
+            f"400 splits, Zipf {exponent}, four slots; bound {figures['bound']:.2f} s; without: static partitions",
+            f"{figures['static']:.2f} s",
+            f"{figures['dynamic']:.2f} s",
+            f"{figures['dynamic'] / figures['bound']:.3f} of the bound",
+            "<= 1.1",
+        )
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -211,12 +314,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="pairs of rounds; 30 of JVM tasks, 10 of Python tasks")
     parser.add_argument("--warm-ups", type=int, help="rounds before, not counted; 40 of JVM tasks, 4 of Python tasks")
     parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
-    parser.add_argument("--only", nargs="+", choices=["jvm", "python", "exits", "demo"], help="some of the figures")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of requests")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="some of the figures")
     parser.add_argument(
         "--results", type=pathlib.Path, default=pathlib.Path("bench-results"), help="folder for the JSON"
     )
     options = parser.parse_args()
-    chosen = options.only or ["jvm", "python", "exits", "demo"]
+    chosen = options.only or FIGURES
 
     import pyspark
 
@@ -232,7 +336,7 @@ def main() -> None:
         "load_before": os.getloadavg(),
     }
     if {"jvm", "python", "exits"} & set(chosen):
-        on, off = Driver("on"), Driver("off")
+        on, off = Driver("driver.py", "on", MASTER), Driver("driver.py", "off", MASTER)
         for kind in GOALS:
             if kind in chosen:
                 warm_ups = WARM_UPS[kind] if options.warm_ups is None else options.warm_ups
@@ -244,6 +348,12 @@ def main() -> None:
             driver("stop")
     if "demo" in chosen:
         results["demo"] = demo()
+    if "requests" in chosen:
+        results["requests"] = requests(options.rounds, 1000)
+    if "events" in chosen:
+        results["events"] = events()
+    if "splits" in chosen:
+        results["splits"] = splits()
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

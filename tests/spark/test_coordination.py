@@ -1,4 +1,4 @@
-"""Operators and their coordinators, on all masters, through the public API."""
+"""Operators and their coordinators, through the public API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import eventually
+from crewtools import LOCAL_CLUSTER, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -71,6 +71,18 @@ def recording() -> type[Recording]:
     return type("Recording", (Recording,), {"made": []})
 
 
+@pytest.fixture
+def cluster(sessions):
+    """A session on a cluster of two executors: what does not differ between masters is looked at on one."""
+    return sessions.get(LOCAL_CLUSTER)
+
+
+@pytest.fixture
+def crew_there(cluster):
+    """Its crew."""
+    return stagecrew.crew(cluster)
+
+
 def total(batches: Any) -> int:
     return sum(sum(batch.column("id").to_pylist()) for batch in batches)
 
@@ -111,7 +123,7 @@ def test_events_and_requests_both_ways(spark, crew, recording):
     assert not coordinator.named("reset")
 
 
-def test_a_subtask_keeps_its_identity(spark, crew, recording):
+def test_a_subtask_keeps_its_identity(cluster, crew_there, recording):
     """Under coalesce, a union with itself, behind another dataset and a cache a subtask is the bound dataset's partition."""
 
     def work(gateway, batches):
@@ -120,12 +132,12 @@ def test_a_subtask_keeps_its_identity(spark, crew, recording):
     def of(n: int) -> tuple[int, int]:
         return n, sum(range(10 * n, 10 * n + 10))
 
-    with crew.topology("t") as topology:
+    with crew_there.topology("t") as topology:
         operator = topology.coordinate("o", recording)
-        bound = operator.map(spark.range(0, 40, 1, 4), work, "a long, b long")
+        bound = operator.map(cluster.range(0, 40, 1, 4), work, "a long, b long")
         assert sorted(map(tuple, bound.coalesce(2).collect())) == [of(n) for n in range(4)]
         assert sorted(map(tuple, bound.union(bound).collect())) == sorted([of(n) for n in range(4)] * 2)
-        other = spark.range(3).selectExpr("cast(-1 as long) a", "cast(0 as long) b")
+        other = cluster.range(3).selectExpr("cast(-1 as long) a", "cast(0 as long) b")
         assert sorted(map(tuple, other.union(bound).where("a >= 0").collect())) == [of(n) for n in range(4)]
         cached = bound.cache()
         assert cached.count() == 4
@@ -133,21 +145,21 @@ def test_a_subtask_keeps_its_identity(spark, crew, recording):
         cached.unpersist()
 
 
-def test_a_bound_function_elsewhere(spark, crew, recording):
+def test_a_bound_function_elsewhere(cluster, crew_there, recording):
     """`bind` gives any function a gateway: a partition of an RDD, a UDF; its evaluations have no subtask."""
 
     def work(gateway, rows):
         yield gateway.subtask, gateway.request(sum(rows))
 
-    with crew.topology("t") as topology:
+    with crew_there.topology("t") as topology:
         operator = topology.coordinate("o", recording)
-        found = spark.sparkContext.parallelize(range(8), 2).mapPartitions(operator.bind(work)).collect()
+        found = cluster.sparkContext.parallelize(range(8), 2).mapPartitions(operator.bind(work)).collect()
     assert sorted(found) == [(None, 12), (None, 44)]
     (coordinator,) = recording.made
     assert {evaluation.subtask for (evaluation,) in coordinator.named("ready")} == {None}
 
 
-def test_a_request_that_fails(spark, crew, recording):
+def test_a_request_that_fails(cluster, crew_there, recording):
     """What handle_request raises is the task's RequestFailed with the coordinator's traceback, and fails nothing else."""
 
     class Refusing(recording):
@@ -160,14 +172,14 @@ def test_a_request_that_fails(spark, crew, recording):
         except stagecrew.RequestFailed as error:
             yield pa.record_batch({"a": [str(error)], "b": [type(error.__cause__).__name__]})
 
-    with crew.topology("t") as topology:
-        (row,) = topology.coordinate("o", Refusing).map(spark.range(0, 1, 1, 1), work, "a string, b string").collect()
+    with crew_there.topology("t") as topology:
+        (row,) = topology.coordinate("o", Refusing).map(cluster.range(0, 1, 1, 1), work, "a string, b string").collect()
     assert row.b == "KeyError"
     assert "handle_request" in row.a
     assert "no such thing" in row.a
 
 
-def test_a_coordinator_that_raises_fails_its_topology(spark, crew, recording):
+def test_a_coordinator_that_raises_fails_its_topology(cluster, crew_there, recording):
     """What a callback raises cancels the topology, once, and is the cause of what the `with` raises."""
 
     class Broken(recording):
@@ -182,9 +194,9 @@ def test_a_coordinator_that_raises_fails_its_topology(spark, crew, recording):
 
     with (
         pytest.raises(stagecrew.CoordinatorFailed, match="in the coordinator") as caught,
-        crew.topology("t") as topology,
+        crew_there.topology("t") as topology,
     ):
-        topology.coordinate("o", Broken).map(spark.range(0, 2, 1, 2), work, "a long").collect()
+        topology.coordinate("o", Broken).map(cluster.range(0, 2, 1, 2), work, "a long").collect()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     (coordinator,) = recording.made
     assert coordinator.calls[-1] == ("close",)
@@ -214,7 +226,7 @@ def test_a_task_that_fails_comes_again(spark, crew, recording, tmp_path):
     assert "ValueError: on purpose" in coordinator.named("failed")[0][1]
 
 
-def test_an_evaluation_that_is_cut_short(spark, crew, recording):
+def test_an_evaluation_that_is_cut_short(cluster, crew_there, recording):
     """One whose rows a limit does not need is reported as cut, not as finished."""
 
     def work(gateway, batches):
@@ -222,22 +234,22 @@ def test_an_evaluation_that_is_cut_short(spark, crew, recording):
             while True:
                 yield one(batch.num_rows)
 
-    with crew.topology("t") as topology:
+    with crew_there.topology("t") as topology:
         operator = topology.coordinate("o", recording)
-        assert operator.map(spark.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
+        assert operator.map(cluster.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
         (coordinator,) = recording.made
         eventually(lambda: coordinator.named("cut"), 20, "the cut is reported")
     assert not coordinator.named("finished")
     assert not coordinator.named("failed")
 
 
-def test_bad_input(spark, crew, recording):
+def test_bad_input(cluster, crew_there, recording):
     """What cannot work is refused by name, with what to do."""
 
     def work(gateway, batches):
         yield from batches
 
-    with crew.topology("t") as topology:
+    with crew_there.topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="made by a factory"):
             topology.coordinate("o", 3)
         operator = topology.coordinate("o", recording)
@@ -245,16 +257,16 @@ def test_bad_input(spark, crew, recording):
             operator.map([1], work, "id long")
         with pytest.raises(stagecrew.OperatorMisused, match="binds a function"):
             operator.bind(3)
-        late = operator.map(spark.range(2), work, "id long")
+        late = operator.map(cluster.range(2), work, "id long")
     with pytest.raises(stagecrew.TopologyClosed, match="bind it inside"):
-        operator.map(spark.range(2), work, "id long")
+        operator.map(cluster.range(2), work, "id long")
     with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
         topology.coordinate("o", recording)
     with pytest.raises(Exception, match="outside of topology 't': run the action inside its `with`"):
         late.collect()
 
 
-def test_events_that_cannot_travel(spark, crew, recording):
+def test_events_that_cannot_travel(cluster, crew_there, recording):
     """An event that cannot be pickled, or is too large, is refused where it is sent, and the task goes on."""
 
     def work(gateway, batches):
@@ -267,8 +279,8 @@ def test_events_that_cannot_travel(spark, crew, recording):
         gateway.send("fine")
         yield pa.record_batch({"a": said})
 
-    with crew.topology("t") as topology:
-        rows = topology.coordinate("o", recording).map(spark.range(0, 1, 1, 1), work, "a string").collect()
+    with crew_there.topology("t") as topology:
+        rows = topology.coordinate("o", recording).map(cluster.range(0, 1, 1, 1), work, "a string").collect()
     assert "EventNotPicklable: a lock cannot travel" in rows[0].a
     assert "EventTooLarge" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import types
 from concurrent.futures import Future
 from typing import Any
 
@@ -126,7 +127,10 @@ class World:
             self.loops.append(ManualLoop(*args))
             return self.loops[-1]
 
-        self.binding = Binding("b", "o", "t", factory, {}, self.failures.append, self.wire.flush, make_loop)
+        owner = types.SimpleNamespace(name="t", store={}, fail=self.failures.append, idle=self.wire.flush)
+        threads = types.SimpleNamespace(loop=make_loop, background=None)
+        self.binding = Binding("b", "o/1", "o", factory, owner, threads)
+        self.binding.begin()
         self.host.add(self.binding)
 
     def say(self, kind, executor="1", **fields):
@@ -388,7 +392,8 @@ def test_the_end_of_a_topology(world):
     """What came is handled, then the coordinator closes; who lives is told."""
     world.ready(1)
     world.events(1, 1, "a")
-    assert world.binding.close(1.0)
+    world.binding.finish()
+    assert world.binding.await_closed(1.0)
     world.host.remove(world.binding, "topology 't' has ended")
     assert world.heard() == [("ready", 1), ("handle_event", 1, "a"), ("close",)]
     world.ready(2)

@@ -35,5 +35,8 @@ def test_the_examples_are_found():
         "stagecrew.frames",
         "stagecrew.listeners",
         "stagecrew.jar",
-        "stagecrew.testing",
+        "stagecrew.testing.resources",
+        "stagecrew.testing.harness",
+        "stagecrew.coordination.checkpoints",
+        "stagecrew.operators.enumerators",
     }

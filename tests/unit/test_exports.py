@@ -100,7 +100,7 @@ def test_the_daemon_is_light():
     assert json.loads(result.stdout) == [["stagecrew"], 1]
 
 
-@pytest.mark.parametrize("name", ["configure", "Crew", "Topology"])
+@pytest.mark.parametrize("name", ["configure", "Crew", "TopologyReport"])
 def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
     """The names that need PySpark say so; the others work."""
     (tmp_path / "pyspark").mkdir()
@@ -109,7 +109,7 @@ def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
     )
     code = f"import stagecrew\nstagecrew.Listener()\nstagecrew.{name}"
     result = fresh(code, str(tmp_path))
-    if name == "Topology":
+    if name == "TopologyReport":
         assert result.returncode == 0, result.stderr
     else:
         assert result.returncode == 1

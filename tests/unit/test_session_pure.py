@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -494,9 +495,14 @@ def test_listeners_of_a_running_application_cannot_change():
     """Those that it has are accepted, also made anew; others are named with what to do."""
     crew = session.Crew.__new__(session.Crew)
     crew._registered = (pool("a"),)
-    crew.already_has((pool("a"),))
-    crew.already_has(())
+    crew.application = types.SimpleNamespace(coordinators={"counter": None})
+    crew.already_has((pool("a"),), ["counter"])
+    crew.already_has((), ())
     with pytest.raises(
         ConfigurationError, match=r"not among them: pool, Pool\. Stop the session first, or use a topology"
     ):
-        crew.already_has((pool("a"), pool("b"), Pool()))
+        crew.already_has((pool("a"), pool("b"), Pool()), ())
+    with pytest.raises(
+        ConfigurationError, match=r"coordinators cannot change any more; not among them: other\. Stop the"
+    ):
+        crew.already_has((), ["counter", "other"])

@@ -2,31 +2,65 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
 
+from stagecrew.coordination.background import Background, InBackground
+from stagecrew.coordination.checkpoints import Pending, checked
 from stagecrew.coordination.context import CoordinatorContext
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
 
-__all__ = ["Binding", "Instance", "Live", "MakeLoop"]
+__all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
 _log = logging.getLogger("stagecrew")
 
 
-#: Name, who hears of what a call raises, and what is called when there is nothing to do.
-MakeLoop = Callable[[str, Callable[[BaseException], None], Callable[[], None]], CallsInOrder]
+class Threads:
+    """What a coordinator runs on; the harness of `stagecrew.testing` has another."""
+
+    def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
+        """Its own thread."""
+        return Loop(name, failed, owner.idle, owner.wait)
+
+    def background(self, name: str) -> InBackground:
+        """Where `call_async` runs."""
+        return Background(name)
+
+    def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:
+        """Waits until all are done, or one failed, or it is late; answers those that are not done."""
+        return concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION).not_done
+
+
+class Owner(Protocol):
+    """Whose bindings these are: the operators of a topology."""
+
+    #: The topology's name.
+    name: str
+    #: Shared by its coordinators.
+    store: dict[str, Any]
+
+    def fail(self, cause: BaseException) -> None:
+        """A coordinator failed."""
+
+    def idle(self) -> None:
+        """A coordinator has nothing to do at once."""
+
+    def wait(self, loop: Loop) -> bool:
+        """Waits for what this coordinator's thread has to do, if it can do better than that thread itself."""
 
 
 class Live:
-    """One evaluation that is live. `expected` and `replies` are the host's, `handled` and `told` the coordinator's thread's."""
+    """One evaluation that is live. `expected` and `replies` are the host's, what is handled and told the coordinator's thread's."""
 
     def __init__(self, evaluation: Evaluation, gateway: Gateway) -> None:
         self.evaluation, self.gateway = evaluation, gateway
         self.expected = 1
-        self.handled = self.told = 0
+        self.handled = self.told = self.untold_bytes = 0
         self.replies: dict[int, tuple[str, bytes] | None] = {}
 
 
@@ -35,13 +69,18 @@ class Instance:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self.context = CoordinatorContext(binding.operator, binding.topology, binding.store)
+        owner, threads = binding.owner, binding.threads
+        self.context = CoordinatorContext(
+            binding.operator, owner.name, owner.store, lambda: threads.background(binding.operator)
+        )
         self.coordinator: Coordinator | None = None
-        self.loop = binding.make_loop(binding.operator, self._failed, binding.idle)
+        self.loop = threads.loop(binding.operator, self._failed, owner)
 
-    def make(self) -> None:
-        """Calls the factory, on whatever thread this is."""
+    def make(self, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None) -> None:
+        """Calls the factory, on whatever thread this is, and restores the coordinator."""
         self.coordinator = self._binding.factory(self.context)
+        if checkpoint_id != NO_CHECKPOINT:
+            self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
     def begin(self) -> None:
         """The session runs: the coordinator starts."""
@@ -51,6 +90,27 @@ class Instance:
     def call(self, method: str, *args: Any) -> None:
         """Enqueues a call of one of the coordinator's methods."""
         self.loop.call(self._call, method, args)
+
+    def checkpoint(self, pending: Pending, cut: Callable[[Binding, Pending, bytes | None], None]) -> None:
+        """On its thread: asks the coordinator for its state. The cut is made where that is there."""
+        if self.context.state == "closed" or self.coordinator is None:
+            return  # whoever closed it gives the checkpoint up
+
+        def taken(done: Future[bytes | None]) -> None:
+            try:
+                cut(self._binding, pending, checked(done.result(), self._binding.operator))
+            except BaseException as error:
+                pending.fail(error)
+
+        try:
+            state = self.coordinator.checkpoint(pending.id)
+            if isinstance(state, Future):
+                state.add_done_callback(taken)
+            else:
+                cut(self._binding, pending, checked(state, self._binding.operator))
+        except BaseException as error:
+            pending.fail(error)
+            raise  # as in every callback
 
     def retire(self) -> None:
         """Nothing that it does has an effect any more; what is enqueued is dropped, and it is closed."""
@@ -68,10 +128,8 @@ class Instance:
             _log.warning("the coordinator of operator %r has not closed within %g s", self._binding.operator, seconds)
         if self.context.state == "closed":
             return  # it was reset again before it began
-        self.make()
+        self.make(checkpoint_id, state)
         assert self.coordinator is not None
-        if checkpoint_id != NO_CHECKPOINT:
-            self.coordinator.reset_to_checkpoint(checkpoint_id, state)
         self.context.initialise(self.loop, self._fail)
         self.coordinator.start()
 
@@ -84,7 +142,7 @@ class Instance:
             self.coordinator.close()
 
     def _fail(self, cause: BaseException) -> None:
-        self._binding.fail(cause)
+        self._binding.owner.fail(cause)
 
     def _failed(self, error: BaseException) -> None:
         if self.context.state == "closed":  # errors while it closes fail nothing
@@ -92,44 +150,57 @@ class Instance:
                 "the coordinator of operator %r failed while it closed", self._binding.operator, exc_info=error
             )
         else:
-            self._binding.fail(error)
+            self._fail(error)
 
 
 class Binding:
-    """Knows its current instance and its live evaluations; guarded by the host's lock."""
+    """Knows its current instance and its live evaluations; guarded by the host's lock.
+
+    `key` is the operator and its how-manieth use, as in a `Checkpoint`. The coordinator is made at once, in the caller's
+    thread, and restored from `state` when there is a checkpoint; it starts with `begin`.
+    """
 
     def __init__(
         self,
         identity: str,
+        key: str,
         operator: str,
-        topology: str,
         factory: Callable[[CoordinatorContext], Coordinator],
-        store: dict[str, Any],
-        fail: Callable[[BaseException], None],
-        idle: Callable[[], None],
-        make_loop: MakeLoop = Loop,
+        owner: Owner,
+        threads: Threads,
+        checkpoint_id: int = NO_CHECKPOINT,
+        state: bytes | None = None,
     ) -> None:
-        self.id, self.operator, self.topology = identity, operator, topology
-        self.factory, self.store, self.fail, self.idle, self.make_loop = factory, store, fail, idle, make_loop
+        self.id, self.key, self.operator = identity, key, operator
+        self.factory, self.owner, self.threads = factory, owner, threads
         self.live: dict[int, Live] = {}
         #: Subtasks of which there has been an evaluation.
         self.seen: set[int] = set()
+        #: The checkpoint that is being taken, and whether it was cut: events are kept back.
+        self.pending: Pending | None = None
+        self.held = False
         self.instance = Instance(self)
         try:
-            self.instance.make()
+            self.instance.make(checkpoint_id, state)
         except BaseException:
             self.instance.loop.end(0)
             raise
+
+    def begin(self) -> None:
+        """The session runs."""
         self.instance.begin()
 
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
         """Puts a new instance in the place of the current one, which is closed first."""
+        self.held = False
         old, self.instance = self.instance, Instance(self)
         old.retire()
         self.instance.loop.call(self.instance.take_over, old, checkpoint_id, state, seconds)
 
-    def close(self, seconds: float) -> bool:
-        """Handles what has come, and closes the coordinator; answers whether that ended in time. Off its own thread."""
-        instance = self.instance
-        instance.loop.call(instance.finish)
-        return instance.loop.end(seconds)
+    def finish(self) -> None:
+        """Has what came handled, and the coordinator closed behind it."""
+        self.instance.loop.call(self.instance.finish)
+
+    def await_closed(self, seconds: float) -> bool:
+        """Takes nothing more; answers whether the coordinator closed in time. Off its own thread."""
+        return self.instance.loop.end(seconds)

@@ -1,10 +1,16 @@
-"""The socket between the driver's JVM and its Python, by which coordinators reach executors. One thread reads it."""
+"""The socket between the driver's JVM and its Python, by which coordinators reach executors.
+
+Whoever is idle reads it: a coordinator's thread that has nothing to do reads for all until there is something for itself, so
+that a request is answered by the thread that read it. (A hop to another thread costs Python more than all the rest.) While all
+coordinators are busy, or there is none, a thread of the channel's own reads.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +18,9 @@ from typing import Any, Final
 
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.loop import Loop
 from stagecrew.errors import ChannelClosed
+from stagecrew.frames import encode
 from stagecrew.worker.channel import Channel
 
 __all__ = ["DriverChannel"]
@@ -22,10 +30,15 @@ _log = logging.getLogger("stagecrew")
 #: What is enqueued is sent at once when it is this long since the last sending, or this much; else when its thread is idle.
 _PAUSE: Final = 0.001
 _BATCH: Final = 512
+#: How long nobody may have read before the channel's own thread does, in seconds: while tasks talk, and while none does.
+_ABSENCE: Final = 0.005
+_QUIET: Final = 0.1
+#: The driver's JVM is told after so many messages that they were read.
+_TELL: Final = 16
 
 
 class DriverChannel:
-    """Frames for executors, and from them to the host. Enqueueing is safe from any thread; one at a time sends.
+    """Frames for executors, and from them to the host. Enqueueing is safe from any thread; one at a time sends, one reads.
 
     Who enqueues much at once (a coordinator that handles a batch) sends it in few pieces: an enqueue sends itself only when
     nothing was sent within the last millisecond, or much waits; the rest goes when the loop is idle, and at the latest with
@@ -40,7 +53,19 @@ class DriverChannel:
         self._count = 0
         self._sending = threading.Lock()
         self._sent = 0.0
-        self._ended = False
+        self._read = self._told = 0
+        self._reading = threading.Lock()
+        #: Who leaves its wait for frames when this is written to.
+        self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poller = select.poll()
+        self._poller.register(self._channel, select.POLLIN)
+        self._poller.register(self._wake_out, select.POLLIN)
+        self._waking = threading.Lock()
+        #: Whether the channel's own thread reads, and loops that would rather.
+        self._own = False
+        self._idle: set[Loop] = set()
+        self._ended = threading.Event()
+        self._closed = False
         self.host = make_host(self)
         self._thread = threading.Thread(target=self._run, name="stagecrew-coordination", daemon=True)
         self._thread.start()
@@ -71,8 +96,11 @@ class DriverChannel:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
                     self._sent = time.monotonic()
-                for executor, frames in waiting.items():
-                    self._channel.send("TO", executor=executor, frames=b"".join(frames))
+                frames = [encode("TO", executor=to, frames=b"".join(some)) for to, some in waiting.items()]
+                if (read := self._read) != self._told:
+                    self._told = read
+                    frames.append(encode("READ", messages=read))
+                self._channel.write(b"".join(frames))
             except ChannelClosed:
                 return  # the reader sees it too
             finally:
@@ -84,25 +112,72 @@ class DriverChannel:
                 self._waiting.setdefault(gateway.evaluation.executor, []).append(frame)
         self._dirty.clear()
 
-    # -- The reader
+    # -- Whoever reads
+
+    def wait(self, loop: Loop) -> bool:
+        """Reads for all until this loop, whose thread it is, has something to do. False when another reads."""
+        if self._ended.is_set():
+            return False
+        if not self._reading.acquire(blocking=False):
+            if self._own:  # it gives way
+                self._idle.add(loop)
+                self.wake()
+            return False
+        try:
+            self._idle.discard(loop)
+            loop.waits_in = self.wake
+            while loop.is_empty and not self._ended.is_set():
+                self._turn(_QUIET)
+        finally:
+            loop.waits_in = None
+            self._reading.release()
+        return True
+
+    def wake(self) -> None:
+        """Whoever waits for frames looks around."""
+        with self._waking, contextlib.suppress(BlockingIOError):  # one that is full wakes anyway
+            if not self._closed:
+                os.write(self._wake_in, b"\0")
+
+    def _turn(self, seconds: float) -> None:
+        """Waits for frames, and takes them. By whoever holds the right to read."""
+        due = self.host.due()
+        pause = seconds if due is None else min(seconds, max(0.0, due - time.monotonic()))
+        ready = {fd for fd, _ in self._poller.poll(pause * 1000 + 1)}
+        if self._wake_out in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_out, 1024)
+        if self._channel.fileno() in ready:
+            try:
+                for frame in self._channel.arrived():
+                    self._take(frame)
+            except ChannelClosed:
+                if not self._ended.is_set():
+                    _log.debug("the driver's JVM closed the channel of coordinators")
+                    self._ended.set()
+                return
+        elif not ready:
+            # Only now: while nobody read, what is late may have come.
+            self.host.expire()
+        if self._read - self._told >= _TELL:
+            with self._lock:
+                self._count += 1  # so that there is something to send
+        self.flush()
 
     def _run(self) -> None:
-        poller = select.poll()
         try:
-            poller.register(self._channel, select.POLLIN)
-            while not self._ended:
-                due = self.host.due()
-                pause = 0.1 if due is None else min(0.1, max(0.0, due - time.monotonic()))
-                if poller.poll(pause * 1000 + 1):
-                    for frame in self._channel.arrived():
-                        self._take(frame)
-                else:
-                    # Only now: while this thread had no turn, what is late may have come.
-                    self.host.expire()
-                self.flush()
-        except ChannelClosed:
-            if not self._ended:
-                _log.debug("the driver's JVM closed the channel of coordinators")
+            while not self._ended.is_set():
+                if self._reading.acquire(blocking=False):
+                    try:
+                        self._own = True
+                        while not self._idle and not self._ended.is_set():
+                            self._turn(_QUIET)
+                    finally:
+                        self._own = False
+                        self._reading.release()
+                    while self._idle:
+                        self._idle.pop().call(_nothing)  # it takes over
+                self._ended.wait(_ABSENCE if self.host.is_busy else _QUIET)
         except Exception:
             _log.exception("the channel of coordinators failed")
 
@@ -114,18 +189,24 @@ class DriverChannel:
                 self.host.lost(frame["executor"], frame["reason"])
         except Exception:
             _log.exception("frames of an executor could not be handled")
+        self._read += 1
 
     def close(self) -> None:
         """Ends the reader and the connection; a second call does nothing."""
-        if self._ended:
-            return
-        self._ended = True
         self.flush()
-        try:
-            self._channel._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
-        finally:
-            if threading.current_thread() is not self._thread:
-                self._thread.join(5)
+        self._ended.set()
+        self.wake()
+        self._channel.shutdown()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
+        with self._reading, self._waking:  # nobody polls, or writes to, what is closed now
+            if self._closed:
+                return
+            self._closed = True
             self._channel.close()
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+
+
+def _nothing() -> None:
+    """A call that makes a loop look around."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from stagecrew.errors import NotInitialised
 
 if TYPE_CHECKING:
+    from stagecrew.coordination.background import InBackground
     from stagecrew.coordination.loop import CallsInOrder
 
 __all__ = ["CoordinatorContext"]
-
-#: How many calls of `call_async` run at once.
-_POOL: Final = 4
 
 
 class CoordinatorContext:
@@ -27,7 +24,9 @@ class CoordinatorContext:
     Source: Flink's lazily initialised context (FLINK-17781).
     """
 
-    def __init__(self, operator: str, topology: str, store: dict[str, Any]) -> None:
+    def __init__(
+        self, operator: str, topology: str, store: dict[str, Any], background: Callable[[], InBackground]
+    ) -> None:
         self.operator = operator
         self.topology = topology
         #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
@@ -36,8 +35,8 @@ class CoordinatorContext:
         self._state = "uninitialised"
         self._loop: CallsInOrder | None = None
         self._fail: Callable[[BaseException], None] = lambda _: None
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
-        self._timers: set[threading.Timer] = set()
+        self._make_background = background
+        self._background: InBackground | None = None
 
     @property
     def state(self) -> str:
@@ -70,9 +69,9 @@ class CoordinatorContext:
         with self._lock:
             if self._state == "closed":
                 return
-            if self._pool is None:
-                self._pool = concurrent.futures.ThreadPoolExecutor(_POOL, f"stagecrew-{self.operator}-async")
-            pool = self._pool
+            if self._background is None:
+                self._background = self._make_background()
+            background = self._background
 
         def run() -> None:
             result, error = None, None
@@ -83,12 +82,9 @@ class CoordinatorContext:
             if self._state == "initialised":
                 self.run_in_coordinator_thread(handler, result, error)
                 if period is not None:
-                    self._later(period, lambda: self.call_async(f, handler, period))
+                    background.later(period, lambda: self.call_async(f, handler, period))
 
-        try:
-            pool.submit(run)
-        except RuntimeError:  # it was closed meanwhile
-            return
+        background.submit(run)
 
     # -- for the host
 
@@ -103,11 +99,9 @@ class CoordinatorContext:
         """Nothing that the coordinator does has an effect any more."""
         with self._lock:
             self._state = "closed"
-            pool, timers = self._pool, list(self._timers)
-        for timer in timers:
-            timer.cancel()
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+            background = self._background
+        if background is not None:
+            background.close()
 
     def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":
@@ -120,17 +114,3 @@ class CoordinatorContext:
                 f"start() or later"
             )
         return self._state == "initialised"
-
-    def _later(self, seconds: float, f: Callable[[], None]) -> None:
-        def run() -> None:
-            with self._lock:
-                self._timers.discard(timer)
-            f()
-
-        timer = threading.Timer(seconds, run)
-        timer.daemon = True
-        with self._lock:
-            if self._state == "closed":
-                return
-            self._timers.add(timer)
-        timer.start()

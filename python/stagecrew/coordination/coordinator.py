@@ -6,6 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
 
@@ -81,6 +83,20 @@ class Coordinator:
         raise NotImplementedError(
             f"{type(self).__qualname__} takes no requests; define handle_request(evaluation, request)"
         )
+
+    def checkpoint(self, checkpoint_id: int) -> bytes | Future[bytes | None] | None:
+        """The state of now, or a `concurrent.futures.Future` of it; None when there is nothing to keep.
+
+        The cut is where this returns, or where the future is completed: what was sent to tasks before has reached their
+        mailboxes when the checkpoint is complete, and what is sent after is kept back until then. A future that fails
+        declines the checkpoint; an exception fails the topology.
+        """
+
+    def checkpoint_complete(self, checkpoint_id: int) -> None:
+        """The states of all coordinators of the topology were taken, and belong together. It may be missed."""
+
+    def checkpoint_aborted(self, checkpoint_id: int) -> None:
+        """The checkpoint was given up: another coordinator declined, or somebody was late."""
 
     def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
         """Called before `start` of an instance that begins as of a checkpoint, with what it stored; None when nothing."""

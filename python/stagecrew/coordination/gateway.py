@@ -20,6 +20,7 @@ class Outbox:
     """What was sent to one evaluation and is not acknowledged: a pure state machine, guarded by its gateway.
 
     Events have the sequence numbers 1, 2, 3…; an acknowledgement is for all up to a number, may come twice, late or never.
+    While it is held, events are kept back, and count as sent at their release.
     """
 
     def __init__(self) -> None:
@@ -27,13 +28,32 @@ class Outbox:
         self._unsent: list[bytes] = []
         #: Sequence number, the time by which it has to be acknowledged, and who waits for it.
         self._waiting: collections.deque[tuple[int, float, Future[None]]] = collections.deque()
+        self._held: list[tuple[bytes, Future[None]]] | None = None
 
     def add(self, payload: bytes, due: float) -> Future[None]:
         """Takes one more event; answers who learns of its acknowledgement."""
         future: Future[None] = Future()
+        if self._held is None:
+            self._queue(payload, due, future)
+        else:
+            self._held.append((payload, future))
+        return future
+
+    def hold(self) -> list[Future[None]]:
+        """Keeps back what is added from now on. Answers who waits for what was added before."""
+        if self._held is None:
+            self._held = []
+        return [future for _, _, future in self._waiting]
+
+    def release(self, due: float) -> None:
+        """Nothing is kept back any more."""
+        held, self._held = self._held or [], None
+        for payload, future in held:
+            self._queue(payload, due, future)
+
+    def _queue(self, payload: bytes, due: float, future: Future[None]) -> None:
         self._unsent.append(payload)
         self._waiting.append((self._sent + len(self._unsent), due, future))
-        return future
 
     def take(self) -> tuple[int, list[bytes]] | None:
         """What is to be sent now, with its first sequence number."""
@@ -58,9 +78,9 @@ class Outbox:
 
     def fail(self) -> list[Future[None]]:
         """Nothing will be acknowledged any more. Answers all who wait."""
-        waiting = [future for _, _, future in self._waiting]
+        waiting = [future for _, _, future in self._waiting] + [future for _, future in self._held or ()]
         self._waiting.clear()
-        self._unsent = []
+        self._unsent, self._held = [], None
         return waiting
 
 
@@ -118,6 +138,17 @@ class Gateway:
         return future
 
     # -- for the host
+
+    def hold(self) -> list[Future[None]]:
+        """A checkpoint's cut: what is sent from now on is kept back. Answers who waits for what was sent before."""
+        with self._lock:
+            return self._outbox.hold()
+
+    def release(self) -> None:
+        """The checkpoint is over: what was kept back is sent."""
+        with self._lock:
+            self._outbox.release(self._deadline())
+        self._dirty(self)
 
     def take(self) -> bytes | None:
         """The frame that is to be sent now."""

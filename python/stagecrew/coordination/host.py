@@ -13,16 +13,20 @@ from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Instance, Live
+from stagecrew.coordination.checkpoints import Pending
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.payloads import WINDOW, failure, pack, unpack
-from stagecrew.errors import ChannelError
+from stagecrew.coordination.loop import Loop
+from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
+from stagecrew.errors import ChannelError, CheckpointFailed
 from stagecrew.frames import Frame, decode, encode
 
 __all__ = ["Host", "Wire"]
 
 #: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
 _REPLIES: Final = 64
+#: How many bindings it remembers that ended.
+_REMOVED: Final = 256
 
 
 class Wire(Protocol):
@@ -37,6 +41,9 @@ class Wire(Protocol):
     def flush(self) -> None:
         """Sends what is enqueued."""
 
+    def wait(self, loop: Loop) -> bool:
+        """Reads on an idle coordinator's thread until it has something to do; answers whether it did."""
+
 
 class Host:
     """Knows every binding of the session, and all live evaluations."""
@@ -48,6 +55,13 @@ class Host:
         self._lock = threading.Lock()
         self._bindings: dict[str, Binding] = {}
         self._live: dict[int, tuple[Binding, Live]] = {}
+        #: Why a binding is not served any more; of the last ones.
+        self._removed: dict[str, str] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any evaluation is live, or may come."""
+        return bool(self._bindings)
 
     def add(self, binding: Binding) -> None:
         """Evaluations of the binding are served from now on."""
@@ -57,8 +71,14 @@ class Host:
     def remove(self, binding: Binding, reason: str) -> None:
         """They are not any more; those that live are told why."""
         with self._lock:
-            self._bindings.pop(binding.id, None)
+            if self._bindings.pop(binding.id, None) is not None:
+                self._removed[binding.id] = reason
+                if len(self._removed) > _REMOVED:
+                    del self._removed[next(iter(self._removed))]
             over = self._cut_off(binding)
+            pending, binding.pending = binding.pending, None
+        if pending is not None:
+            pending.fail(CheckpointFailed(reason))
         self._tell(over, reason)
 
     def reset(self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
@@ -66,8 +86,46 @@ class Host:
         with self._lock:
             over = self._cut_off(binding)
             binding.seen.clear()
+            pending, binding.pending = binding.pending, None
             binding.reset(checkpoint_id, state, seconds)
+        if pending is not None:
+            pending.fail(CheckpointFailed(f"the coordinator of operator {binding.operator!r} was reset meanwhile"))
         self._tell(over, "its coordinator was reset")
+
+    # -- Checkpoints
+
+    def checkpoint(self, binding: Binding, checkpoint_id: int) -> Future[bytes | None]:
+        """Asks the coordinator for its state. Answers a future of it, done when all that it sent before is in mailboxes.
+
+        `end_checkpoint` has to follow; until then what it sends after its cut is kept back.
+        """
+        with self._lock:
+            pending = binding.pending = Pending(checkpoint_id, binding.instance)
+            binding.instance.loop.call(binding.instance.checkpoint, pending, self._cut)
+        return pending.result
+
+    def _cut(self, binding: Binding, pending: Pending, state: bytes | None) -> None:
+        with self._lock:
+            if binding.pending is not pending:
+                return  # given up meanwhile
+            binding.held = True
+            sent = [future for live in binding.live.values() for future in live.gateway.hold()]
+        pending.cut(state, sent)
+        self.wire.flush()
+
+    def end_checkpoint(self, binding: Binding, checkpoint_id: int, complete: bool) -> None:
+        """It is complete, or given up; what was kept back is sent."""
+        with self._lock:
+            pending = binding.pending
+            if pending is None or pending.id != checkpoint_id:
+                return  # another instance has taken over, which knows nothing of it
+            binding.pending, binding.held = None, False
+            pending.instance.call("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
+            gateways = [live.gateway for live in binding.live.values()]
+        pending.fail(CheckpointFailed(f"checkpoint {checkpoint_id} was given up"))
+        for gateway in gateways:
+            gateway.release()
+        self.wire.flush()
 
     def _cut_off(self, binding: Binding) -> list[Live]:
         over = list(binding.live.values())
@@ -171,6 +229,8 @@ class Host:
                     executor=executor,
                 )
                 gateway = Gateway(evaluation, self.limit, lambda: self._clock() + self._ack_timeout, self.wire.dirty)
+                if binding.held:
+                    gateway.hold()
                 live = Live(evaluation, gateway)
                 anew = (
                     subtask is not None
@@ -186,7 +246,8 @@ class Host:
                     binding.instance.call("subtask_reset", subtask, NO_CHECKPOINT)
                 binding.instance.call("ready", evaluation, gateway)
         if binding is None:
-            self._poison(executor, frame["evaluation"], "its topology has ended")
+            reason = self._removed.get(frame["binding"], "its topology has ended")
+            self._poison(executor, frame["evaluation"], reason)
 
     def _fresh(self, live: Live, first: int, payloads: list[bytes]) -> list[bytes] | None:
         """What of these did not come before."""
@@ -245,9 +306,12 @@ class Host:
         if instance.context.state == "closed" or instance.coordinator is None:
             return  # it was reset: what came before is dropped
         handle, evaluation = instance.coordinator.handle_event, live.evaluation
+        context = instance.context
         for payload in payloads:
+            if context.state == "closed":
+                return
             handle(evaluation, unpack(payload))
-        self._handled(live, len(payloads))
+            self._handled(live, len(payload))
 
     def _handle_request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
         if instance.context.state == "closed" or instance.coordinator is None:
@@ -260,7 +324,7 @@ class Host:
                 self._reply(live, sequence, "ok", pack(reply, self.limit))
         except Exception as error:
             self._reply(live, sequence, "failed", failure(error))
-        self._handled(live, 1)
+        self._handled(live, len(payload))
 
     def _answer(self, live: Live, sequence: int, done: Future[Any]) -> None:
         try:
@@ -278,9 +342,11 @@ class Host:
             encode("REPLY", evaluation=evaluation.id, sequence=sequence, outcome=outcome, payload=payload),
         )
 
-    def _handled(self, live: Live, count: int) -> None:
-        live.handled += count
-        if live.handled - live.told >= WINDOW // 4:
-            live.told = live.handled
+    def _handled(self, live: Live, size: int) -> None:
+        """One more message, of so many bytes. The task is told often enough to find room before its window is full."""
+        live.handled += 1
+        live.untold_bytes += size
+        if live.handled - live.told >= WINDOW // 4 or live.untold_bytes >= WINDOW_BYTES // 4:
+            live.told, live.untold_bytes = live.handled, 0
             evaluation = live.evaluation
             self.wire.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import uuid
+import inspect
+import pickle
+import sys
+import typing
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from stagecrew.coordination.context import CoordinatorContext
-from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.errors import OperatorMisused, TopologyClosed
 from stagecrew.worker.evaluations import Bound, evaluate
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import pyarrow as pa
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from stagecrew.topology import Topology
+    from stagecrew.coordination.host import Host
+    from stagecrew.coordination.operators import Factory, Operators
 
 __all__ = ["Operator"]
 
@@ -26,20 +30,38 @@ SUBTASK: Final = "__stagecrew_subtask"
 R = TypeVar("R")
 
 
+class Scope(Protocol):
+    """The topology of an operator, or the application."""
+
+    name: str
+    operators: Operators
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it takes work."""
+
+    def host(self) -> Host:
+        """What serves its coordinators."""
+
+    @property
+    def request_timeout(self) -> float:
+        """How long a task waits for its coordinator, in seconds."""
+
+
 class Operator:
-    """A named place whose tasks talk to a coordinator. Made by `Topology.coordinate`.
+    """A named place whose tasks talk to a coordinator. Made by `Topology.coordinate`, or `Crew.operator` for the application's.
 
     Each use on a dataset is a binding of its own, with a coordinator of its own: made by the factory when it is bound,
     closed when the topology ends.
     """
 
-    def __init__(self, topology: Topology, name: str, factory: Callable[[CoordinatorContext], Coordinator]) -> None:
-        self._topology = topology
+    def __init__(self, scope: Scope, name: str, factory: Factory) -> None:
+        self._scope = scope
         self.name = name
         self._factory = factory
 
     def __repr__(self) -> str:
-        return f"<operator {self.name!r} of {self._topology!r}>"
+        return f"<operator {self.name!r} of {self._scope!r}>"
 
     def map(
         self,
@@ -70,26 +92,86 @@ class Operator:
         """`work(gateway, ...)` as a function without the gateway, for every other entry point of PySpark.
 
         It has no subtask, and nothing is reset or replayed. One that answers an iterator (`mapInPandas`, `mapPartitions`) is one
-        evaluation; of one that answers a value each call is.
+        evaluation; of one that answers a value each call is. It belongs to one dataset: a second DataFrame or RDD that is made
+        with it raises `OperatorMisused` (not where it is within a UDF, which belongs to no dataset).
 
         Raises `OperatorMisused` for work that cannot be called, and `TopologyClosed`.
         """
-        bound = self._bound(work, subtask=None)
-
-        def called(*args: Any) -> Any:
-            return evaluate(bound, work, *args)
-
-        called.__name__ = getattr(work, "__name__", type(work).__name__)
-        return called
+        return BoundFunction(self._bound(work, subtask=None), work)
 
     def _bound(self, work: Any, subtask: str | None) -> Bound:
         if not callable(work):
             raise OperatorMisused(
                 f"operator {self.name!r} binds a function work(gateway, ...), not {type(work).__name__}"
             )
-        if not self._topology.is_active:
-            raise TopologyClosed(f"operator {self.name!r} belongs to {self._topology!r}; bind it inside the `with`")
-        id_ = f"{self._topology.id}/{self.name}/{uuid.uuid4().hex[:12]}"
-        self._topology.host_binding(id_, self.name, self._factory)
-        conf = self._topology.coordination_settings
-        return Bound(id_, self.name, self._topology.name, subtask, *conf)
+        scope = self._scope
+        if not scope.is_active:
+            raise TopologyClosed(f"operator {self.name!r} belongs to {scope!r}; bind it inside the `with`")
+        host = scope.host()
+        id_ = scope.operators.add(self.name, self._factory, host)
+        return Bound(id_, self.name, scope.name, subtask, host.limit, scope.request_timeout)
+
+
+class _UsedTwice(OperatorMisused, pickle.PicklingError):
+    """PySpark passes on an error of pickling; of any other it makes one that is not ours."""
+
+
+class BoundFunction:
+    """What `Operator.bind` answers: the function without its gateway. It travels to tasks, for one dataset."""
+
+    def __init__(self, bound: Bound, work: Callable[..., Any]) -> None:
+        self._bound, self._work = bound, work
+        self._dataset: object = None
+        # What PySpark looks at: the name, and the types, of which the gateway's is none of its business.
+        self.__name__ = getattr(work, "__name__", type(work).__name__)
+        self.__doc__ = work.__doc__
+        gateway: str | None = None
+        try:
+            signature = inspect.signature(work)
+            gateway, *others = signature.parameters
+            self.__signature__ = signature.replace(parameters=[signature.parameters[name] for name in others])
+        except (
+            ValueError,
+            TypeError,
+        ):  # one that was not written in Python, or takes no gateway: then its call says so
+            pass
+        try:
+            hints = typing.get_type_hints(work)
+        except Exception:  # names that cannot be resolved: as they stand
+            hints = getattr(work, "__annotations__", {})
+        self.__annotations__ = {name: hint for name, hint in hints.items() if name != gateway}
+
+    def __call__(self, *args: Any) -> Any:
+        return evaluate(self._bound, self._work, *args)
+
+    def __reduce__(self) -> Any:
+        # PySpark pickles a function when it is used; which dataset that is for stands in the frames above.
+        dataset = _being_built()
+        if dataset is not None:
+            if self._dataset is not None and self._dataset != dataset:
+                raise _UsedTwice(
+                    f"the function bound to operator {self._bound.operator!r} is used on two datasets, which cannot share a "
+                    f"coordinator's evaluations: call bind() once for each"
+                )
+            self._dataset = dataset
+        return BoundFunction, (self._bound, self._work)
+
+
+def _being_built() -> object:
+    """What PySpark is about to give a function to, as far as it can be told: an RDD, or a call of a DataFrame's method.
+
+    None for a UDF, which is an expression and belongs to no dataset.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        this: Any
+        module, this = str(frame.f_globals.get("__name__")), frame.f_locals.get("self")
+        if module == "pyspark.core.rdd" and hasattr(this, "_prev_jrdd"):
+            return this._prev_jrdd.id()  # the same for what is pipelined behind it
+        if module.startswith("pyspark.sql.") and type(this).__name__ in _DATASETS:
+            return object()  # each call makes a dataset, and pickles once
+        frame = frame.f_back
+    return None
+
+
+_DATASETS: Final = frozenset({"DataFrame", "GroupedData", "PandasCogroupedOps"})

@@ -8,6 +8,7 @@ No thread: whoever owns the channel reads it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import select
@@ -107,6 +108,11 @@ class Channel:
             pass
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
+
+    def shutdown(self) -> None:
+        """Ends the connection; whoever reads it gets `ChannelClosed`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes the socket; a second call does nothing."""

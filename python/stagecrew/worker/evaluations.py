@@ -1,8 +1,6 @@
 """The task's side of an operator: calls of bound functions, and their gateway to the coordinator.
 
-An evaluation is one call of a bound function. All evaluations of a process share one connection to the executor, and no
-thread reads it: whoever waits (for a reply, an event, or room to send) reads for all. A coordinator's events wait in the
-executor's mailbox until they are asked for.
+An evaluation is one call of a bound function. A coordinator's events wait in the executor's mailbox until they are asked for.
 """
 
 from __future__ import annotations
@@ -14,29 +12,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
+from stagecrew.coordination.payloads import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.errors import (
-    ChannelClosed,
-    ChannelError,
     EvaluationOver,
     EventTimeout,
     OperatorMisused,
     RequestFailed,
     RequestTimeout,
 )
-from stagecrew.frames import Frame, encode
-from stagecrew.worker import forks
-from stagecrew.worker.channel import Channel
+from stagecrew.frames import encode
+from stagecrew.worker.connection import Connection, connected
 from stagecrew.worker.process import PLACE
 
 __all__ = ["Bound", "TaskGateway", "evaluate"]
-
-T = TypeVar("T")
-
-#: How many bytes of unhandled messages, beside `WINDOW`.
-WINDOW_BYTES: Final = 1 << 23
 
 #: What is sent is kept back for at most so long, or until so much waits.
 _PAUSE: Final = 0.001
@@ -58,74 +48,6 @@ class Bound:
     subtask: str | None
     max_event: int
     request_timeout: float
-
-
-class Connection:
-    """This process's way to its executor, shared by its evaluations. Usable from any thread."""
-
-    def __init__(self, place: str) -> None:
-        self._channel = Channel.connect(place, role="evaluations")
-        self.place = place
-        self._changed = threading.Condition()
-        self._reading = False
-        self._sending = threading.Lock()
-        self._gateways: dict[int, TaskGateway] = {}
-        self.broken: str | None = None
-        forks.forget_in_children(self)
-
-    def forked(self) -> None:
-        """In a child that user code forked: the connection is the parent's."""
-        global _connection
-        _connection = None
-        self.broken = "this process was forked from the task's; use the gateway in the task itself"
-        self._channel.close()
-
-    def add(self, gateway: TaskGateway) -> None:
-        """What comes for this evaluation goes to it."""
-        self._gateways[gateway.id] = gateway
-
-    def remove(self, gateway: TaskGateway) -> None:
-        """It does not any more."""
-        self._gateways.pop(gateway.id, None)
-
-    def send(self, frames: bytes) -> None:
-        """Sends frames. Raises `EvaluationOver` when the executor is gone."""
-        try:
-            with self._sending:
-                self._channel.write(frames)
-        except ChannelClosed as error:
-            self.broken = f"the connection to the executor broke: {error}"
-            raise EvaluationOver(self.broken) from error
-
-    def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """What `found` answers as soon as it answers something, or None when the time is over. Reads meanwhile."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while True:
-            with self._changed:
-                if (result := found()) is not None:
-                    return result
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    return None
-                if self.broken is not None:
-                    raise EvaluationOver(self.broken)
-                if self._reading:
-                    self._changed.wait(left)
-                    continue
-                self._reading = True
-            frames: list[Frame] = []
-            try:
-                frames = self._channel.arrived(left)
-            except ChannelError as error:
-                self.broken = f"the connection to the executor broke: {error}"
-            finally:
-                with self._changed:
-                    self._reading = False
-                    for frame in frames:
-                        gateway = self._gateways.get(frame["evaluation"])
-                        if gateway is not None:
-                            gateway.took(frame)
-                    self._changed.notify_all()
 
 
 class TaskGateway:
@@ -152,7 +74,8 @@ class TaskGateway:
         self._something_kept = threading.Event()
         self._replies: dict[int, tuple[str, bytes]] = {}
         self._events: collections.deque[bytes] = collections.deque()
-        self._wanted = 0
+        #: How much of what was asked for has not been taken; the executor's mailbox counts the same.
+        self._wanted = self._wanted_bytes = 0
         self._over: str | None = None
         self._done = False
         connection.add(self)
@@ -168,6 +91,11 @@ class TaskGateway:
                 partition=context.partitionId(),
             )
         )
+
+    @property
+    def host(self) -> str:
+        """The executor's host, as Spark names it."""
+        return str(self._connection.welcome["host"])
 
     def __repr__(self) -> str:
         return f"<gateway to the coordinator of {self._bound.operator!r}, subtask {self.subtask}>"
@@ -347,15 +275,20 @@ class TaskGateway:
 
         def one() -> bytes | None:
             if self._events:
+                payload = self._events.popleft()
                 self._wanted -= 1
-                return self._events.popleft()
+                self._wanted_bytes -= max(len(payload), 1)
+                return payload
             self._check_over()
             return None
 
-        if self._wanted <= _WANT // 2 and not self._events:
-            more = _WANT - self._wanted
-            self._wanted += more
-            self._connection.send(encode("WANT", evaluation=self.id, events=more, bytes=_WANT_BYTES))
+        with self._connection.changed:  # which `one` holds too
+            more, size = 0, 0
+            if not self._events and (self._wanted <= _WANT // 2 or self._wanted_bytes <= _WANT_BYTES // 2):
+                more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes
+                self._wanted, self._wanted_bytes = _WANT, _WANT_BYTES
+        if more or size:
+            self._connection.send(encode("WANT", evaluation=self.id, events=more, bytes=size))
         payload = self._connection.wait(one, timeout)
         if payload is None:
             raise EventTimeout(
@@ -364,12 +297,8 @@ class TaskGateway:
         return payload
 
 
-_connection: Connection | None = None
-_connecting: Final = threading.Lock()
-
-
-def _connected(bound: Bound) -> tuple[Connection, Any]:
-    global _connection
+def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
+    """Calls `work(gateway, *args)` as one evaluation; an iterator that it answers belongs to it."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -379,15 +308,7 @@ def _connected(bound: Bound) -> tuple[Connection, Any]:
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the action "
             f"inside its `with`; a lazy dataset that is run later has no coordinator"
         )
-    with _connecting:
-        if _connection is None or _connection.place != place or _connection.broken is not None:
-            _connection = Connection(place)
-        return _connection, context
-
-
-def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
-    """Calls `work(gateway, *args)` as one evaluation; an iterator that it answers belongs to it."""
-    connection, context = _connected(bound)
+    connection = connected(place)
     subtask: int | None = None
     if bound.subtask is not None:
         subtask, batches = _identified(bound.subtask, args[0])

@@ -34,12 +34,14 @@ final case class Description(
     name: String,
     parent: Option[String],
     listeners: Vector[Entry],
-    python: PythonCommand) {
+    python: PythonCommand,
+    /** Whether tasks of no named topology may call functions that are bound to operators of the application. */
+    coordinated: Boolean = false) {
 
   /** Body and blobs for a frame; each pickled listener says where among the blobs its bytes are. */
   def encoded: (String, Vector[Array[Byte]]) = {
     val node = Json.obj()
-    node.put("id", id).put("name", name).put("executable", python.executable)
+    node.put("id", id).put("name", name).put("executable", python.executable).put("coordinated", coordinated)
     parent.foreach(node.put("parent", _))
     val environment = node.putObject("environment")
     python.environment.foreach { case (key, value) => environment.put(key, value) }
@@ -84,6 +86,7 @@ object Description {
           blob = Option(entry.get("blob")).filterNot(_.isNull).map(at => blobs(at.asInt)))
       }.toVector,
       python = PythonCommand(
-        node.get("executable").asText, Json.fields(node.get("environment")), Json.strings(node.get("files"))))
+        node.get("executable").asText, Json.fields(node.get("environment")), Json.strings(node.get("files"))),
+      coordinated = node.path("coordinated").asBoolean)
   }
 }

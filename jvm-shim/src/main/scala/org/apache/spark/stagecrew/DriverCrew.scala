@@ -49,12 +49,13 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   // -- What Python asks for (any thread)
 
-  /** Adds listeners to the application's topology; before its first task. */
-  def registerApplication(listeners: Vector[Entry], python: PythonCommand): Unit = call {
+  /** Adds listeners to the application's topology, and says whether it has operators; before its first task. */
+  def registerApplication(added: Description): Unit = call {
     val application = topologies(Description.Application)
     val before = application.description.listeners
-    val renumbered = listeners.zipWithIndex.map { case (entry, i) => entry.copy(index = before.size + i) }
-    application.description = application.description.copy(listeners = before ++ renumbered, python = python)
+    val renumbered = added.listeners.zipWithIndex.map { case (entry, i) => entry.copy(index = before.size + i) }
+    application.description = application.description.copy(
+      listeners = before ++ renumbered, python = added.python, coordinated = added.coordinated)
     publish(application)
   }
 

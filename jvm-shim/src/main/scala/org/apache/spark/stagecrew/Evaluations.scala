@@ -14,6 +14,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
   import Evaluations._
 
   private val book = mutable.LongMap.empty[Evaluation]
+  private val killed = mutable.Set.empty[Long] // attempts that Spark asked to end, and that have not ended
 
   /** Serves a worker's link until it ends. Frames go on to the driver in batches: as many as are there. */
   def serve(link: Link, limit: Int): Unit = {
@@ -31,8 +32,10 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
       synchronized(book(id) = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes)))
       batch.add(frame)
+      batch.flush() // the driver hears of its begin before it hears of its end
       // Its end may have been told before it was booked.
       if (!runs(attempt)) end(_.id == id, "cut", Unneeded)
+      else if (synchronized(killed(attempt))) poison(_.id == id, Killed)
     case "WANT" =>
       val want = Frames.decode(ByteBuffer.wrap(frame))
       find(want.long("evaluation")).foreach { evaluation =>
@@ -42,7 +45,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
       // One that is over by Spark's word is not heard any more.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
-      if (kind == "FINISH") evaluation.foreach(_.finished = true)
+      if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
       if (evaluation.nonEmpty) batch.add(frame) else link.send("POISON", id, "its attempt is over, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
@@ -67,9 +70,9 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
           case Mailbox.Refused(reason) => answers.add("OVERFLOWED", evaluation.id, reason)
         }
       case "REPLY" =>
+        // Before it is written: whoever gets the reply to a request may say at once that it has finished.
+        if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(book -= evaluation.id)
         evaluation.link.write(Frames.withLength(frame))
-        // The last, but for replies that other threads of the task do not wait for any more.
-        if (evaluation.finished) synchronized(book -= evaluation.id)
       case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
       case "POISON" =>
         synchronized(book -= evaluation.id)
@@ -79,22 +82,33 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
   }
 
   /** The worker is gone, and its evaluations with it. */
-  def gone(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
+  def gone(link: Link): Unit = { end(_.link eq link, "failed", s"$link is gone"); () }
+
+  /** Spark asks an attempt to end: whoever waits for its coordinator does so at once. */
+  def interrupted(attempt: Long): Unit = {
+    synchronized(killed += attempt)
+    poison(_.attempt == attempt, Killed)
+  }
 
   /** Spark's word on an attempt: "finished", which cuts what had not finished, or "failed". */
-  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty) {
+  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty || killed.nonEmpty) {
+    synchronized(killed -= attempt)
     end(_.attempt == attempt, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
   }
 
-  private def end(which: Evaluation => Boolean, outcome: String, reason: String): Unit = {
+  private def poison(which: Evaluation => Boolean, reason: String): Unit =
+    end(which, "failed", reason).foreach(evaluation => evaluation.link.send("POISON", evaluation.id, reason))
+
+  private def end(which: Evaluation => Boolean, outcome: String, reason: String): Seq[Evaluation] = {
     val over = synchronized {
-      val found = book.values.filter(which).map(_.id).toVector
-      found.foreach(book -= _)
+      val found = book.values.filter(which).toVector
+      found.foreach(book -= _.id)
       found
     }
     val batch = new Batch(toDriver)
-    over.foreach(id => batch.add("GONE", id, outcome, reason))
+    over.foreach(evaluation => batch.add("GONE", evaluation.id, outcome, reason))
     batch.flush()
+    over
   }
 
   private def find(id: Long): Option[Evaluation] = synchronized(book.get(id))
@@ -105,21 +119,23 @@ object Evaluations {
   def on(executor: String, settings: Settings, runs: Long => Boolean): Evaluations = {
     lazy val driver = SparkInternals.driver(Coordination.EndpointName)
     lazy val here: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, runs,
-      frames => driver.send(SparkInternals.withSender(endpoint, Frames.encode("FROM", executor, frames))))
+      frames => driver.send(Frames.encode("FROM", executor, frames)))
     lazy val endpoint: Peer = SparkInternals.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("what a coordinator sent")(here.arrived(ByteBuffer.wrap(message)))
     })
-    endpoint
+    // Who we are, once and before all else: Java takes longer to write and read a reference than all the rest of a message.
+    driver.send(SparkInternals.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))
     here
   }
 
   private val BatchBytes = 1 << 18
   private val Unneeded = "Spark needed no more of its rows"
+  private val Killed = "its attempt was killed"
 
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
-    /** Its function has ended: what it waits for is the answer to that. */
-    @volatile var finished = false
+    /** The sequence number of its end, once its function has ended: the answer to that is the last that it gets. */
+    @volatile var finishing = -1L
 
     /** Changes the mailbox and sends the worker what it may have now. */
     def deliver[T](change: Mailbox => T): T = synchronized {

@@ -83,7 +83,12 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     })
     val properties = SparkInternals.localProperties(task)
     // A bound function finds its channel by it: which tasks call one, nobody knows before they do.
-    if (topology != null && booked.contains(topology)) properties.setProperty(PlaceProperty, place.toString)
+    if ((topology != null && booked.contains(topology)) || wanted.head.coordinated) {
+      properties.setProperty(PlaceProperty, place.toString)
+      task.addTaskInterruptListener(new TaskInterruptListener {
+        override def onTaskInterrupted(context: TaskContext, reason: String): Unit = if (coordinated) evaluations.interrupted(attempt)
+      })
+    }
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     } else try {

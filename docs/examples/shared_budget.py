@@ -1,0 +1,63 @@
+"""A coordinator of your own: the tasks of a job together make at most so many calls a second to a service.
+
+Run it: `python shared_budget.py`.
+"""
+
+import time
+from concurrent.futures import Future
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+
+class Budget(stagecrew.Coordinator):
+    """Answers a request for one call as soon as there is one to make; all tasks share `per_second`."""
+
+    def __init__(self, context, per_second):
+        super().__init__(context)
+        self.per_second = per_second
+        self.waiting = []
+        self.granted = 0
+
+    def start(self):
+        # Not a sleep: the coordinator's thread is free for what tasks say meanwhile.
+        self.context.call_async(time.monotonic, self.grant, period=1 / self.per_second)
+
+    def handle_request(self, evaluation, request):
+        answer = Future()
+        self.waiting.append((evaluation, answer))
+        return answer
+
+    def failed(self, evaluation, reason):
+        self.waiting = [one for one in self.waiting if one[0] != evaluation]
+
+    def grant(self, _now, _error):
+        if self.waiting:
+            _, answer = self.waiting.pop(0)
+            self.granted += 1
+            answer.set_result(self.granted)
+
+
+def call_service(gateway, batches):
+    for batch in batches:
+        numbers = [gateway.request("may I?") for _ in range(batch.num_rows)]  # then the call itself
+        yield pa.record_batch({"call": pa.array(numbers, pa.int64())})
+
+
+def main():
+    spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("shared budget")).getOrCreate()
+    with stagecrew.crew(spark).topology("calls") as topology:
+        budget = topology.coordinate("budget", lambda context: Budget(context, per_second=50))
+        calls = budget.map(spark.range(0, 40, 1, 4), call_service, "call long")
+        started = time.monotonic()
+        granted = sorted(row.call for row in calls.collect())
+        seconds = time.monotonic() - started
+    assert granted == list(range(1, 41))
+    print(f"{len(granted)} calls in {seconds:.1f} s, at most 50 a second by all tasks together")
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

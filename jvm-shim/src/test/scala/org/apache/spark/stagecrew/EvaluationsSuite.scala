@@ -1,0 +1,109 @@
+package org.apache.spark.stagecrew
+
+import java.io.{ByteArrayOutputStream, EOFException}
+import java.nio.ByteBuffer
+import org.scalatest.OneInstancePerTest
+import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.mutable
+
+class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
+  private val driver = mutable.Buffer.empty[Frame]
+  private val worker = mutable.Buffer.empty[Frame]
+
+  /** An executor on which attempts 1 to 9 run; what it sends goes to `driver`. */
+  private val evaluations = new Evaluations(10, 1000, _ < 10, { bytes =>
+    val buffer = ByteBuffer.wrap(bytes)
+    while (buffer.hasRemaining) {
+      val frame = new Array[Byte](buffer.getInt())
+      buffer.get(frame)
+      driver += Frames.decode(ByteBuffer.wrap(frame))
+    }
+  })
+
+  /** A worker says this, and then nothing more; what it is sent goes to `worker`. */
+  private def says(frames: Array[Byte]*): Link = {
+    val input = new ByteArrayOutputStream
+    frames.foreach(input.write(_))
+    val link = Links.link("p", "evaluations", 7, input.toByteArray)(worker += _)
+    intercept[EOFException](evaluations.serve(link, 1 << 20))
+    link
+  }
+
+  private def arrives(frames: Array[Byte]*): Unit = {
+    val all = new ByteArrayOutputStream
+    frames.foreach(all.write(_))
+    evaluations.arrived(ByteBuffer.wrap(all.toByteArray))
+  }
+
+  private def ready(evaluation: Long, attempt: Long) =
+    Frames.encode("READY", evaluation, "b", 0L, attempt, 0L, 0L, 0L)
+  private def request(evaluation: Long, sequence: Long) = Frames.encode("REQUEST", evaluation, sequence, Array[Byte](1))
+  private def finish(evaluation: Long, sequence: Long) = Frames.encode("FINISH", evaluation, sequence, "finished", "")
+  private def reply(evaluation: Long, sequence: Long) =
+    Frames.encode("REPLY", evaluation, sequence, "ok", Array[Byte](2))
+
+  private def kinds(frames: mutable.Buffer[Frame]) = {
+    val found = frames.map(_.kind).toList
+    frames.clear()
+    found
+  }
+
+  test("the answer to its end is the last that an evaluation gets, and answers to what it asked before come through") {
+    // So too when the reply to a request is still being written while the worker, which has it, says that it finished.
+    says(ready(1, 1), request(1, 1), request(1, 2), finish(1, 3))
+    assert(kinds(driver) == List("READY", "REQUEST", "REQUEST", "FINISH"))
+    arrives(reply(1, 1), reply(1, 2))
+    arrives(reply(1, 3), reply(1, 4))
+    assert(worker.map(_.long("sequence")) == Seq(1, 2, 3))
+  }
+
+  test("an attempt that is over ends its evaluations, and what they say after it is refused") {
+    says(ready(1, 1), ready(2, 2))
+    kinds(driver)
+    evaluations.attemptOver(1, Some("killed"))
+    assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("GONE", 1, "failed")))
+    kinds(driver)
+    says(request(1, 1), request(2, 1))
+    assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("POISON"))
+    evaluations.attemptOver(2, None)
+    assert(driver.map(_.text("outcome")) == Seq("cut"))
+  }
+
+  test("an attempt that is killed ends its evaluations at once, and those that it begins until it is over") {
+    says(ready(1, 1), ready(2, 2))
+    kinds(driver)
+    evaluations.interrupted(1)
+    assert(kinds(driver) == List("GONE") && worker.map(_.long("evaluation")) == Seq(1))
+    kinds(worker)
+    says(ready(3, 1))
+    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+    evaluations.attemptOver(1, Some("killed"))
+    says(ready(4, 1))
+    assert(kinds(driver) == List("READY") && worker.isEmpty)
+  }
+
+  test("one whose attempt was over before it was booked is told of as cut") {
+    says(ready(3, 99))
+    assert(kinds(driver) == List("READY", "GONE"))
+  }
+
+  test("with its link all evaluations of a worker are gone") {
+    val link = says(ready(1, 1), ready(2, 1))
+    kinds(driver)
+    evaluations.gone(link)
+    assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("GONE"))
+  }
+
+  test("events wait in the mailbox until they are asked for, and are acknowledged when they are in") {
+    says(ready(1, 1))
+    kinds(driver)
+    arrives(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
+    assert(kinds(driver) == List("ACCEPTED") && worker.isEmpty)
+    says(Frames.encode("WANT", 1L, 5L, 100L))
+    assert(kinds(worker) == List("EVENTS"))
+    arrives(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
+    assert(kinds(driver) == List("OVERFLOWED"))
+    arrives(Frames.encode("POISON", 1L, "events were lost"), reply(1, 1))
+    assert(kinds(worker) == List("POISON"))
+  }
+}

@@ -1,0 +1,110 @@
+"""Checkpoints: the states of a topology's coordinators that belong together, and the cut that each makes."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import hashlib
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.binding import Instance
+
+__all__ = ["Checkpoint", "Pending"]
+
+_FORMAT: Final = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The states of a topology's coordinators as of one cut. `states` is by operator and its use: `"budget/1"`."""
+
+    id: int
+    states: Mapping[str, bytes | None]
+
+    def to_bytes(self) -> bytes:
+        """As bytes to be stored.
+
+        >>> Checkpoint.from_bytes(Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()).states
+        {'budget/1': b'left: 7'}
+        """
+        states = {
+            key: None if state is None else base64.b64encode(state).decode() for key, state in self.states.items()
+        }
+        body = json.dumps({"format": _FORMAT, "id": self.id, "states": states}).encode()
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Checkpoint:
+        """What `to_bytes` made. Raises `CheckpointCorrupt` for anything else, also for one byte that differs."""
+        digest, _, body = data.partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            raise CheckpointCorrupt(
+                f"these {len(data)} bytes are no checkpoint, or not as they were written: their digest differs"
+            )
+        try:
+            found = json.loads(body)
+            if found["format"] != _FORMAT:
+                raise CheckpointCorrupt(
+                    f"a checkpoint of format {found['format']}; this stagecrew reads format {_FORMAT}: use the one that wrote it"
+                )
+            states = {
+                key: None if state is None else base64.b64decode(state, validate=True)
+                for key, state in found["states"].items()
+            }
+            return cls(found["id"], states)
+        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
+
+
+class Pending:
+    """One checkpoint of one coordinator: asked, then cut, then taken; or it failed, and whatever comes later is nothing.
+
+    Taken when what had been sent before the cut is acknowledged, or its evaluation has failed. Usable from any thread.
+    """
+
+    def __init__(self, checkpoint_id: int, instance: Instance) -> None:
+        self.id, self.instance = checkpoint_id, instance
+        #: Done when it is taken, with the state.
+        self.result: Future[bytes | None] = Future()
+        self._lock = threading.Lock()
+        self._awaited: set[Future[None]] = set()
+
+    def cut(self, state: bytes | None, sent: Iterable[Future[None]]) -> None:
+        """The state is there; these were sent before it."""
+        itself: Future[None] = Future()  # so that it cannot be done before all others are known
+        with self._lock:
+            self._awaited = {itself, *sent}
+            awaited = tuple(self._awaited)
+        for future in awaited:
+            future.add_done_callback(lambda done: self._acknowledged(done, state))
+        itself.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """It was declined, or given up."""
+        with self._lock:
+            if not self.result.done():
+                self.result.set_exception(error)
+
+    def _acknowledged(self, which: Future[None], state: bytes | None) -> None:
+        with self._lock:
+            self._awaited.discard(which)
+            if not self._awaited and not self.result.done():
+                self.result.set_result(state)
+
+
+def checked(state: object, operator: str) -> bytes | None:
+    """What a coordinator gave as its state. Raises `CheckpointFailed` unless it is bytes or None."""
+    if state is None or isinstance(state, bytes):
+        return state
+    raise CheckpointFailed(
+        f"the coordinator of operator {operator!r} gave a {type(state).__name__} as its state; checkpoint() answers bytes, a "
+        f"Future of bytes, or None"
+    )

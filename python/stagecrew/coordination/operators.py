@@ -1,0 +1,217 @@
+"""The operators of one topology: their bindings, and what fails, checkpoints, resets and closes them together."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stagecrew.coordination.binding import Binding, Threads
+from stagecrew.coordination.checkpoints import Checkpoint
+from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
+from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.host import Host
+    from stagecrew.coordination.loop import Loop
+
+__all__ = ["Factory", "Operators"]
+
+_log = logging.getLogger("stagecrew")
+
+Factory = Callable[["CoordinatorContext"], Coordinator]
+
+
+class Scope(Protocol):
+    """The topology, as its operators see it."""
+
+    name: str
+    id: str
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it takes work."""
+
+    def cancel_failed(self, cause: BaseException) -> None:
+        """Begins to cancel what runs of it, because a coordinator failed. It does not wait."""
+
+
+class Operators:
+    """Knows the bindings of a topology, and its coordinators' first failure. Usable from any thread."""
+
+    def __init__(self, scope: Scope, close_timeout: Callable[[], float], threads: Threads | None = None) -> None:
+        self._scope, self._close_timeout, self._threads = scope, close_timeout, threads or Threads()
+        self.name = scope.name
+        self.store: dict[str, Any] = {}
+        self.cause: BaseException | None = None
+        self._lock = threading.Lock()
+        self._host: Host | None = None
+        self._names: set[str] = set()
+        self._uses: dict[str, int] = {}
+        self._bindings: list[Binding] = []
+        #: Made before the session ran, by their keys; taken by the binding that comes first.
+        self._prepared: dict[str, Binding] = {}
+        self._checkpointing = threading.Lock()
+        self._last_checkpoint = 0
+
+    # -- Names and bindings
+
+    def name_operator(self, name: str) -> None:
+        """Takes a name. Raises `OperatorMisused` when another operator of the topology has it."""
+        with self._lock:
+            if name in self._names:
+                raise OperatorMisused(
+                    f"topology {self.name!r} has an operator {name!r} already; use that one, or another name: a checkpoint knows "
+                    f"coordinators by the names of their operators"
+                )
+            self._names.add(name)
+
+    def free_name(self, wanted: str) -> str:
+        """Takes this name, or the first of `wanted-2`, `wanted-3`… that nobody has."""
+        with self._lock:
+            name, number = wanted, 1
+            while name in self._names:
+                number += 1
+                name = f"{wanted}-{number}"
+            self._names.add(name)
+            return name
+
+    def prepare(self, name: str, factory: Factory, restored: Checkpoint | None) -> None:
+        """Makes the coordinators of an operator before the session runs, restored as of a checkpoint."""
+        self.name_operator(name)
+        keys = [] if restored is None else [key for key in restored.states if key.rpartition("/")[0] == name]
+        for key in keys or [f"{name}/1"]:
+            as_of = (restored.id, restored.states[key]) if restored is not None and keys else (NO_CHECKPOINT, None)
+            self._prepared[key] = self._made(key, name, factory, *as_of)
+
+    def begin(self, host: Host) -> None:
+        """The session runs: those that were prepared start."""
+        with self._lock:
+            self._host = host
+            prepared = list(self._prepared.values())
+        for binding in prepared:
+            binding.begin()
+
+    def add(self, operator: str, factory: Factory, host: Host) -> str:
+        """One more use of an operator: a coordinator for it. Answers the binding's id."""
+        with self._lock:
+            self._host = host
+            self._uses[operator] = self._uses.get(operator, 0) + 1
+            key = f"{operator}/{self._uses[operator]}"
+            binding = self._prepared.pop(key, None)
+        if binding is None:
+            binding = self._made(key, operator, factory)
+            binding.begin()
+        with self._lock:
+            self._bindings.append(binding)
+        host.add(binding)
+        return binding.id
+
+    def _made(
+        self, key: str, operator: str, factory: Factory, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None
+    ) -> Binding:
+        id_ = f"{self._scope.id}/{key}/{uuid.uuid4().hex[:12]}"
+        return Binding(id_, key, operator, factory, self, self._threads, checkpoint_id, state)
+
+    # -- What a coordinator's instance asks of its owner
+
+    def fail(self, cause: BaseException) -> None:
+        """Fails the topology, once: cancels what runs of it. From any thread."""
+        with self._lock:
+            if self.cause is not None or not self._scope.is_active:
+                return
+            self.cause = cause
+            host, bindings = self._host, list(self._bindings)
+        _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
+        # Who waits for a coordinator ends at once; and nobody begins with one any more.
+        if host is not None:
+            for binding in bindings:
+                host.remove(binding, f"topology {self.name!r} failed: {type(cause).__name__}: {cause}")
+        self._scope.cancel_failed(cause)
+
+    def idle(self) -> None:
+        """Sends what waits to be sent."""
+        if (host := self._host) is not None:
+            host.wire.flush()
+
+    def wait(self, loop: Loop) -> bool:
+        """Reads what comes from executors on this coordinator's thread, which has nothing else to do."""
+        return (host := self._host) is not None and host.wire.wait(loop)
+
+    def raise_failure(self) -> None:
+        """Raises `CoordinatorFailed` from the first failure, if there was one."""
+        if self.cause is not None:
+            raise CoordinatorFailed(
+                f"a coordinator of topology {self.name!r} failed: {type(self.cause).__name__}: {self.cause}"
+            ) from self.cause
+
+    # -- All together
+
+    def checkpoint(self, checkpoint_id: int | None, timeout: float) -> Checkpoint:
+        """See `Topology.checkpoint`."""
+        self.raise_failure()
+        with self._checkpointing:
+            id_ = self._last_checkpoint + 1 if checkpoint_id is None else checkpoint_id
+            if id_ <= self._last_checkpoint:
+                raise CheckpointFailed(
+                    f"checkpoint {id_} of topology {self.name!r} does not come after {self._last_checkpoint}: ids grow"
+                )
+            self._last_checkpoint = id_
+            with self._lock:
+                host, bindings = self._host, list(self._bindings)
+            if host is None:
+                return Checkpoint(id_, {})
+            taken = {binding: host.checkpoint(binding, id_) for binding in bindings}
+            complete = False
+            try:
+                late = self._threads.wait(taken.values(), timeout)
+                for binding, state in taken.items():
+                    if state.done() and (error := state.exception()) is not None:
+                        raise CheckpointFailed(
+                            f"checkpoint {id_} of topology {self.name!r}: the coordinator of operator {binding.operator!r} gave no "
+                            f"state: {type(error).__name__}: {error}"
+                        ) from error
+                if late:
+                    names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
+                    raise CheckpointFailed(
+                        f"checkpoint {id_} of topology {self.name!r}: within {timeout:g} s no state came of {names}"
+                    )
+                complete = True
+                return Checkpoint(id_, {binding.key: state.result() for binding, state in taken.items()})
+            finally:
+                for binding in bindings:
+                    host.end_checkpoint(binding, id_, complete)
+
+    def reset(self, checkpoint: Checkpoint | None) -> None:
+        """See `Topology.reset`."""
+        self.raise_failure()
+        with self._lock:
+            host, bindings = self._host, list(self._bindings)
+        for binding in bindings:
+            assert host is not None
+            state = None if checkpoint is None else checkpoint.states.get(binding.key)
+            id_ = NO_CHECKPOINT if checkpoint is None or binding.key not in checkpoint.states else checkpoint.id
+            host.reset(binding, id_, state, self._close_timeout())
+
+    def close(self, reason: str) -> None:
+        """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""
+        with self._lock:
+            bindings, host = [*self._bindings, *self._prepared.values()], self._host
+            self._bindings.clear()
+            self._prepared.clear()
+        seconds = self._close_timeout()
+        deadline = time.monotonic() + seconds
+        for binding in bindings:
+            binding.finish()
+        for binding in bindings:
+            if not binding.await_closed(max(0.0, deadline - time.monotonic())):
+                _log.warning(
+                    "topology %r: the coordinator of operator %r has not closed within %g s",
+                    self.name, binding.operator, seconds,
+                )  # fmt: skip
+            if host is not None:
+                host.remove(binding, reason)

@@ -1,0 +1,1 @@
+"""Ready-made operators: coordinators with their task sides."""

@@ -1,0 +1,148 @@
+"""Which splits each subtask was given: what makes a dynamic source deterministic. No Spark, no thread."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from pyspark import cloudpickle
+
+from stagecrew.errors import SplitsFailed
+
+__all__ = ["SplitLog"]
+
+#: How many splits are read ahead where the enumerator knows locations, so that there is something to choose from.
+_AHEAD: Final = 64
+
+
+class SplitLog:
+    """A log of splits per subtask. Whoever evaluates a subtask reads its log from the beginning, and then lengthens it.
+
+    So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When the
+    enumerator has no more, all logs are sealed. Splits are pickled once, and known again by those bytes, and by equality
+    where they can be hashed.
+    """
+
+    def __init__(self, splits: Iterable[Any], locations: Callable[[Any], Sequence[str]] | None, name: str) -> None:
+        self._splits: Iterator[Any] = iter(splits)
+        self._locations, self._name = locations, name
+        self._logs: dict[int, list[bytes]] = {}
+        self._ahead: collections.deque[tuple[bytes, frozenset[str]]] = collections.deque()
+        self._seen: set[Any] = set()
+        #: Digests of what is in restored logs, and was not enumerated again yet.
+        self._restored: set[bytes] = set()
+        self._exhausted = False
+        self._failure: BaseException | None = None
+
+    def at(self, subtask: int, index: int, host: str) -> bytes | None:
+        """The split at this place of the subtask's log, pickled; None at its end, when there are no more.
+
+        Raises `SplitsFailed` from what the enumerator raised, and ever after, and for a place beyond the log's end.
+        """
+        log = self._logs.setdefault(subtask, [])
+        if index < len(log):
+            return log[index]
+        if index > len(log):
+            raise SplitsFailed(
+                f"subtask {subtask} of {self._name} asked for split {index} of its log, which has {len(log)}: another coordinator "
+                f"gave it the others"
+            )
+        if self._failure is not None:
+            raise SplitsFailed(str(self._failure)) from self._failure
+        split = self._take(host)
+        if split is not None:
+            log.append(split)
+        return split
+
+    @property
+    def given(self) -> int:
+        """How many splits are in logs."""
+        return sum(map(len, self._logs.values()))
+
+    @property
+    def sealed(self) -> bool:
+        """Whether there are no more."""
+        return self._exhausted and not self._ahead
+
+    def state(self) -> bytes:
+        """The logs, for a checkpoint."""
+        return pickle.dumps({"logs": self._logs})
+
+    def restore(self, state: bytes) -> None:
+        """Goes on as of a checkpoint. What the enumerator gives again is known by its bytes, and skipped."""
+        self._logs = pickle.loads(state)["logs"]
+        self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
+
+    def _take(self, host: str) -> bytes | None:
+        wanted = 1 if self._locations is None else _AHEAD
+        while len(self._ahead) < wanted and (found := self._next()) is not None:
+            self._ahead.append(found)
+        if not self._ahead:
+            return None
+        chosen = next((i for i, (_, hosts) in enumerate(self._ahead) if host in hosts), 0)
+        split, _ = self._ahead[chosen]
+        del self._ahead[chosen]
+        return split
+
+    def _next(self) -> tuple[bytes, frozenset[str]] | None:
+        while not self._exhausted:
+            try:
+                split = next(self._splits, _END)
+                if split is _END:
+                    self._exhausted = True
+                    if self._restored:
+                        raise SplitsFailed(
+                            f"{len(self._restored)} splits that tasks of {self._name} had read before the checkpoint were not "
+                            f"enumerated again; an enumerator has to give the same splits again"
+                        )
+                    return None
+                packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
+                hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
+                if self._is_new(split, packed):
+                    return packed, hosts
+            except BaseException as error:
+                if isinstance(error, SplitsFailed):
+                    self._failure = error
+                else:
+                    self._failure = SplitsFailed(
+                        f"the enumerator of {self._name} raised {type(error).__name__}: {error}"
+                    )
+                    self._failure.__cause__ = error
+                raise self._failure from error
+        return None
+
+    def _is_new(self, split: Any, packed: bytes) -> bool:
+        digest = _digest(packed)
+        if digest in self._restored:
+            self._restored.discard(digest)
+            self._seen.add(digest)
+            return False
+        marks = [digest]
+        try:
+            hash(split)
+            marks.append(split)
+        except TypeError:
+            pass
+        if any(mark in self._seen for mark in marks):
+            raise SplitsFailed(
+                f"the enumerator of {self._name} gave one split twice: {_short(split)}. Its rows would be read twice; give each once, "
+                f"or make them differ"
+            )
+        self._seen.update(marks)
+        return True
+
+
+_END: Final = object()
+
+
+def _digest(packed: bytes) -> bytes:
+    return hashlib.blake2b(packed, digest_size=16).digest()
+
+
+def _short(split: Any) -> str:
+    text = repr(split)
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,179 @@
+"""Splits: a dynamic source whose idle tasks pull what they read next."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import pyarrow as pa
+
+from stagecrew.coordination.coordinator import Coordinator, Evaluation
+from stagecrew.errors import OperatorMisused, RequestTimeout, SplitsFailed
+from stagecrew.operators.splitlog import SplitLog
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
+
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.operator import Scope
+    from stagecrew.worker.evaluations import TaskGateway
+
+__all__ = ["Enumerator", "SplitCoordinator", "read_splits"]
+
+#: How often it is looked whether the enumerator is late, in seconds.
+_WATCH: Final = 1.0
+
+
+class Enumerator(Protocol):
+    """What has splits: `splits()` is read lazily, from the beginning each time it is called.
+
+    It may also have `locations(split)`: the hosts on which the split is read best, as Spark names them.
+    """
+
+    def splits(self) -> Iterable[Any]:
+        """Picklable splits, each once, in the order in which they should be begun: the largest first, if that is known."""
+
+
+class SplitCoordinator(Coordinator):
+    """Gives splits to subtasks by their logs. Its enumerator is read on its thread, one split at a time."""
+
+    def __init__(self, context: CoordinatorContext, enumerator: Any, patience: float) -> None:
+        super().__init__(context)
+        self._enumerator, self._patience = enumerator, patience
+        self._name = f"operator {context.operator!r}"
+        self._log: SplitLog | None = None
+        self._restored: bytes | None = None
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """See `Coordinator`."""
+        if not isinstance(self._enumerator, Sequence):
+            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
+
+    def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | None:
+        """A task asks for the split at a place of its subtask's log; None at its end."""
+        index, host = request
+        assert evaluation.subtask is not None
+        self._since = time.monotonic()
+        try:
+            return self._splits().at(evaluation.subtask, index, host)
+        except SplitsFailed as error:
+            self.context.fail(error)
+            raise
+        finally:
+            self._since = None
+
+    def checkpoint(self, checkpoint_id: int) -> bytes | None:
+        """See `Coordinator`."""
+        return self._restored if self._log is None else self._log.state()
+
+    def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
+        """See `Coordinator`."""
+        self._restored = state
+
+    def _splits(self) -> SplitLog:
+        if self._log is None:
+            enumerator = self._enumerator
+            try:
+                splits = iter(enumerator.splits() if hasattr(enumerator, "splits") else enumerator)
+            except Exception as error:
+                raise SplitsFailed(f"the enumerator of {self._name} raised {type(error).__name__}: {error}") from error
+            self._log = SplitLog(splits, getattr(enumerator, "locations", None), self._name)
+            if self._restored is not None:
+                self._log.restore(self._restored)
+        return self._log
+
+    def _watch(self) -> None:
+        since = self._since
+        if since is not None and time.monotonic() - since > self._patience:
+            self.context.fail(
+                SplitsFailed(
+                    f"the enumerator of {self._name} has not given its next split within {self._patience:g} s: it blocks, or is slow. "
+                    f"Make it faster, or raise spark.stagecrew.request.timeout"
+                )
+            )
+
+
+def _nothing(_result: Any, _error: BaseException | None) -> None:
+    """What was watched has been told."""
+
+
+def read_splits(
+    scope: Scope,
+    context: SparkContext,
+    enumerator: Any,
+    read: Callable[[Any], Iterable[pa.RecordBatch]],
+    schema: StructType | str,
+    parallelism: int | None,
+    name: str,
+) -> DataFrame:
+    """See `Topology.splits`."""
+    from pyspark.sql import SparkSession
+
+    from stagecrew.coordination.operator import Operator
+
+    if not hasattr(enumerator, "splits") and not isinstance(enumerator, Iterable):
+        raise OperatorMisused(
+            f"splits() takes an iterable of splits, or an object whose splits() answers one; {type(enumerator).__name__} is neither"
+        )
+    if not callable(read):
+        raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}")
+    if isinstance(enumerator, Iterator):
+        enumerator = _Once(enumerator, name)
+    tasks = context.defaultParallelism if parallelism is None else parallelism
+    if not isinstance(tasks, int) or tasks < 1:
+        raise OperatorMisused(f"parallelism is the number of tasks, at least 1, not {tasks!r}")
+    patience = 0.9 * scope.request_timeout
+    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, patience))
+    session = SparkSession.getActiveSession() or SparkSession(context)
+
+    def work(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        return read_subtask(gateway, batches, read)
+
+    return operator.map(session.range(0, tasks, 1, tasks), work, schema)
+
+
+class _Once:
+    """An iterator, which can be read once: a coordinator that begins anew cannot begin it anew."""
+
+    def __init__(self, iterator: Iterator[Any], name: str) -> None:
+        self._iterator, self._name, self._begun = iterator, name, False
+
+    def splits(self) -> Iterator[Any]:
+        """The iterator, the first time."""
+        if self._begun:
+            raise SplitsFailed(
+                f"the splits of operator {self._name!r} came from an iterator, which cannot be read again after a reset; give a list, or "
+                f"an object whose splits() begins anew"
+            )
+        self._begun = True
+        return self._iterator
+
+
+def read_subtask(
+    gateway: TaskGateway, batches: Iterator[pa.RecordBatch], read: Callable[[Any], Iterable[pa.RecordBatch]]
+) -> Iterator[pa.RecordBatch]:
+    """The task's side: reads the splits of its subtask's log, and then those that it is given."""
+    for _ in batches:  # the one row that makes it a subtask
+        pass
+    index = 0
+    while True:
+        try:
+            packed = gateway.request((index, gateway.host))
+        except RequestTimeout as error:
+            raise SplitsFailed(f"no split came: {error}") from error
+        if packed is None:
+            return
+        index += 1
+        split = pickle.loads(packed)
+        for batch in read(split):
+            if isinstance(batch, pa.Table):
+                yield from batch.to_batches()
+            elif isinstance(batch, pa.RecordBatch):
+                yield batch
+            else:
+                raise OperatorMisused(f"read(split) yields pyarrow.RecordBatch objects, not {type(batch).__name__}")

@@ -1,0 +1,115 @@
+"""What a topology tells of itself: counts per listener and executor, as the driver knows them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+from typing import Any
+
+__all__ = ["ListenerReport", "TopologyReport"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ListenerReport:
+    """One listener of a topology on one executor. `opens` and `closes` count attempts, `lost` opens without a close."""
+
+    name: str
+    scope: str
+    executor: str
+    opens: int
+    closes: int
+    failures: int
+    lost: int
+    open_seconds: float
+    close_seconds: float
+    last_error: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyReport:
+    """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
+
+    `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
+    they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
+    closed when the exit gave up waiting.
+    """
+
+    id: str
+    name: str
+    kind: str
+    state: str
+    started: dt.datetime
+    ended: dt.datetime | None
+    jobs: int
+    listeners: tuple[ListenerReport, ...]
+    processes: dict[str, int]
+    lost_processes: dict[str, int]
+    deferred: dict[str, int]
+    lost_executors: tuple[str, ...]
+    unclosed: tuple[str, ...]
+
+    @property
+    def opens(self) -> int:
+        """How often a listener's `open` was called."""
+        return sum(listener.opens for listener in self.listeners)
+
+    @property
+    def closes(self) -> int:
+        """How often a listener's `close` was called."""
+        return sum(listener.closes for listener in self.listeners)
+
+    @property
+    def failures(self) -> int:
+        """How often a hook raised or was interrupted."""
+        return sum(listener.failures for listener in self.listeners)
+
+    @property
+    def lost(self) -> int:
+        """How many opens have no close, because their process is gone."""
+        return sum(listener.lost for listener in self.listeners)
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> TopologyReport:
+        """From the driver's JSON."""
+        executors: dict[str, Any] = node["executors"]
+        listeners = [
+            ListenerReport(
+                name=entry["name"],
+                scope=entry["scope"],
+                executor=executor,
+                opens=entry["opens"],
+                closes=entry["closes"],
+                failures=entry["failures"],
+                lost=entry["lost"],
+                open_seconds=entry["openMicros"] / 1e6,
+                close_seconds=entry["closeMicros"] / 1e6,
+                last_error=entry["lastError"],
+            )
+            for executor, counts in executors.items()
+            for entry in counts["listeners"]
+        ]
+
+        def numbers(name: str) -> dict[str, int]:
+            return {executor: counts[name] for executor, counts in executors.items() if counts[name]}
+
+        return cls(
+            id=node["id"],
+            name=node["name"],
+            kind=node["kind"],
+            state=node["state"],
+            started=_time(node["started"]),
+            ended=_time(node["ended"]) if node["ended"] else None,
+            jobs=node["jobs"],
+            listeners=tuple(listeners),
+            processes=numbers("processes"),
+            lost_processes=numbers("lostProcesses"),
+            deferred={
+                executor: len(counts["deferred"]) for executor, counts in executors.items() if counts["deferred"]
+            },
+            lost_executors=tuple(node["lostExecutors"]),
+            unclosed=tuple(node["unclosed"]),
+        )
+
+
+def _time(milliseconds: int) -> dt.datetime:
+    return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC)

@@ -1,0 +1,111 @@
+"""A worker's connection to its executor for evaluations: one per process, shared by all that live there.
+
+No thread reads it: whoever waits (for a reply, an event, or room to send) reads for all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol, TypeVar
+
+from stagecrew.errors import ChannelClosed, ChannelError, EvaluationOver
+from stagecrew.frames import Frame
+from stagecrew.worker import forks
+from stagecrew.worker.channel import Channel
+
+__all__ = ["Connection", "connected"]
+
+T = TypeVar("T")
+
+
+class Receiver(Protocol):
+    """One evaluation, as the connection sees it."""
+
+    id: int
+
+    def took(self, frame: Frame) -> None:
+        """Something came for it; called with the connection's condition held."""
+
+
+class Connection:
+    """This process's way to its executor, shared by its evaluations. Usable from any thread."""
+
+    def __init__(self, place: str) -> None:
+        self._channel = Channel.connect(place, role="evaluations")
+        self.place = place
+        self.welcome = self._channel.welcome
+        self.changed = threading.Condition()
+        self._reading = False
+        self._sending = threading.Lock()
+        self._gateways: dict[int, Receiver] = {}
+        self.broken: str | None = None
+        forks.forget_in_children(self)
+
+    def forked(self) -> None:
+        """In a child that user code forked: the connection is the parent's."""
+        global _current
+        _current = None
+        self.broken = "this process was forked from the task's; use the gateway in the task itself"
+        self._channel.close()
+
+    def add(self, gateway: Receiver) -> None:
+        """What comes for this evaluation goes to it."""
+        self._gateways[gateway.id] = gateway
+
+    def remove(self, gateway: Receiver) -> None:
+        """It does not any more."""
+        self._gateways.pop(gateway.id, None)
+
+    def send(self, frames: bytes) -> None:
+        """Sends frames. Raises `EvaluationOver` when the executor is gone."""
+        try:
+            with self._sending:
+                self._channel.write(frames)
+        except ChannelClosed as error:
+            self.broken = f"the connection to the executor broke: {error}"
+            raise EvaluationOver(self.broken) from error
+
+    def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
+        """What `found` answers as soon as it answers something, or None when the time is over. Reads meanwhile."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            with self.changed:
+                if (result := found()) is not None:
+                    return result
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                if self.broken is not None:
+                    raise EvaluationOver(self.broken)
+                if self._reading:
+                    self.changed.wait(left)
+                    continue
+                self._reading = True
+            frames: list[Frame] = []
+            try:
+                frames = self._channel.arrived(left)
+            except ChannelError as error:
+                self.broken = f"the connection to the executor broke: {error}"
+            finally:
+                with self.changed:
+                    self._reading = False
+                    for frame in frames:
+                        gateway = self._gateways.get(frame["evaluation"])
+                        if gateway is not None:
+                            gateway.took(frame)
+                    self.changed.notify_all()
+
+
+_current: Connection | None = None
+_connecting: Final = threading.Lock()
+
+
+def connected(place: str) -> Connection:
+    """This process's connection to the executor whose place file this is."""
+    global _current
+    with _connecting:
+        if _current is None or _current.place != place or _current.broken is not None:
+            _current = Connection(place)
+        return _current

@@ -1,0 +1,105 @@
+"""Calls of an actor from a task, in other frameworks: `peers.py ray|dask`. Obeys JSON lines as `driver.py` does.
+
+Ray and Dask are installed for this alone (`pip install -e '.[bench]'`).
+"""
+
+import json
+import os
+import sys
+import time
+
+PAYLOAD = b"x" * 100
+
+
+class Echo:
+    """An actor that answers what it gets."""
+
+    def call(self, payload):
+        """The payload."""
+        return payload
+
+
+def timed(call, warm_up, count):
+    """Seconds of each call, one after the other."""
+    for _ in range(warm_up):
+        call()
+    times = []
+    for _ in range(count):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+class Ray:
+    """Ray: an actor, called from remote functions."""
+
+    def __init__(self):
+        import ray
+
+        self.ray = ray
+        ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+        self.actor = ray.remote(Echo).remote()
+
+        @ray.remote
+        def task(actor, count):
+            return timed(lambda: ray.get(actor.call.remote(PAYLOAD)), 200, count)
+
+        self.task = task
+
+    def requests(self, tasks, count):
+        """Seconds of each call, of tasks that run at once."""
+        found = self.ray.get([self.task.remote(self.actor, count) for _ in range(tasks)])
+        return {"seconds": [one for times in found for one in times]}
+
+    def stop(self):
+        """Ends it."""
+        self.ray.shutdown()
+        return {}
+
+
+class Dask:
+    """Dask: an actor on one worker, called from tasks on the others."""
+
+    def __init__(self):
+        from distributed import Client, LocalCluster
+
+        self.cluster = LocalCluster(n_workers=3, threads_per_worker=1, processes=True, dashboard_address=None)
+        self.client = Client(self.cluster)
+        self.workers = list(self.client.scheduler_info()["workers"])
+        self.actor = self.client.submit(Echo, actor=True, workers=[self.workers[0]]).result()
+
+    def requests(self, tasks, count):
+        """See `Ray.requests`."""
+
+        def task(actor, number):
+            return timed(lambda: actor.call(PAYLOAD).result(), 100, count)
+
+        futures = [
+            self.client.submit(task, self.actor, n, workers=[self.workers[1 + n % 2]], pure=False) for n in range(tasks)
+        ]
+        return {"seconds": [one for future in futures for one in future.result()]}
+
+    def stop(self):
+        """Ends it."""
+        self.client.close()
+        self.cluster.close()
+        return {}
+
+
+def main():
+    """Serves until told to stop."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    peer = {"ray": Ray, "dask": Dask}[sys.argv[1]]()
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        do = request.pop("do")
+        print(json.dumps(getattr(peer, do)(**request)), file=answers, flush=True)
+        if do == "stop":
+            return
+
+
+if __name__ == "__main__":
+    main()

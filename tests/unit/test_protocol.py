@@ -1,0 +1,313 @@
+"""The protocol between a task and its coordinator over a network that drops, doubles, delays and reorders.
+
+Both ends are the real ones: the task's gateway, and the host with a coordinator. Between them is an executor's mailbox as
+`Mailbox.scala` has it, and frames travel when the test says so.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import stagecrew
+from stagecrew.coordination.binding import Binding, Threads
+from stagecrew.coordination.host import Host
+from stagecrew.coordination.payloads import unpack
+from stagecrew.frames import Decoder, decode, encode
+from stagecrew.testing.harness import _Calls
+from stagecrew.worker.evaluations import Bound, TaskGateway
+
+
+class Echo(stagecrew.Coordinator):
+    """Keeps what it hears, and answers requests with their number."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.heard, self.asked, self.over, self.gateway = [], [], [], None
+
+    def ready(self, evaluation, gateway):
+        self.gateway = gateway
+
+    def handle_event(self, evaluation, event):
+        self.heard.append(event)
+
+    def handle_request(self, evaluation, request):
+        self.heard.append(request)
+        self.asked.append(request)
+        return ("reply", request)
+
+    def failed(self, evaluation, reason):
+        self.over.append("failed")
+
+    def finished(self, evaluation):
+        self.over.append("finished")
+
+
+class Inline(Threads):
+    """Calls wait until the machine makes them."""
+
+    def __init__(self):
+        self.loops = []
+
+    def loop(self, _name, failed, _idle):
+        self.loops.append(_Calls(failed))
+        return self.loops[-1]
+
+
+class Mail:
+    """An executor's mailbox for one evaluation, as in Mailbox.scala, for a worker that takes whatever there is."""
+
+    def __init__(self):
+        self.accepted, self.refused = 0, None
+
+    def offer(self, first, payloads):
+        if self.refused is None and first > self.accepted + 1:
+            self.refused = "lost"
+        if self.refused is not None:
+            return []
+        fresh = payloads[self.accepted + 1 - first :]
+        self.accepted += len(fresh)
+        return fresh
+
+
+class Protocol(RuleBasedStateMachine):
+    """One evaluation. `out` are frames from the task, `back` frames to it, each list a network."""
+
+    faults = True
+
+    @initialize()
+    def begin(self):
+        self.out, self.back, self.unsent = [], [], {}
+        self.failures, self.now = [], 0.0
+        self.threads, self.mail = Inline(), Mail()
+        self.broken = None
+        self.host = Host(self, 1 << 20, 5.0, lambda: self.now)
+        owner = types.SimpleNamespace(name="t", store={}, fail=self.failures.append, idle=lambda: None)
+        self.binding = Binding("b", "o/1", "o", Echo, owner, self.threads)
+        self.binding.begin()
+        self.host.add(self.binding)
+        self.connection = types.SimpleNamespace(
+            add=lambda _: None,
+            remove=lambda _: None,
+            send=self.sent_by_task,
+            wait=self.wait,
+            changed=types.SimpleNamespace(__enter__=None),
+            welcome={"host": "h"},
+        )
+        context = types.SimpleNamespace(
+            taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
+        )
+        bound = Bound("b", "o", "t", None, 1 << 20, 1.0)
+        self.task = TaskGateway(self.connection, bound, 0, context)
+        self.settle()
+        self.sent, self.requests, self.pushed, self.received, self.futures = [], [], [], [], []
+        self.finished = self.lost = False
+        self.count = 0
+
+    # -- what both ends run on
+
+    def sent_by_task(self, frames):
+        self.out += list(Decoder(1 << 20).feed(frames))
+
+    def send(self, _executor, frame):
+        self.gather()
+        self.back.append(decode(frame[4:]))
+
+    def gather(self):
+        gateways, self.unsent = self.unsent, {}
+        for gateway in gateways:
+            if (frame := gateway.take()) is not None:
+                self.back.append(decode(frame[4:]))
+
+    def dirty(self, gateway):
+        self.unsent[gateway] = None
+
+    def flush(self):
+        self.gather()
+
+    def run(self):
+        while any(loop.run() for loop in self.threads.loops):
+            pass
+        self.gather()
+
+    def to_host(self, frame):
+        self.host.received("1", encode(frame.kind, **frame.fields))
+        self.run()
+
+    def to_task(self, frame):
+        if frame.kind == "EVENTS":
+            fresh = self.mail.offer(frame["first"], frame["payloads"])
+            self.received += map(unpack, fresh)
+            if self.mail.refused is None:
+                self.to_host_later("ACCEPTED", sequence=self.mail.accepted)
+            else:
+                self.to_host_later("OVERFLOWED", reason="events were lost")
+        else:
+            self.task.took(frame)
+
+    def to_host_later(self, kind, **fields):
+        self.out += Decoder(1 << 20).feed(encode(kind, evaluation=self.task.id, **fields))
+
+    def settle(self):
+        """Everything that travels arrives, in order."""
+        self.run()
+        while self.out or self.back:
+            while self.out:
+                self.to_host(self.out.pop(0))
+            while self.back:
+                self.to_task(self.back.pop(0))
+            self.run()
+
+    def wait(self, found, _seconds):
+        """Nobody else is there to send: what is on its way arrives, or nothing comes in time."""
+        if (result := found()) is not None:
+            return result
+        self.settle()
+        return found()
+
+    # -- what happens
+
+    @property
+    def coordinator(self):
+        return self.binding.instance.coordinator
+
+    def next(self):
+        self.count += 1
+        return self.count
+
+    def doing(self, f):
+        try:
+            return f()
+        except (stagecrew.EvaluationOver, stagecrew.RequestTimeout) as error:
+            self.broken = error
+            return None
+
+    @precondition(lambda self: self.broken is None and not self.finished)
+    @rule(hurry=st.booleans())
+    def task_sends(self, hurry):
+        number = self.next()
+        self.task._sent_at = 0.0 if not hurry else float("inf")
+        self.task._flusher = object()  # who sends what was kept back: the test
+        if self.doing(lambda: self.task.send(number) or True):
+            self.sent.append(number)
+
+    @precondition(lambda self: self.broken is None and not self.finished)
+    @rule()
+    def task_flushes(self):
+        self.doing(self.task._flush)
+
+    @precondition(lambda self: self.broken is None and not self.finished)
+    @rule()
+    def task_requests(self):
+        number = self.next()
+        self.sent.append(number)
+        reply = self.doing(lambda: self.task.request(number))
+        assert self.broken is not None or reply == ("reply", number)
+
+    @precondition(lambda self: self.broken is None and not self.finished)
+    @rule()
+    def task_finishes(self):
+        self.doing(lambda: self.task.finish("finished", ""))
+        self.finished = True
+        if self.broken is None:
+            assert self.coordinator.heard == self.sent
+
+    @precondition(lambda self: self.coordinator.gateway is not None)
+    @rule()
+    def coordinator_sends(self):
+        number = self.next()
+        self.futures.append((number, self.coordinator.gateway.send(number)))
+        self.pushed.append(number)
+        self.gather()
+
+    @precondition(lambda self: self.out or self.back)
+    @rule(data=st.data())
+    def one_arrives(self, data):
+        """The first of either network, or any, where the network reorders."""
+        network = data.draw(st.sampled_from([net for net in (self.out, self.back) if net]))
+        at = data.draw(st.integers(0, len(network) - 1)) if self.faults else 0
+        frame = network.pop(at)
+        self.to_host(frame) if network is self.out else self.to_task(frame)
+
+    @precondition(lambda self: self.faults and (self.out or self.back))
+    @rule(data=st.data(), double=st.booleans())
+    def one_is_lost_or_doubled(self, data, double):
+        network = data.draw(st.sampled_from([net for net in (self.out, self.back) if net]))
+        at = data.draw(st.integers(0, len(network) - 1))
+        if double:
+            network.insert(data.draw(st.integers(0, len(network))), network[at])
+        else:
+            del network[at]
+            self.lost = True
+
+    @rule(seconds=st.floats(0, 10))
+    def time_goes_on(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def nothing_came(self):
+        """What is late is late only when nothing waits to be read."""
+        if not self.out:
+            self.host.expire()
+            self.run()
+
+    # -- what holds
+
+    @invariant()
+    def in_order_and_once(self):
+        if not hasattr(self, "task"):
+            return
+        assert self.coordinator.heard == self.sent[: len(self.coordinator.heard)]
+        assert self.received == self.pushed[: len(self.received)]
+        assert not self.failures
+        assert len(self.coordinator.over) <= 1
+        for number, future in self.futures:
+            if future.done() and future.exception() is None:
+                assert number in self.received
+
+    def teardown(self):
+        if not hasattr(self, "task"):
+            return
+        if self.broken is None and not self.finished:
+            self.task_finishes()
+        self.settle()
+        self.now += 10
+        self.host.expire()
+        self.run()
+        self.settle()
+        # No loss is silent: each event is there, or its sender knows.
+        for number, future in self.futures:
+            assert future.done()
+            assert (future.exception() is None) == (number in self.received) or future.exception() is not None
+        if self.coordinator.over == ["finished"]:
+            assert self.coordinator.heard == self.sent
+        if not self.faults:
+            assert self.coordinator.over == ["finished"]
+            assert self.broken is None
+
+
+class Orderly(Protocol):
+    """A network that only delays."""
+
+    faults = False
+
+    @rule(seconds=st.just(0.0))
+    def time_goes_on(self, seconds):
+        """It stands still: nothing is late."""
+
+
+TestProtocol = Protocol.TestCase
+TestProtocol.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestOrderly = Orderly.TestCase
+TestOrderly.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.long
+class TestProtocolLong(Protocol.TestCase):
+    """Many more."""
+
+    settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)
