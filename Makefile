@@ -54,7 +54,8 @@ test-unit: setup ## the tests without Spark
 test-jvm: setup ## the shim's own tests
 	build/sbt shim/test
 
-$(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py
+$(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
+	$(BIN)/python tests/compile_zip.py
 	$(BIN)/python tests/archive_classes.py build/spark-classes.jsa
 	@touch $@
 
