@@ -64,7 +64,7 @@ test-spark: setup $(STAMPS)/classes ## the tests with real Spark
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## every test but the long seeded runs: under 20 minutes
-	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm
+	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
 	$(MAKE) test-spark
 
 .PHONY: check-and-docs

@@ -221,7 +221,7 @@ def test_both_flood_each_other(cluster, made):
         assert operator.map(cluster.range(0, 2, 1, 2), work, "a long").count() == 2
 
 
-@pytest.mark.parametrize("tasks", [12, pytest.param(64, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tasks", [8, pytest.param(64, marks=pytest.mark.long)])
 def test_many_tasks_wait_on_two_cores(sessions, made, tasks):
     """All wait for the same event, hold no thread of the driver, and all get it."""
     spark = sessions.get(f"local[{tasks}]")

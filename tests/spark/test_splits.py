@@ -371,7 +371,7 @@ def several_runs(spark: Any, folder: Path, seeds: range) -> None:
 
 def test_every_split_once_whatever_dies(dying, tmp_path):
     """Workers and executors killed, tasks that raise and that are speculated: every split once. Some seeds."""
-    several_runs(dying, tmp_path, range(6, 10))
+    several_runs(dying, tmp_path, range(7, 10))
 
 
 @pytest.mark.long
