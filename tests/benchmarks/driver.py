@@ -5,7 +5,6 @@ It stays alive between rounds, so that `run.py` can take turns between one with 
 
 import contextlib
 import heapq
-import json
 import os
 import random
 import sys
@@ -15,6 +14,7 @@ from concurrent.futures import Future
 
 import pyarrow as pa
 from pyspark.sql import SparkSession
+from serving import serve
 
 import stagecrew
 
@@ -253,22 +253,6 @@ class Driver:
         return {}
 
 
-def main():
-    """Serves until told to stop."""
-    # Whatever else writes to the standard output must not get between our lines.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    plugin, master = sys.argv[1] == "on", sys.argv[2]
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # a cluster's executors would run the python3 of the PATH
-    driver = Driver(plugin, master)
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        do = request.pop("do")
-        print(json.dumps(getattr(driver, do)(**request)), file=answers, flush=True)
-        if do == "stop":
-            return
-
-
 if __name__ == "__main__":
-    main()
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # a cluster's executors would run the python3 of the PATH
+    serve(lambda: Driver(sys.argv[1] == "on", sys.argv[2]))

@@ -3,10 +3,10 @@
 Ray and Dask are installed for this alone (`pip install -e '.[bench]'`).
 """
 
-import json
-import os
 import sys
 import time
+
+from serving import serve
 
 PAYLOAD = b"x" * 100
 
@@ -87,19 +87,5 @@ class Dask:
         return {}
 
 
-def main():
-    """Serves until told to stop."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    peer = {"ray": Ray, "dask": Dask}[sys.argv[1]]()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        do = request.pop("do")
-        print(json.dumps(getattr(peer, do)(**request)), file=answers, flush=True)
-        if do == "stop":
-            return
-
-
 if __name__ == "__main__":
-    main()
+    serve({"ray": Ray, "dask": Dask}[sys.argv[1]])

@@ -16,32 +16,9 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
 from stagecrew.errors import EvaluationOver, EventNotPicklable, EventTooLarge
 from stagecrew.frames import decode, encode
+from stagecrew.testing.harness import _Calls
 
 LIMIT = 1 << 20
-
-
-class ManualLoop:
-    """A loop that does what it was told when the test says so."""
-
-    def __init__(self, _name, failed, _idle):
-        self.calls, self.failed, self.ended = [], failed, False
-
-    def call(self, f, *args):
-        if not self.ended:
-            self.calls.append((f, args))
-
-    def end(self, _seconds):
-        self.run()
-        self.ended = True
-        return True
-
-    def run(self):
-        while self.calls:
-            f, args = self.calls.pop(0)
-            try:
-                f(*args)
-            except Exception as error:
-                self.failed(error)
 
 
 class FakeWire:
@@ -116,15 +93,15 @@ class World:
         self.wire = FakeWire()
         self.host = Host(self.wire, LIMIT, 30.0, lambda: self.now)
         self.failures: list[BaseException] = []
-        self.loops: list[ManualLoop] = []
+        self.loops: list[_Calls] = []
         self.coordinators: list[Noting] = []
 
         def factory(context):
             self.coordinators.append(Noting(context))
             return self.coordinators[-1]
 
-        def make_loop(*args):
-            self.loops.append(ManualLoop(*args))
+        def make_loop(_name, failed, _owner):
+            self.loops.append(_Calls(failed))
             return self.loops[-1]
 
         owner = types.SimpleNamespace(name="t", store={}, fail=self.failures.append, idle=self.wire.flush)

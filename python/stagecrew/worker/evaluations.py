@@ -236,8 +236,7 @@ class TaskGateway:
         self._sent_at = time.monotonic()
         frames = list(more)
         if kept:
-            first, self._first = self._first, self._first + len(kept)
-            frames.insert(0, encode("EVENTS", evaluation=self.id, first=first, payloads=kept))
+            frames.insert(0, encode("EVENTS", evaluation=self.id, first=self._first, payloads=kept))
         self._first = self._sequence + 1
         if frames:
             self._connection.send(b"".join(frames))
