@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
 from stagecrew.conf import KEYS, parse_bytes, parse_seconds
+from stagecrew.coordination.checkpoints import NOTHING
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, OperatorMisused
 from stagecrew.frames import encode
@@ -34,6 +35,9 @@ __all__ = ["Application", "Crew"]
 
 _log = logging.getLogger("stagecrew")
 
+#: What may travel in one frame with the largest event.
+_AROUND: Final = 3 << 20
+
 
 class Application:
     """The topology that spans everything, with the coordinators of the session builder: they exist before Spark does."""
@@ -47,7 +51,7 @@ class Application:
         try:
             for name, factory in self.coordinators.items():
                 try:
-                    self.operators.prepare(name, factory, restore)
+                    self.operators.prepare(name, factory, restore or NOTHING)
                 except Exception as error:
                     raise CoordinatorFailed(
                         f"the coordinator of operator {name!r} cannot be made"
@@ -161,6 +165,14 @@ class Crew:
         self.application.operators.raise_failure()
         return Operator(self.application, name, factory)
 
+    def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
+        """The states of the coordinators that were given to `configure`, which takes it as `restore` in the next session.
+
+        As `Topology.checkpoint`. Raises `CheckpointFailed`, `CoordinatorFailed` and `NotActive`.
+        """
+        self.require_running()
+        return self.application.operators.checkpoint(checkpoint_id, timeout)
+
     def register(self, listeners: tuple[Listener, ...], application: Application) -> None:
         """Gives the application its listeners and coordinators; before its first task, by `configure`."""
         if self._registered is not None:
@@ -263,9 +275,18 @@ class Crew:
         from stagecrew.coordination.host import Host
 
         with self._making:
+            if self._channel is not None and self._channel.is_broken:
+                self._channel.close()
+                self._channel = None
             if self._channel is None:
                 conf = self._setting
                 limit = parse_bytes(conf("spark.stagecrew.event.maxSize"))
+                if limit + _AROUND > parse_bytes(conf("spark.stagecrew.channel.maxFrame")):
+                    raise ConfigurationError(
+                        f"spark.stagecrew.event.maxSize={conf('spark.stagecrew.event.maxSize')} does not fit into "
+                        f"spark.stagecrew.channel.maxFrame={conf('spark.stagecrew.channel.maxFrame')}, in which events travel: "
+                        f"raise that, by some megabytes more"
+                    )
                 ack_timeout = parse_seconds(conf("spark.stagecrew.ack.timeout"))
                 self._channel = DriverChannel(
                     self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)

@@ -94,7 +94,7 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.request.timeout",
         "duration",
         "60s",
-        "How long a task waits for the reply to a request, and for room when it has sent more than its coordinator handled.",
+        "How long a task waits for the reply to a request, and, when it has sent much that is not handled, for its coordinator to handle something.",
     ),
     Key(
         "spark.stagecrew.ack.timeout",

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from stagecrew.errors import FrameError
 
-__all__ = ["KINDS", "Decoder", "Field", "Frame", "decode", "encode"]
+__all__ = ["KINDS", "Decoder", "Field", "Frame", "decode", "decode_all", "encode"]
 
 Field: TypeAlias = int | str | bytes | list[bytes]
 
@@ -88,6 +88,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "OVERFLOWED": (72, (("evaluation", "q"), ("reason", "s"))),
     "POISON": (73, (("evaluation", "q"), ("reason", "s"))),
     "GONE": (74, (("evaluation", "q"), ("outcome", "s"), ("reason", "s"))),
+    "ROOM": (75, (("evaluation", "q"),)),
     "FROM": (96, (("executor", "s"), ("frames", "b"))),
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
@@ -193,6 +194,20 @@ def decode(frame: bytes | memoryview) -> Frame:
     if at != end:
         raise FrameError(f"{end - at} bytes are left over behind a {kind} frame")
     return Frame(kind, fields)
+
+
+def decode_all(frames: bytes) -> Iterator[Frame]:
+    """Each of these frames, which lie one behind the other, each with its length in front. Raises `FrameError`.
+
+    >>> [frame["attempt"] for frame in decode_all(encode("BEGIN", attempt=7) + encode("END", attempt=8))]
+    [7, 8]
+    """
+    view, at = memoryview(frames), 0
+    while at < len(view):
+        start = at + _U32.size
+        if start > len(view) or (at := start + _U32.unpack_from(view, at)[0]) > len(view):
+            raise FrameError("the last of some frames is cut short")
+        yield decode(view[start:at])
 
 
 class Decoder:

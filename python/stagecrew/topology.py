@@ -325,7 +325,9 @@ class Topology:
     def _end(self) -> None:
         inside = tuple(self._inside())
         for topology in (*inside, self):
-            topology.operators.close(f"topology {topology.name!r} has ended")
+            topology.operators.close(
+                f"topology {topology.name!r} has ended: what its operators are bound to is run inside its `with`"
+            )
         self._crew.end(self.id, self._crew.close_timeout)
         for topology in (*inside, self):
             topology._warn()

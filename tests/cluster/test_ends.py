@@ -59,7 +59,7 @@ def more(lines: str) -> str:
     return textwrap.dedent(lines)
 
 
-@pytest.fixture(params=[LOCAL, LOCAL_CLUSTER, "standalone"])
+@pytest.fixture(params=[LOCAL, pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
 def anywhere(request, sessions) -> str:
     return free_master(request.param, request, sessions)
 

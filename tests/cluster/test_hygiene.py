@@ -171,7 +171,7 @@ def bare_python(tmp_path_factory) -> str:
     return python
 
 
-@pytest.mark.parametrize("where", ["local[2]", "local-cluster[1,2,1024]", "standalone"])
+@pytest.mark.parametrize("where", ["local[2]", pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
 def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request, sessions):
     """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
     master = free_master(where, request, sessions)
@@ -216,7 +216,7 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
     assert len(journal.read(event="enter")) == len(journal.read(event="leave")) >= 4
 
 
-@pytest.mark.parametrize("where", ["local[2]", LOCAL_CLUSTER, "standalone"])
+@pytest.mark.parametrize("where", ["local[2]", pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
 def test_a_session_leaves_nothing(journal, where, request, sessions):
     """After a session no process, port or file of ours is left."""
     master = free_master(where, request, sessions)

@@ -243,6 +243,20 @@ def test_an_evaluation_that_is_cut_short(cluster, crew_there, recording):
     assert not coordinator.named("failed")
 
 
+def test_a_dataset_of_a_closed_topology_in_another(cluster, crew_there, recording):
+    """Its coordinator is gone: its tasks fail, and say that it is to be run inside its own `with`."""
+
+    def work(gateway, batches):
+        gateway.request(1)
+        yield from batches
+
+    with crew_there.topology("first") as topology:
+        operator = topology.coordinate("o", recording)
+        dataset = operator.map(cluster.range(0, 1, 1, 1), work, "id long")
+    with crew_there.topology("second"), pytest.raises(Exception, match="topology 'first' has ended.*inside its `with`"):
+        dataset.collect()
+
+
 def test_bad_input(cluster, crew_there, recording):
     """What cannot work is refused by name, with what to do."""
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pandas as pd
@@ -207,10 +208,11 @@ def test_both_flood_each_other(cluster, made):
                 self.gateways[evaluation].send(event)
 
     def work(gateway, batches):
-        total = 10_000
+        total = 10_000  # more than the window
         sender = threading.Thread(target=lambda: [gateway.send(i) for i in range(total)])
         sender.start()
-        sender.join()  # longer than the window: the coordinator takes it though nobody reads its events
+        if gateway.subtask == 0:
+            sender.join()  # the coordinator takes it though nobody reads its events; the other reads at the same time
         events = gateway.events(timeout=60)
         for i in range(total):
             assert next(events) == next(events) == i
@@ -389,8 +391,18 @@ def test_identity_under_a_cross_join(cluster, made):
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Noting(context, made))
         bound = operator.map(cluster.range(0, 40, 1, 4), work, "a long")
-        crossed = cluster.range(0, 3, 1, 3).crossJoin(bound).collect()
-    assert sorted(row.a for row in crossed) == sorted([n // 10 * 1000 + n for n in range(40)] * 3)
+        other = cluster.range(0, 3, 1, 3)
+        expected = sorted([n // 10 * 1000 + n for n in range(40)] * 3)
+        for crossed in (
+            other.crossJoin(bound),
+            bound.crossJoin(other),
+            # A Cartesian product, which numbers the pairs of partitions.
+            other.join(bound.hint("shuffle_replicate_nl")),
+            bound.hint("shuffle_replicate_nl").join(other),
+        ):
+            assert sorted(row.a for row in crossed.select("a").collect()) == expected
+        plan = bound.hint("shuffle_replicate_nl").join(other)._jdf.queryExecution().executedPlan().toString()
+        assert "CartesianProduct" in plan
 
 
 # -- Cancellation and failure
@@ -447,7 +459,7 @@ def test_a_task_that_waits_ends_at_once(cluster, made, how):
     assert took < 1.0, took
 
 
-def test_fail_many_times_from_many_threads(cluster, made):
+def test_fail_many_times_from_many_threads(cluster, made, caplog):
     """The topology fails once, by the first cause, with its traceback."""
 
     def work(gateway, batches):
@@ -476,6 +488,8 @@ def test_fail_many_times_from_many_threads(cluster, made):
         dataset.collect()
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__cause__.__traceback__ is not None
+    (said,) = [record for record in caplog.records if "failed; the topology is cancelled" in record.message]
+    assert said.exc_info[1] is caught.value.__cause__
 
 
 @pytest.mark.parametrize(
@@ -564,81 +578,40 @@ def test_what_is_unavailable(cluster, made):
 # -- Resets and checkpoints
 
 
-def test_resets_while_threads_send_and_fail_is_called(cluster):
-    """1,000 resets, while a thread sends through old and new gateways and calls `fail` of old contexts: the topology lives."""
-    gateways: list[stagecrew.Gateway] = []
-    contexts: list[stagecrew.CoordinatorContext] = []
-    over = threading.Event()
-
-    class Quick(stagecrew.Coordinator):
-        def __init__(self, context):
-            super().__init__(context)
-            contexts.append(context)
-
-        def ready(self, evaluation, gateway):
-            gateways.append(gateway)
-
-    def foreign():
-        choice = random.Random(3)
-        while not over.is_set():
-            if gateways:
-                choice.choice(gateways).send("x")
-            for context in contexts[-20:-1]:
-                context.fail(ValueError("of one that was reset"))  # nothing: it is closed
-                context.run_in_coordinator_thread(int)
-            time.sleep(0.001)
-
-    def work(gateway, batches):
-        try:
-            for count, _ in enumerate(gateway.events(timeout=0.2)):
-                if count > 100:
-                    break
-        except stagecrew.EventTimeout:
-            pass
-        yield rows(gateway.subtask)
-
-    with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", Quick)
-        dataset = operator.map(cluster.range(0, 2, 1, 2), work, "a long")
-        sender = threading.Thread(target=foreign)
-        sender.start()
-        try:
-            resetter = threading.Thread(target=lambda: [topology.reset() for _ in range(1000)])
-            resetter.start()
-            found = dataset.collect()
-            resetter.join(60)
-            assert not resetter.is_alive()
-            eventually(lambda: len(contexts) > 1, 20, "others took over")
-            assert sorted(row.a for row in dataset.collect()) == [0, 1]
-        finally:
-            over.set()
-            sender.join()
-    assert sorted(row.a for row in found) == [0, 1]
-
-
 @pytest.mark.parametrize("checkpoints", [100, pytest.param(1000, marks=pytest.mark.long)])
-def test_checkpoints_under_load(cluster, made, checkpoints):
-    """What the coordinator had counted as sent at its cut is what the tasks' mailboxes have when the checkpoint is complete."""
+def test_checkpoints_under_load(cluster, made, monkeypatch, checkpoints):
+    """With four threads that send at their own pace: when a checkpoint is complete exactly what its state counts as sent is in
+    the tasks' mailboxes."""
 
     class Streaming(Noting):
-        sent = 0
-        accepted = 0
+        def __init__(self, context, made):
+            super().__init__(context, made)
+            self.lock = threading.Lock()
+            self.sent = self.accepted = 0
+            self.asked = None
+            self.stop = False
 
-        def start(self):
-            self.context.call_async(lambda: None, self.push, period=0.001)
-
-        def push(self, _result, _error):
-            for _ in range(20):
-                for gateway in self.gateways.values():
-                    gateway.send(self.sent).add_done_callback(self.done)
-                    self.sent += 1
+        def push(self):
+            while not self.stop:
+                with self.lock:
+                    for gateway in tuple(self.gateways.values()):
+                        gateway.send(self.sent).add_done_callback(self.done)
+                        self.sent += 1
+                    if self.asked is not None and random.random() < 0.2:
+                        # The cut is here: no other thread sends meanwhile.
+                        self.asked.set_result(b"%d" % self.sent)
+                        self.asked = None
+                time.sleep(0.001)
 
         def done(self, future):
-            if future.exception() is None:
-                self.accepted += 1
+            assert future.exception() is None
+            self.accepted += 1  # by one thread at a time: acknowledgements are read by one
 
         def checkpoint(self, checkpoint_id):
-            return b"%d" % self.sent
+            future = Future()
+            with self.lock:
+                self.asked = future
+            return future
 
     def work(gateway, batches):
         for event in gateway.events(timeout=60):
@@ -646,34 +619,37 @@ def test_checkpoints_under_load(cluster, made, checkpoints):
                 break
         yield rows(1)
 
-    with stagecrew.crew(cluster).topology("t") as topology:
+    crew = stagecrew.crew(cluster)
+    host, at_completion = crew.host(), []
+    original = host.checkpoint
+
+    def checkpoint(binding, id_):
+        future = original(binding, id_)
+        future.add_done_callback(lambda _: at_completion.append(made[0].accepted))
+        return future
+
+    monkeypatch.setattr(host, "checkpoint", checkpoint)
+    with crew.topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Streaming(context, made))
         dataset = operator.map(cluster.range(0, 2, 1, 2), work, "a long")
         runner = threading.Thread(target=topology.wrap(dataset.collect))
         runner.start()
         (coordinator,) = made
         eventually(lambda: len(coordinator.gateways) == 2, 60, "both run")
-        last = -1
-        for _ in range(checkpoints):
-            complete = threading.Event()
-            at_completion = []
-
-            def completed(_id, complete=complete, at_completion=at_completion):
-                at_completion.append(coordinator.accepted)
-                complete.set()
-
-            coordinator.checkpoint_complete = completed
-            taken = topology.checkpoint()
-            assert complete.wait(20)
-            state = int(taken.states["o/1"])
-            assert last <= state
-            # Nothing behind the cut went out before its end was told.
-            assert state <= at_completion[0]
-            last = state
+        threads = [threading.Thread(target=coordinator.push) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            states = [int(topology.checkpoint().states["o/1"]) for _ in range(checkpoints)]
+        finally:
+            coordinator.stop = True
+            for thread in threads:
+                thread.join()
         for gateway in tuple(coordinator.gateways.values()):
             gateway.send("stop")
         runner.join(60)
-    assert last > 0
+    assert states == at_completion
+    assert sorted(set(states)) == states
 
 
 def test_coordinators_of_the_session(sessions, made):
@@ -702,6 +678,9 @@ def test_coordinators_of_the_session(sessions, made):
             self.total += request
             return self.total
 
+        def checkpoint(self, checkpoint_id):
+            return b"%d" % self.total
+
     def work(gateway, batches):
         yield rows(gateway.request(1))
 
@@ -721,6 +700,8 @@ def test_coordinators_of_the_session(sessions, made):
             spark.range(0, 1, 1, 1), work, "a long"
         )  # another use, another coordinator
         assert other.first().a == 1
+        taken = crew.checkpoint()
+        assert (taken.id, taken.states) == (5, {"counter/1": b"12", "counter/2": b"1"})
         with pytest.raises(stagecrew.OperatorMisused, match="no operator 'other', but 'counter'"):
             crew.operator("other")
         assert stagecrew.configure(base("local[2]"), coordinators={"counter": Counter}).getOrCreate() is not None

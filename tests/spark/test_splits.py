@@ -20,7 +20,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, eventually, kill
+from crewtools import LOCAL, LOCAL_CLUSTER, kill
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -66,17 +66,28 @@ def test_every_split_once(cluster):
 def test_spark_s_semantics(cluster):
     """A second action, coalesce, repartition, unions and joins with itself, crossJoin: each row as often as of any dataset."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        splits = topology.splits(SPLITS, read, "id long", parallelism=4)
+
+        def fresh():
+            """One of which no split was read yet: what comes first gives them out."""
+            return topology.splits(SPLITS, read, "id long", parallelism=4)
+
+        def crossed(splits, hint):
+            return splits.hint(hint).crossJoin(splits.withColumnRenamed("id", "other"))
+
+        splits = fresh()
         assert ids(splits) == EXPECTED
         assert splits.count() == len(EXPECTED)
-        assert ids(splits.coalesce(1)) == EXPECTED
-        assert ids(splits.coalesce(2)) == EXPECTED
-        assert ids(splits.repartition(3)) == EXPECTED
-        assert ids(splits.union(splits)) == sorted(EXPECTED * 2)
-        assert ids(splits.join(splits, "id")) == EXPECTED
-        assert ids(splits.hint("merge").join(splits, "id")) == EXPECTED
-        crossed = splits.crossJoin(splits.withColumnRenamed("id", "other"))
-        assert crossed.count() == crossed.distinct().count() == len(EXPECTED) ** 2
+        for again in (splits, None):  # its logs are replayed, or made
+            assert ids((again or fresh()).coalesce(1)) == EXPECTED
+            assert ids((again or fresh()).coalesce(2)) == EXPECTED
+            assert ids((again or fresh()).repartition(3)) == EXPECTED
+            one = again or fresh()
+            assert ids(one.union(one)) == sorted(EXPECTED * 2)
+            one = again or fresh()
+            assert ids(one.hint("merge").join(one, "id")) == EXPECTED
+            for hint in ("broadcast", "shuffle_replicate_nl"):
+                pairs = crossed(again or fresh(), hint)
+                assert pairs.count() == pairs.distinct().count() == len(EXPECTED) ** 2
 
 
 @pytest.mark.parametrize("prefix", ["take", "show"])
@@ -110,14 +121,23 @@ def test_a_prefix_and_then_the_whole(cluster, capsys, prefix):
 def test_a_cached_dataset_that_lost_blocks(cluster):
     """What was cached on an executor that is gone is read again: the same splits."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        cached = topology.splits(SPLITS, read, "id long", parallelism=4).cache()
+        counted = cluster.sparkContext.accumulator(0)
+
+        def counts(split):
+            counted.add(1)
+            yield from read(split)
+
+        cached = topology.splits(SPLITS, counts, "id long", parallelism=4).cache()
         assert ids(cached) == EXPECTED
+        assert ids(cached) == EXPECTED
+        assert counted.value == len(SPLITS)
 
         def executor(batches):
             yield pa.record_batch({"pid": [executor_of_this_worker()]})
 
         kill(cluster.range(0, 1, 1, 1).mapInArrow(executor, "pid long").first().pid)
-        eventually(lambda: ids(cached) == EXPECTED, 60, "the cached dataset is whole")
+        assert ids(cached) == EXPECTED
+        assert counted.value > len(SPLITS), "no block was lost"
         cached.unpersist()
 
 
@@ -347,6 +367,8 @@ def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
             raise OSError("on purpose")
         elif fate == "slow":
             time.sleep(1.0)
+        elif (folder / str(split)).exists() and fates.get(split) == "slow":
+            (folder / f"{split}.again").touch()  # while the first sleeps, or behind it
         time.sleep(0.002)
         yield pa.record_batch({"id": pa.array(rows[1:], pa.int64())})
 
@@ -358,14 +380,16 @@ def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
             dataset = dataset.repartition(2)
         found = ids(dataset)
     assert found == EXPECTED, (seed, fates, sorted(set(EXPECTED) - set(found)), len(found))
-    return collections.Counter(fates[int(name)] for name in os.listdir(folder))
+    return collections.Counter(
+        "read again" if name.endswith(".again") else fates[int(name)] for name in os.listdir(folder)
+    )
 
 
 def several_runs(spark: Any, folder: Path, seeds: range) -> None:
     met: collections.Counter[str] = collections.Counter()
     for seed in seeds:
         met += seeded_run(spark, seed, folder / str(seed))
-    assert {"worker", "slow", "executor"} <= set(met), met
+    assert {"worker", "slow", "executor", "read again"} <= set(met), met
     print(f"{len(seeds)} runs: {dict(met)}")
 
 

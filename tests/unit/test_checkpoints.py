@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from concurrent.futures import Future
 from typing import Any
 
@@ -117,6 +119,47 @@ def test_never(harness):
     coordinator.send("b")
     assert task.events() == ["b"]
     assert harness.failure is None
+
+
+def test_given_up_behind_its_cut(harness):
+    """What was kept back behind the cut goes out when the checkpoint is given up."""
+    task = harness.evaluation(0)
+    task.acknowledges = False
+    coordinator = harness.coordinator
+    coordinator.state = Future()
+    coordinator.send("before")
+
+    def meanwhile():
+        coordinator.state.set_result(b"")
+        coordinator.send("after")
+        assert task.events() == ["before"]
+
+    with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
+        harness.checkpoint(meanwhile=meanwhile)
+    assert task.events() == ["after"]
+    assert coordinator.heard == ["start", ("aborted", 1)]
+
+
+def test_two_threads_take_checkpoints(harness):
+    """One waits for the other: a checkpoint that another takes meanwhile comes behind it."""
+    second = []
+
+    def other():
+        second.append(harness.operators.checkpoint(None, 10))
+
+    thread = threading.Thread(target=other)
+
+    def meanwhile():
+        thread.start()
+        thread.join(0.05)
+        assert not second
+
+    first = harness.checkpoint(meanwhile=meanwhile)
+    deadline = time.monotonic() + 10
+    while not second and time.monotonic() < deadline:
+        harness.run()
+    thread.join(10)
+    assert (first.id, second[0].id) == (1, 2)
 
 
 def test_exceptional(harness):

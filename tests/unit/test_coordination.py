@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from stagecrew.coordination.binding import Binding
+from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.coordination.gateway import Outbox
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
-from stagecrew.errors import EvaluationOver, EventNotPicklable, EventTooLarge
-from stagecrew.frames import decode, encode
+from stagecrew.errors import ChannelClosed, EvaluationOver, EventNotPicklable, EventTooLarge, OperatorMisused
+from stagecrew.frames import decode_all, encode
 from stagecrew.testing.harness import _Calls
 
 LIMIT = 1 << 20
@@ -30,15 +31,15 @@ class FakeWire:
 
     def send(self, executor, frame):
         self.gather()
-        self.sent.append((executor, decode(frame[4:])))
+        self.sent += [(executor, one) for one in decode_all(frame)]
 
     def dirty(self, gateway):
         self.gateways[gateway] = None
 
     def gather(self):
         for gateway in self.gateways:
-            if (frame := gateway.take()) is not None:
-                self.sent.append((gateway.evaluation.executor, decode(frame[4:])))
+            while (frame := gateway.take()) is not None:
+                self.sent += [(gateway.evaluation.executor, one) for one in decode_all(frame)]
         self.gateways.clear()
 
     def flush(self):
@@ -212,6 +213,41 @@ def test_a_later_attempt_of_a_subtask(world):
     ]  # fmt: skip
 
 
+def test_the_first_of_two_wins(world):
+    """The other is heard to fail behind it; nothing is reset."""
+    world.ready(1)
+    world.ready(2)
+    world.finish(1, 1)
+    world.say("GONE", evaluation=2, outcome="failed", reason="another attempt succeeded")
+    assert [call[:2] for call in world.heard()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
+
+
+def test_the_same_partition_twice_quickly(world):
+    """Where the second is there before the first is known to be gone both are live: as in speculation nothing is reset."""
+    world.ready(1)
+    world.ready(2, executor="2")
+    world.host.lost("1", "executor 1 is lost")
+    assert [call[:2] for call in world.heard()] == [("ready", 1), ("ready", 2), ("failed", 1)]
+
+
+def test_an_end_before_the_begin(world):
+    """Nobody hears of one that failed before it was ready; its late hello is none, and the next begins without a reset."""
+    world.say("GONE", evaluation=1, outcome="failed", reason="its process is gone")
+    world.ready(1)
+    world.events(1, 1, "late")
+    world.ready(2)
+    assert world.heard() == [("ready", 2)]
+    assert [frame["evaluation"] for frame in world.wire.take("POISON")] == [1]
+
+
+def test_a_late_hello(world):
+    """READY that comes again behind the end begins nothing."""
+    world.ready(1)
+    world.finish(1, 1)
+    world.ready(1)
+    assert world.heard() == [("ready", 1), ("finished", 1)]
+
+
 def test_no_identity_no_reset(world):
     """Evaluations of a binding without subtasks are never reset."""
     for id_ in (1, 2):
@@ -308,6 +344,16 @@ def test_how_much_was_handled_is_told(world):
     assert told == list(range(WINDOW // 4, WINDOW + 1, WINDOW // 4))
 
 
+def test_a_task_that_waits_for_room(world):
+    """It is told what is handled, as soon as all that it sent before is."""
+    world.ready(1)
+    world.events(1, 1, "a", "b")
+    world.say("ROOM", evaluation=1)
+    assert not world.wire.take("HANDLED")
+    world.heard()
+    assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]
+
+
 def test_replies(world):
     """A request that raises is answered with the exception, a future with its result when there is one."""
     world.ready(1)
@@ -355,6 +401,23 @@ def test_reset_to_nothing_twice_and_before_its_start(world):
     world.host.reset(world.binding, 3, None, 1.0)
     assert world.heard() == [("reset_to_checkpoint", 3, None), ("start",)]
     assert all(("start",) not in one.calls for one in world.coordinators[:-1])
+
+
+def test_a_way_that_breaks(world):
+    """When nothing reaches executors any more the topology fails, and says why."""
+    world.ready(1)
+    world.host.broken("the way from coordinators to executors broke: reset by peer")
+    (failure,) = world.failures
+    assert isinstance(failure, ChannelClosed)
+    assert "reset by peer" in str(failure)
+
+
+@pytest.mark.parametrize("made", [None, 7, Coordinator], ids=["nothing", "something else", "the class"])
+def test_a_factory_that_makes_no_coordinator(world, made):
+    """It is named where the function is bound, not by requests that time out."""
+    binding = world.binding
+    with pytest.raises(OperatorMisused, match="the factory of operator 'o' made a .*, no stagecrew.Coordinator"):
+        Binding("c", "o/2", "o", lambda _: made, binding.owner, binding.threads)
 
 
 def test_what_raises_fails_the_topology(world):
@@ -411,6 +474,21 @@ def test_failures_travel():
     error, text = of(LocalError(1, 2))
     assert error is None
     assert "LocalError" in text
+
+
+def test_much_travels_in_pieces():
+    """What is sent to one evaluation at once is cut into frames of about a megabyte, in order."""
+    outbox = Outbox()
+    for size in (600_000, 600_000, 10, 2_000_000, 5):
+        outbox.add(bytes(size), 1.0)
+    found = []
+    while (taken := outbox.take()) is not None:
+        found.append((taken[0], [len(event) for event in taken[1]]))
+    assert found == [(1, [600_000, 600_000]), (3, [10, 2_000_000]), (5, [5])]
+    assert [sum(map(len, part)) for part in ([piece] for piece in _parts([b"x" * 700_000] * 3 + [b"y"]))] == [
+        1_400_000,
+        700_001,
+    ]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 3, 2, 3])))

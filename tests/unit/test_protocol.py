@@ -17,7 +17,7 @@ import stagecrew
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.payloads import unpack
-from stagecrew.frames import Decoder, decode, encode
+from stagecrew.frames import Decoder, decode_all, encode
 from stagecrew.testing.harness import _Calls
 from stagecrew.worker.evaluations import Bound, TaskGateway
 
@@ -103,7 +103,10 @@ class Protocol(RuleBasedStateMachine):
         )
         bound = Bound("b", "o", "t", None, 1 << 20, 1.0)
         self.task = TaskGateway(self.connection, bound, 0, context)
-        self.settle()
+        self.run()
+        self.first = self.coordinator
+        #: Why the host takes it to be over, when it does.
+        self.ended = None
         self.sent, self.requests, self.pushed, self.received, self.futures = [], [], [], [], []
         self.finished = self.lost = False
         self.count = 0
@@ -115,13 +118,13 @@ class Protocol(RuleBasedStateMachine):
 
     def send(self, _executor, frame):
         self.gather()
-        self.back.append(decode(frame[4:]))
+        self.back += decode_all(frame)
 
     def gather(self):
         gateways, self.unsent = self.unsent, {}
         for gateway in gateways:
-            if (frame := gateway.take()) is not None:
-                self.back.append(decode(frame[4:]))
+            while (frame := gateway.take()) is not None:
+                self.back += decode_all(frame)
 
     def dirty(self, gateway):
         self.unsent[gateway] = None
@@ -175,6 +178,11 @@ class Protocol(RuleBasedStateMachine):
     def coordinator(self):
         return self.binding.instance.coordinator
 
+    @property
+    def serving(self):
+        """The instance that hears of the evaluation: the first, unless that was reset before."""
+        return self.first if self.first.gateway is not None else self.coordinator
+
     def next(self):
         self.count += 1
         return self.count
@@ -214,15 +222,29 @@ class Protocol(RuleBasedStateMachine):
         self.doing(lambda: self.task.finish("finished", ""))
         self.finished = True
         if self.broken is None:
-            assert self.coordinator.heard == self.sent
+            assert self.serving.heard == self.sent
+            assert self.ended is None, "an evaluation that is over does not succeed"
 
-    @precondition(lambda self: self.coordinator.gateway is not None)
+    @precondition(lambda self: self.first.gateway is not None)
     @rule()
     def coordinator_sends(self):
         number = self.next()
-        self.futures.append((number, self.coordinator.gateway.send(number)))
+        self.futures.append((number, self.first.gateway.send(number)))
         self.pushed.append(number)
         self.gather()
+
+    @precondition(lambda self: self.ended is None and not self.finished)
+    @rule(how=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
+    def it_is_over(self, how):
+        if self.first.gateway is not None or "killed" in how:  # else nobody knew of it yet
+            self.ended = how
+        if "lost" in how:
+            self.host.lost("1", how)
+        elif "killed" in how:
+            self.host.received("1", encode("GONE", evaluation=self.task.id, outcome="failed", reason=how))
+        else:
+            self.host.reset(self.binding, -1, None, 1.0)
+        self.run()
 
     @precondition(lambda self: self.out or self.back)
     @rule(data=st.data())
@@ -261,10 +283,14 @@ class Protocol(RuleBasedStateMachine):
     def in_order_and_once(self):
         if not hasattr(self, "task"):
             return
-        assert self.coordinator.heard == self.sent[: len(self.coordinator.heard)]
+        assert self.first.heard == self.sent[: len(self.first.heard)]
         assert self.received == self.pushed[: len(self.received)]
         assert not self.failures
-        assert len(self.coordinator.over) <= 1
+        assert len(self.first.over) <= 1
+        if self.coordinator is not self.first:
+            # Its successor hears nothing of it; where READY came behind the reset, all of it.
+            assert self.coordinator.heard == self.sent[: len(self.coordinator.heard)]
+            assert self.first.heard == [] or self.coordinator.heard == []
         for number, future in self.futures:
             if future.done() and future.exception() is None:
                 assert number in self.received
@@ -283,10 +309,10 @@ class Protocol(RuleBasedStateMachine):
         for number, future in self.futures:
             assert future.done()
             assert (future.exception() is None) == (number in self.received) or future.exception() is not None
-        if self.coordinator.over == ["finished"]:
-            assert self.coordinator.heard == self.sent
-        if not self.faults:
-            assert self.coordinator.over == ["finished"]
+        if self.serving.over == ["finished"]:
+            assert self.serving.heard == self.sent
+        if not self.faults and self.ended is None:
+            assert self.serving.over == ["finished"]
             assert self.broken is None
 
 

@@ -14,6 +14,7 @@ from stagecrew.coordination.context import CoordinatorContext
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
+from stagecrew.errors import OperatorMisused
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
@@ -78,7 +79,13 @@ class Instance:
 
     def make(self, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None) -> None:
         """Calls the factory, on whatever thread this is, and restores the coordinator."""
-        self.coordinator = self._binding.factory(self.context)
+        made: object = self._binding.factory(self.context)
+        if not isinstance(made, Coordinator):
+            raise OperatorMisused(
+                f"the factory of operator {self._binding.operator!r} made a {type(made).__name__}, no stagecrew.Coordinator; "
+                f"does it return what it makes?"
+            )
+        self.coordinator = made
         if checkpoint_id != NO_CHECKPOINT:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 

@@ -13,13 +13,13 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.loop import Loop
-from stagecrew.errors import ChannelClosed
+from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.frames import encode
 from stagecrew.worker.channel import Channel
 
@@ -30,6 +30,8 @@ _log = logging.getLogger("stagecrew")
 #: What is enqueued is sent at once when it is this long since the last sending, or this much; else when its thread is idle.
 _PAUSE: Final = 0.001
 _BATCH: Final = 512
+#: Frames for one executor travel together up to so many bytes; both channels bound what they read at once.
+_PART: Final = 1 << 20
 #: How long nobody may have read before the channel's own thread does, in seconds: while tasks talk, and while none does.
 _ABSENCE: Final = 0.005
 _QUIET: Final = 0.1
@@ -74,6 +76,8 @@ class DriverChannel:
 
     def send(self, executor: str, frame: bytes) -> None:
         """Enqueues a frame for an executor, behind the events of gateways that were enqueued before."""
+        if self._ended.is_set():
+            return  # nobody hears it
         with self._lock:
             self._gather()
             self._waiting.setdefault(executor, []).append(frame)
@@ -81,6 +85,8 @@ class DriverChannel:
 
     def dirty(self, gateway: Gateway) -> None:
         """A gateway has an event to send."""
+        if self._ended.is_set():
+            return
         with self._lock:
             self._dirty[gateway] = None
             self._count += 1
@@ -90,13 +96,15 @@ class DriverChannel:
 
     def flush(self) -> None:
         """Sends what is enqueued."""
-        while self._count and self._sending.acquire(blocking=False):
+        while self._has_to_send and self._sending.acquire(blocking=False):
             try:
                 with self._lock:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
                     self._sent = time.monotonic()
-                frames = [encode("TO", executor=to, frames=b"".join(some)) for to, some in waiting.items()]
+                frames = [
+                    encode("TO", executor=to, frames=part) for to, some in waiting.items() for part in _parts(some)
+                ]
                 if (read := self._read) != self._told:
                     self._told = read
                     frames.append(encode("READ", messages=read))
@@ -106,9 +114,14 @@ class DriverChannel:
             finally:
                 self._sending.release()
 
+    @property
+    def _has_to_send(self) -> bool:
+        """What was enqueued, or how much was read."""
+        return self._count > 0 or self._read - self._told >= _TELL
+
     def _gather(self) -> None:
         for gateway in self._dirty:
-            if (frame := gateway.take()) is not None:
+            while (frame := gateway.take()) is not None:
                 self._waiting.setdefault(gateway.evaluation.executor, []).append(frame)
         self._dirty.clear()
 
@@ -151,17 +164,14 @@ class DriverChannel:
             try:
                 for frame in self._channel.arrived():
                     self._take(frame)
-            except ChannelClosed:
+            except ChannelError as error:
                 if not self._ended.is_set():
-                    _log.debug("the driver's JVM closed the channel of coordinators")
                     self._ended.set()
+                    self.host.broken(f"the way from coordinators to executors broke: {error}")
                 return
         elif not ready:
             # Only now: while nobody read, what is late may have come.
             self.host.expire()
-        if self._read - self._told >= _TELL:
-            with self._lock:
-                self._count += 1  # so that there is something to send
         self.flush()
 
     def _run(self) -> None:
@@ -191,6 +201,11 @@ class DriverChannel:
             _log.exception("frames of an executor could not be handled")
         self._read += 1
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing goes through it any more."""
+        return self._ended.is_set()
+
     def close(self) -> None:
         """Ends the reader and the connection; a second call does nothing."""
         self.flush()
@@ -206,6 +221,19 @@ class DriverChannel:
             self._channel.close()
             os.close(self._wake_in)
             os.close(self._wake_out)
+
+
+def _parts(frames: list[bytes]) -> Iterator[bytes]:
+    """These, in pieces that are not much larger than may be read at once."""
+    part, size = [], 0
+    for frame in frames:
+        part.append(frame)
+        size += len(frame)
+        if size >= _PART:
+            yield b"".join(part)
+            part, size = [], 0
+    if part:
+        yield b"".join(part)
 
 
 def _nothing() -> None:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
+from stagecrew.coordination.coordinator import NO_CHECKPOINT
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Instance
 
-__all__ = ["Checkpoint", "Pending"]
+__all__ = ["NOTHING", "Checkpoint", "Pending"]
 
 _FORMAT: Final = 1
 
@@ -28,6 +29,14 @@ class Checkpoint:
 
     id: int
     states: Mapping[str, bytes | None]
+
+    def of(self, key: str) -> tuple[int, bytes | None]:
+        """What one coordinator is restored as of: the id and its state, or `NO_CHECKPOINT` when it has no state here."""
+        return (self.id, self.states[key]) if key in self.states else (NO_CHECKPOINT, None)
+
+    def keys_of(self, operator: str) -> list[str]:
+        """The keys of an operator's uses, in their order."""
+        return [key for key in self.states if key.rpartition("/")[0] == operator]
 
     def to_bytes(self) -> bytes:
         """As bytes to be stored.
@@ -62,6 +71,10 @@ class Checkpoint:
             return cls(found["id"], states)
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
             raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
+
+
+#: Of which every coordinator begins anew.
+NOTHING: Final = Checkpoint(NO_CHECKPOINT, {})
 
 
 class Pending:

@@ -6,7 +6,7 @@ import collections
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from stagecrew.coordination.coordinator import Evaluation
 from stagecrew.coordination.payloads import END, pack
@@ -14,6 +14,9 @@ from stagecrew.errors import EvaluationOver
 from stagecrew.frames import encode
 
 __all__ = ["Gateway", "Outbox"]
+
+#: How many bytes of events make a frame that is sent.
+_TOGETHER: Final = 1 << 20
 
 
 class Outbox:
@@ -56,12 +59,17 @@ class Outbox:
         self._waiting.append((self._sent + len(self._unsent), due, future))
 
     def take(self) -> tuple[int, list[bytes]] | None:
-        """What is to be sent now, with its first sequence number."""
+        """What is to be sent next, with its first sequence number: as much as travels together; None when there is no more."""
         if not self._unsent:
             return None
-        first, events = self._sent + 1, self._unsent
-        self._sent += len(events)
-        self._unsent = []
+        size = count = 0
+        for event in self._unsent:
+            size, count = size + len(event), count + 1
+            if size >= _TOGETHER:
+                break
+        first, events = self._sent + 1, self._unsent[:count]
+        self._sent += count
+        self._unsent = self._unsent[count:]
         return first, events
 
     def acknowledged(self, sequence: int) -> list[Future[None]]:
@@ -151,7 +159,7 @@ class Gateway:
         self._dirty(self)
 
     def take(self) -> bytes | None:
-        """The frame that is to be sent now."""
+        """The frame that is to be sent next; None when there is none."""
         with self._lock:
             found = self._outbox.take()
         if found is None:

@@ -18,15 +18,16 @@ from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
-from stagecrew.errors import ChannelError, CheckpointFailed
-from stagecrew.frames import Frame, decode, encode
+from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
+from stagecrew.frames import Frame, decode_all, encode
 
 __all__ = ["Host", "Wire"]
 
 #: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
 _REPLIES: Final = 64
-#: How many bindings it remembers that ended.
+#: How many bindings, and how many evaluations, it remembers that ended.
 _REMOVED: Final = 256
+_OVER: Final = 4096
 
 
 class Wire(Protocol):
@@ -55,8 +56,9 @@ class Host:
         self._lock = threading.Lock()
         self._bindings: dict[str, Binding] = {}
         self._live: dict[int, tuple[Binding, Live]] = {}
-        #: Why a binding is not served any more; of the last ones.
+        #: Why a binding is not served any more, and what evaluations are over; of the last ones.
         self._removed: dict[str, str] = {}
+        self._ended: dict[int, None] = {}
 
     @property
     def is_busy(self) -> bool:
@@ -72,9 +74,7 @@ class Host:
         """They are not any more; those that live are told why."""
         with self._lock:
             if self._bindings.pop(binding.id, None) is not None:
-                self._removed[binding.id] = reason
-                if len(self._removed) > _REMOVED:
-                    del self._removed[next(iter(self._removed))]
+                _remember(self._removed, binding.id, reason, _REMOVED)
             over = self._cut_off(binding)
             pending, binding.pending = binding.pending, None
         if pending is not None:
@@ -132,6 +132,7 @@ class Host:
         binding.live.clear()
         for one in over:
             self._live.pop(one.evaluation.id, None)
+            _remember(self._ended, one.evaluation.id, None, _OVER)
         return over
 
     def _tell(self, over: list[Live], reason: str) -> None:
@@ -144,11 +145,8 @@ class Host:
 
     def received(self, executor: str, frames: bytes) -> None:
         """Frames of evaluations on this executor."""
-        view, at = memoryview(frames), 0
-        while at < len(view):
-            length = int.from_bytes(view[at : at + 4], "big")
-            self._received(executor, decode(view[at + 4 : at + 4 + length]))
-            at += 4 + length
+        for frame in decode_all(frames):
+            self._received(executor, frame)
         self.wire.flush()
 
     def lost(self, executor: str, reason: str) -> None:
@@ -157,6 +155,13 @@ class Host:
             gone = [live.evaluation.id for _, live in self._live.values() if live.evaluation.executor == executor]
         for id_ in gone:
             self._over(id_, "failed", reason)
+
+    def broken(self, reason: str) -> None:
+        """Nothing reaches executors any more, nor comes from them: every topology with operators fails."""
+        with self._lock:
+            owners = {id(binding.owner): binding.owner for binding in self._bindings.values()}
+        for owner in owners.values():
+            owner.fail(ChannelClosed(reason))
 
     def due(self) -> float | None:
         """When the next acknowledgement is late."""
@@ -193,7 +198,7 @@ class Host:
             known = self._live.get(id_)
             instance = known[0].instance if known is not None else None
         if known is None or instance is None:
-            if frame.kind in ("EVENTS", "REQUEST", "FINISH"):
+            if frame.kind in ("EVENTS", "REQUEST", "FINISH", "ROOM"):
                 self._poison(executor, id_, "its topology has ended, or its coordinator was reset")
             return
         _, live = known
@@ -204,6 +209,8 @@ class Host:
             self._request(instance, live, frame["sequence"], frame["payload"])
         elif frame.kind == "FINISH":
             self._finish(live, frame)
+        elif frame.kind == "ROOM":
+            instance.loop.call(self._tell_handled, live)  # behind all that it sent before
         elif frame.kind == "ACCEPTED":
             live.gateway.acknowledged(frame["sequence"])
         elif frame.kind == "OVERFLOWED":
@@ -215,8 +222,8 @@ class Host:
         subtask = None if frame["subtask"] < 0 else int(frame["subtask"])
         with self._lock:
             binding = self._bindings.get(frame["binding"])
-            if binding is not None and frame["evaluation"] in self._live:
-                return  # it came twice
+            if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
+                return  # it came twice, or behind the word that it is over
             if binding is not None:
                 evaluation = Evaluation(
                     id=frame["evaluation"],
@@ -279,6 +286,7 @@ class Host:
     def _over(self, id_: int, outcome: str, reason: str) -> None:
         with self._lock:
             known = self._live.pop(id_, None)
+            _remember(self._ended, id_, None, _OVER)
             if known is None:
                 return
             binding, live = known
@@ -343,10 +351,20 @@ class Host:
         )
 
     def _handled(self, live: Live, size: int) -> None:
-        """One more message, of so many bytes. The task is told often enough to find room before its window is full."""
+        """One more message, of so many bytes. The task is told often enough that a window of small ones never fills up."""
         live.handled += 1
         live.untold_bytes += size
         if live.handled - live.told >= WINDOW // 4 or live.untold_bytes >= WINDOW_BYTES // 4:
-            live.told, live.untold_bytes = live.handled, 0
-            evaluation = live.evaluation
-            self.wire.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))
+            self._tell_handled(live)
+
+    def _tell_handled(self, live: Live) -> None:
+        live.told, live.untold_bytes = live.handled, 0
+        evaluation = live.evaluation
+        self.wire.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))
+
+
+def _remember(what: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """The last so many."""
+    what[key] = value
+    if len(what) > limit:
+        del what[next(iter(what))]

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stagecrew.coordination.binding import Binding, Threads
-from stagecrew.coordination.checkpoints import Checkpoint
-from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
+from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
+from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Operators:
         self._bindings: list[Binding] = []
         #: Made before the session ran, by their keys; taken by the binding that comes first.
         self._prepared: dict[str, Binding] = {}
+        self._closing = self._closed = False
         self._checkpointing = threading.Lock()
         self._last_checkpoint = 0
 
@@ -80,13 +81,12 @@ class Operators:
             self._names.add(name)
             return name
 
-    def prepare(self, name: str, factory: Factory, restored: Checkpoint | None) -> None:
+    def prepare(self, name: str, factory: Factory, restored: Checkpoint = NOTHING) -> None:
         """Makes the coordinators of an operator before the session runs, restored as of a checkpoint."""
         self.name_operator(name)
-        keys = [] if restored is None else [key for key in restored.states if key.rpartition("/")[0] == name]
-        for key in keys or [f"{name}/1"]:
-            as_of = (restored.id, restored.states[key]) if restored is not None and keys else (NO_CHECKPOINT, None)
-            self._prepared[key] = self._made(key, name, factory, *as_of)
+        self._last_checkpoint = max(self._last_checkpoint, restored.id)
+        for key in restored.keys_of(name) or [f"{name}/1"]:
+            self._prepared[key] = self._made(key, name, factory, restored)
 
     def begin(self, host: Host) -> None:
         """The session runs: those that were prepared start."""
@@ -111,27 +111,35 @@ class Operators:
         host.add(binding)
         return binding.id
 
-    def _made(
-        self, key: str, operator: str, factory: Factory, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None
-    ) -> Binding:
+    def _made(self, key: str, operator: str, factory: Factory, restored: Checkpoint = NOTHING) -> Binding:
         id_ = f"{self._scope.id}/{key}/{uuid.uuid4().hex[:12]}"
-        return Binding(id_, key, operator, factory, self, self._threads, checkpoint_id, state)
+        return Binding(id_, key, operator, factory, self, self._threads, *restored.of(key))
 
     # -- What a coordinator's instance asks of its owner
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: cancels what runs of it. From any thread."""
+        """Fails the topology, once: cancels what runs of it. From any thread, until its coordinators have closed."""
         with self._lock:
-            if self.cause is not None or not self._scope.is_active:
-                return
-            self.cause = cause
-            host, bindings = self._host, list(self._bindings)
+            first, late = self.cause is None, self._closed
+            if first and not late:
+                self.cause = cause
+            host, bindings, closing = self._host, self._all(), self._closing
+        if late:
+            _log.warning("a coordinator of topology %r failed after its end", self.name, exc_info=cause)
+        if late or not first:
+            return
         _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
+        if closing:
+            return  # nothing of it runs any more
         # Who waits for a coordinator ends at once; and nobody begins with one any more.
         if host is not None:
             for binding in bindings:
-                host.remove(binding, f"topology {self.name!r} failed: {type(cause).__name__}: {cause}")
+                host.remove(binding, f"topology {self.name!r} failed: {_short(cause)}")
         self._scope.cancel_failed(cause)
+
+    def _all(self) -> list[Binding]:
+        """With the lock."""
+        return [*self._bindings, *self._prepared.values()]
 
     def idle(self) -> None:
         """Sends what waits to be sent."""
@@ -146,7 +154,7 @@ class Operators:
         """Raises `CoordinatorFailed` from the first failure, if there was one."""
         if self.cause is not None:
             raise CoordinatorFailed(
-                f"a coordinator of topology {self.name!r} failed: {type(self.cause).__name__}: {self.cause}"
+                f"a coordinator of topology {self.name!r} failed: {_short(self.cause)}"
             ) from self.cause
 
     # -- All together
@@ -162,7 +170,7 @@ class Operators:
                 )
             self._last_checkpoint = id_
             with self._lock:
-                host, bindings = self._host, list(self._bindings)
+                host, bindings = self._host, self._all()
             if host is None:
                 return Checkpoint(id_, {})
             taken = {binding: host.checkpoint(binding, id_) for binding in bindings}
@@ -173,7 +181,7 @@ class Operators:
                     if state.done() and (error := state.exception()) is not None:
                         raise CheckpointFailed(
                             f"checkpoint {id_} of topology {self.name!r}: the coordinator of operator {binding.operator!r} gave no "
-                            f"state: {type(error).__name__}: {error}"
+                            f"state: {_short(error)}"
                         ) from error
                 if late:
                     names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
@@ -190,17 +198,16 @@ class Operators:
         """See `Topology.reset`."""
         self.raise_failure()
         with self._lock:
-            host, bindings = self._host, list(self._bindings)
+            host, bindings = self._host, self._all()
         for binding in bindings:
             assert host is not None
-            state = None if checkpoint is None else checkpoint.states.get(binding.key)
-            id_ = NO_CHECKPOINT if checkpoint is None or binding.key not in checkpoint.states else checkpoint.id
-            host.reset(binding, id_, state, self._close_timeout())
+            host.reset(binding, *(checkpoint or NOTHING).of(binding.key), self._close_timeout())
 
     def close(self, reason: str) -> None:
         """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""
         with self._lock:
-            bindings, host = [*self._bindings, *self._prepared.values()], self._host
+            bindings, host = self._all(), self._host
+            self._closing = True
             self._bindings.clear()
             self._prepared.clear()
         seconds = self._close_timeout()
@@ -215,3 +222,9 @@ class Operators:
                 )  # fmt: skip
             if host is not None:
                 host.remove(binding, reason)
+        with self._lock:
+            self._closed = True
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -6,7 +6,7 @@ import collections
 import hashlib
 import itertools
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from pyspark import cloudpickle
@@ -25,11 +25,16 @@ class SplitLog:
     So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When the
     enumerator has no more, all logs are sealed. Splits are pickled once, and known again by those bytes, and by equality
     where they can be hashed.
+
+    The enumerator (see `Enumerator`), or the iterable that stands for it, is begun when the first split is taken.
     """
 
-    def __init__(self, splits: Iterable[Any], locations: Callable[[Any], Sequence[str]] | None, name: str) -> None:
-        self._splits: Iterator[Any] = iter(splits)
-        self._locations, self._name = locations, name
+    def __init__(self, enumerator: Any, name: str) -> None:
+        #: For messages.
+        self.name = name
+        self._enumerator = enumerator
+        self._splits: Iterator[Any] | None = None
+        self._locations: Callable[[Any], Iterable[str]] | None = getattr(enumerator, "locations", None)
         self._logs: dict[int, list[bytes]] = {}
         self._ahead: collections.deque[tuple[bytes, frozenset[str]]] = collections.deque()
         self._seen: set[Any] = set()
@@ -48,7 +53,7 @@ class SplitLog:
             return log[index]
         if index > len(log):
             raise SplitsFailed(
-                f"subtask {subtask} of {self._name} asked for split {index} of its log, which has {len(log)}: another coordinator "
+                f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)}: another coordinator "
                 f"gave it the others"
             )
         if self._failure is not None:
@@ -91,12 +96,16 @@ class SplitLog:
     def _next(self) -> tuple[bytes, frozenset[str]] | None:
         while not self._exhausted:
             try:
+                if self._splits is None:
+                    self._splits = iter(
+                        self._enumerator.splits() if hasattr(self._enumerator, "splits") else self._enumerator
+                    )
                 split = next(self._splits, _END)
                 if split is _END:
                     self._exhausted = True
                     if self._restored:
                         raise SplitsFailed(
-                            f"{len(self._restored)} splits that tasks of {self._name} had read before the checkpoint were not "
+                            f"{len(self._restored)} splits that tasks of {self.name} had read before the checkpoint were not "
                             f"enumerated again; an enumerator has to give the same splits again"
                         )
                     return None
@@ -109,7 +118,7 @@ class SplitLog:
                     self._failure = error
                 else:
                     self._failure = SplitsFailed(
-                        f"the enumerator of {self._name} raised {type(error).__name__}: {error}"
+                        f"the enumerator of {self.name} raised {type(error).__name__}: {error}"
                     )
                     self._failure.__cause__ = error
                 raise self._failure from error
@@ -129,7 +138,7 @@ class SplitLog:
             pass
         if any(mark in self._seen for mark in marks):
             raise SplitsFailed(
-                f"the enumerator of {self._name} gave one split twice: {_short(split)}. Its rows would be read twice; give each once, "
+                f"the enumerator of {self.name} gave one split twice: {_short(split)}. Its rows would be read twice; give each once, "
                 f"or make them differ"
             )
         self._seen.update(marks)

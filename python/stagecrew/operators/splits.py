@@ -43,15 +43,14 @@ class SplitCoordinator(Coordinator):
 
     def __init__(self, context: CoordinatorContext, enumerator: Any, patience: float) -> None:
         super().__init__(context)
-        self._enumerator, self._patience = enumerator, patience
-        self._name = f"operator {context.operator!r}"
-        self._log: SplitLog | None = None
-        self._restored: bytes | None = None
+        self._patience = patience
+        self._is_there = isinstance(enumerator, Sequence)
+        self._log = SplitLog(enumerator, f"operator {context.operator!r}")
         self._since: float | None = None
 
     def start(self) -> None:
         """See `Coordinator`."""
-        if not isinstance(self._enumerator, Sequence):
+        if not self._is_there:
             self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | None:
@@ -60,7 +59,7 @@ class SplitCoordinator(Coordinator):
         assert evaluation.subtask is not None
         self._since = time.monotonic()
         try:
-            return self._splits().at(evaluation.subtask, index, host)
+            return self._log.at(evaluation.subtask, index, host)
         except SplitsFailed as error:
             self.context.fail(error)
             raise
@@ -69,30 +68,19 @@ class SplitCoordinator(Coordinator):
 
     def checkpoint(self, checkpoint_id: int) -> bytes | None:
         """See `Coordinator`."""
-        return self._restored if self._log is None else self._log.state()
+        return self._log.state()
 
     def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
         """See `Coordinator`."""
-        self._restored = state
-
-    def _splits(self) -> SplitLog:
-        if self._log is None:
-            enumerator = self._enumerator
-            try:
-                splits = iter(enumerator.splits() if hasattr(enumerator, "splits") else enumerator)
-            except Exception as error:
-                raise SplitsFailed(f"the enumerator of {self._name} raised {type(error).__name__}: {error}") from error
-            self._log = SplitLog(splits, getattr(enumerator, "locations", None), self._name)
-            if self._restored is not None:
-                self._log.restore(self._restored)
-        return self._log
+        if state is not None:
+            self._log.restore(state)
 
     def _watch(self) -> None:
         since = self._since
         if since is not None and time.monotonic() - since > self._patience:
             self.context.fail(
                 SplitsFailed(
-                    f"the enumerator of {self._name} has not given its next split within {self._patience:g} s: it blocks, or is slow. "
+                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it blocks, or is slow. "
                     f"Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )

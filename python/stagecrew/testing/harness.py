@@ -18,7 +18,7 @@ from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.coordination.payloads import END, pack, raised, unpack
 from stagecrew.errors import EvaluationOver, RequestFailed, RequestTimeout
-from stagecrew.frames import Frame, decode, encode
+from stagecrew.frames import Frame, decode_all, encode
 
 __all__ = ["CoordinatorHarness", "ScriptedEvaluation"]
 
@@ -64,7 +64,8 @@ class CoordinatorHarness:
             self._made.append(factory(context))
             return self._made[-1]
 
-        self.operators = Operators(self, lambda: 1.0, _Here(self))
+        self._here = _Here(self)
+        self.operators = Operators(self, lambda: 1.0, self._here)
         self.operators.name_operator("operator")
         self._binding = self.operators.add("operator", noted, self._host)
         self.run()
@@ -115,7 +116,7 @@ class CoordinatorHarness:
 
     def checkpoint(self, checkpoint_id: int | None = None, meanwhile: Callable[[], Any] = lambda: None) -> Checkpoint:
         """As `Topology.checkpoint`. `meanwhile` is called when the coordinator was asked; then its state has to be there."""
-        self._wire.meanwhile = meanwhile
+        self._here.meanwhile = meanwhile
         try:
             return self.operators.checkpoint(checkpoint_id, 0)
         finally:
@@ -308,6 +309,7 @@ class _Here(Threads):
 
     def __init__(self, harness: CoordinatorHarness) -> None:
         self._harness = harness
+        self.meanwhile: Callable[[], Any] = lambda: None
 
     def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> _Calls:
         made = _Calls(failed)
@@ -319,7 +321,8 @@ class _Here(Threads):
 
     def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:
         self._harness.run()
-        self._harness._wire.meanwhile()
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         self._harness.run()
         return super().wait(futures, seconds)
 
@@ -331,7 +334,6 @@ class _Wire:
         self._harness = harness
         self._waiting: list[bytes] = []
         self._dirty: dict[Gateway, None] = {}
-        self.meanwhile: Callable[[], Any] = lambda: None
 
     def send(self, executor: str, frame: bytes) -> None:
         self._gather()
@@ -349,12 +351,12 @@ class _Wire:
     def deliver(self) -> bool:
         self._gather()
         frames, self._waiting = self._waiting, []
-        for frame in frames:
-            self._harness.deliver(decode(frame[4:]))
+        for frame in decode_all(b"".join(frames)):
+            self._harness.deliver(frame)
         return bool(frames)
 
     def _gather(self) -> None:
         for gateway in tuple(self._dirty):
-            if (frame := gateway.take()) is not None:
+            while (frame := gateway.take()) is not None:
                 self._waiting.append(frame)
         self._dirty.clear()

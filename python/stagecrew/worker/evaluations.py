@@ -70,6 +70,7 @@ class TaskGateway:
         #: The sizes of what is not known to be handled.
         self._sizes: collections.deque[int] = collections.deque()
         self._unhandled_bytes = 0
+        self._asked_at = 0  # the last message when room was asked for
         self._flusher: threading.Thread | None = None
         self._something_kept = threading.Event()
         self._replies: dict[int, tuple[str, bytes]] = {}
@@ -107,12 +108,11 @@ class TaskGateway:
         together, at most a millisecond later.
 
         Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationOver`, and `RequestTimeout` when the coordinator has not
-        handled enough of what was sent before within `spark.stagecrew.request.timeout`.
+        handled anything of what was sent before within `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
         with self._lock:
-            self._check()
-            self._make_room(len(payload))
+            self._await_room(len(payload))
             self._add(payload)
             self._kept.append(payload)
             self._kept_bytes += len(payload)
@@ -139,8 +139,7 @@ class TaskGateway:
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
         with self._lock:
-            self._check()
-            self._make_room(len(payload))
+            self._await_room(len(payload))
             sequence = self._add(payload)
             frame = encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload)
             self._flush(frame)
@@ -172,7 +171,7 @@ class TaskGateway:
         elif frame.kind == "HANDLED":
             self._handled = max(self._handled, frame["sequence"])
         elif frame.kind == "POISON":
-            self._over = frame["reason"]
+            self._over = self._over or frame["reason"]  # what is said to whoever goes on after it says less
 
     def finish(self, outcome: str, reason: str) -> None:
         """The function has ended. After its own end it waits until all that was sent is in the coordinator's queue."""
@@ -211,24 +210,37 @@ class TaskGateway:
         self._unhandled_bytes += len(payload)
         return self._sequence
 
-    def _make_room(self, size: int) -> None:
-        """Waits until there is room for one more; what is handled is forgotten."""
+    def _await_room(self, size: int) -> None:
+        """Waits until there is room for one more. With the lock, but not while it waits: others receive meanwhile."""
 
-        def room() -> bool | None:
-            while len(self._sizes) > self._sequence - self._handled:
-                self._unhandled_bytes -= self._sizes.popleft()
-            few = len(self._sizes) < WINDOW and (not self._sizes or self._unhandled_bytes + size <= WINDOW_BYTES)
-            return few or self._over is not None or None
+        def more() -> bool | None:
+            return self._handled > handled or self._over is not None or None
 
-        if len(self._sizes) < WINDOW and self._unhandled_bytes + size <= WINDOW_BYTES:
-            return
-        self._flush()
-        if self._connection.wait(room, self._bound.request_timeout) is None:
-            raise RequestTimeout(
-                f"the coordinator of operator {self._bound.operator!r} has not handled {len(self._sizes)} messages of "
-                f"{self._unhandled_bytes} bytes within {self._bound.request_timeout} s; it is slow, or blocks"
-            )
         self._check()
+        while not self._has_room(size):
+            handled = self._handled
+            if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
+                self._asked_at = self._sequence
+                self._flush(encode("ROOM", evaluation=self.id))
+            self._lock.release()
+            try:
+                found = self._connection.wait(more, self._bound.request_timeout)
+            finally:
+                self._lock.acquire()
+            if found is None:
+                raise RequestTimeout(
+                    f"the coordinator of operator {self._bound.operator!r} has handled none of {len(self._sizes)} messages of "
+                    f"{self._unhandled_bytes} bytes within {self._bound.request_timeout} s; it is slow, or blocks"
+                )
+            self._check()
+
+    def _has_room(self, size: int) -> bool:
+        """Whether there is, when what is handled is forgotten. With the lock."""
+        if len(self._sizes) < WINDOW and self._unhandled_bytes + size <= WINDOW_BYTES:
+            return True
+        while len(self._sizes) > self._sequence - self._handled:
+            self._unhandled_bytes -= self._sizes.popleft()
+        return len(self._sizes) < WINDOW and (not self._sizes or self._unhandled_bytes + size <= WINDOW_BYTES)
 
     def _flush(self, *more: bytes) -> None:
         """Sends what is kept back, and this behind it. With the lock."""

@@ -10,11 +10,10 @@ import scala.collection.mutable
  * Link threads bring what workers say, RPC threads what the driver says. Guarded by its own lock, which is not held while a
  * worker or the driver is written to, but for what one evaluation is sent: that keeps its order.
  */
-final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, toDriver: Array[Byte] => Unit) {
+final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, toDriver: Array[Byte] => Unit) {
   import Evaluations._
 
   private val book = mutable.LongMap.empty[Evaluation]
-  private val killed = mutable.Set.empty[Long] // attempts that Spark asked to end, and that have not ended
 
   /** Serves a worker's link until it ends. Frames go on to the driver in batches: as many as are there. */
   def serve(link: Link, limit: Int): Unit = {
@@ -34,14 +33,14 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
       batch.add(frame)
       batch.flush() // the driver hears of its begin before it hears of its end
       // Its end may have been told before it was booked.
-      if (!runs(attempt)) end(_.id == id, "cut", Unneeded)
-      else if (synchronized(killed(attempt))) poison(_.id == id, Killed)
+      if (attempts.interrupted(attempt)) end(_.id == id, "failed", Killed)
+      else if (!attempts.runs(attempt)) end(_.id == id, "cut", Unneeded)
     case "WANT" =>
       val want = Frames.decode(ByteBuffer.wrap(frame))
       find(want.long("evaluation")).foreach { evaluation =>
         evaluation.deliver(_.want(want.long("events"), want.long("bytes")))
       }
-    case kind @ ("EVENTS" | "REQUEST" | "FINISH") =>
+    case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "ROOM") =>
       // One that is over by Spark's word is not heard any more.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
@@ -82,24 +81,18 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
   }
 
   /** The worker is gone, and its evaluations with it. */
-  def gone(link: Link): Unit = { end(_.link eq link, "failed", s"$link is gone"); () }
+  def gone(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
 
-  /** Spark asks an attempt to end: whoever waits for its coordinator does so at once. */
-  def interrupted(attempt: Long): Unit = {
-    synchronized(killed += attempt)
-    poison(_.attempt == attempt, Killed)
-  }
+  /** Spark asks an attempt to end, which `attempts` knows by now: whoever waits for its coordinator ends at once. */
+  def interrupted(attempt: Long): Unit = end(_.attempt == attempt, "failed", Killed)
 
-  /** Spark's word on an attempt: "finished", which cuts what had not finished, or "failed". */
-  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty || killed.nonEmpty) {
-    synchronized(killed -= attempt)
-    end(_.attempt == attempt, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
-  }
+  /** Spark's word on an attempt, which `attempts` knows by now to be over: "finished", which cuts what had not finished, or why
+    * it failed. */
+  def attemptOver(attempt: Long, failed: Option[String]): Unit =
+    if (book.nonEmpty) end(_.attempt == attempt, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
 
-  private def poison(which: Evaluation => Boolean, reason: String): Unit =
-    end(which, "failed", reason).foreach(evaluation => evaluation.link.send("POISON", evaluation.id, reason))
-
-  private def end(which: Evaluation => Boolean, outcome: String, reason: String): Seq[Evaluation] = {
+  /** Tells both sides: the coordinator, and whoever waits for it in the task. */
+  private def end(which: Evaluation => Boolean, outcome: String, reason: String): Unit = {
     val over = synchronized {
       val found = book.values.filter(which).toVector
       found.foreach(book -= _.id)
@@ -108,17 +101,24 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, runs: Long => Boolean, t
     val batch = new Batch(toDriver)
     over.foreach(evaluation => batch.add("GONE", evaluation.id, outcome, reason))
     batch.flush()
-    over
+    over.foreach(evaluation => evaluation.link.send("POISON", evaluation.id, reason))
   }
 
   private def find(id: Long): Option[Evaluation] = synchronized(book.get(id))
 }
 
 object Evaluations {
+  /** What the executor's books say of an attempt. */
+  trait Attempts {
+    def runs(attempt: Long): Boolean
+    /** Whether Spark has asked it to end. */
+    def interrupted(attempt: Long): Boolean
+  }
+
   /** Those of this executor, which hear of the driver by an endpoint of their own. */
-  def on(executor: String, settings: Settings, runs: Long => Boolean): Evaluations = {
+  def on(executor: String, settings: Settings, attempts: Attempts): Evaluations = {
     lazy val driver = SparkInternals.driver(Coordination.EndpointName)
-    lazy val here: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, runs,
+    lazy val here: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
       frames => driver.send(Frames.encode("FROM", executor, frames)))
     lazy val endpoint: Peer = SparkInternals.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =

@@ -46,7 +46,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val sides = new Sides(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
   private val closings = new Closings(executor, table, processes, sides, pool, this)(closingReport, closed)
-  private lazy val evaluations = Evaluations.on(executor, settings, attempt => table.chainOf(attempt).nonEmpty)
+  private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
+    override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
+    override def interrupted(attempt: Long): Boolean = ExecutorCrew.this.interrupted.contains(attempt)
+  })
   @volatile private var coordinated = false // whether a bound function ever ran here
   private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
@@ -69,26 +72,23 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     task.addTaskCompletionListener(new TaskCompletionListener {
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
+        val quiescent = table.finish(attempt)
         if (coordinated) {
           val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
           evaluations.attemptOver(attempt, failed)
         }
-        if (table.finish(attempt).nonEmpty) closings.changed()
+        if (quiescent.nonEmpty) closings.changed()
+        if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
         if (watched) {
           problems.remove(attempt)
-          if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
           if (processes.running(attempt).nonEmpty) endIfCut(attempt)
         }
       }
     })
     val properties = SparkInternals.localProperties(task)
     // A bound function finds its channel by it: which tasks call one, nobody knows before they do.
-    if ((topology != null && booked.contains(topology)) || wanted.head.coordinated) {
-      properties.setProperty(PlaceProperty, place.toString)
-      task.addTaskInterruptListener(new TaskInterruptListener {
-        override def onTaskInterrupted(context: TaskContext, reason: String): Unit = if (coordinated) evaluations.interrupted(attempt)
-      })
-    }
+    val talks = (topology != null && booked.contains(topology)) || wanted.head.coordinated
+    if (talks) properties.setProperty(PlaceProperty, place.toString)
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     } else try {
@@ -110,6 +110,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case failed: SideFailed => listenerFailed(task, failed)
       case Failure(error) => refuse(task, error)
     }
+    if (talks || watched) heedInterrupt(task, attempt)
   }
 
   /** The topologies of a task, outermost first: the application's, its execution's, the named ones. */
@@ -150,11 +151,17 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       override def onTaskFailure(context: TaskContext, error: Throwable): Unit =
         Option(problems.remove(attempt)).foreach(text => error.addSuppressed(new HookTimeoutException(text)))
     })
+    ()
+  }
+
+  /** Spark asks the attempt to end: its process does, politely (Spark kills it after spark.python.task.killTimeout), and who waits
+    * for a coordinator in one that has no listeners. */
+  private def heedInterrupt(task: TaskContext, attempt: Long): Unit = {
     task.addTaskInterruptListener(new TaskInterruptListener {
       override def onTaskInterrupted(context: TaskContext, reason: String): Unit = {
-        // First politely: Spark kills the worker after spark.python.task.killTimeout.
         interrupted.add(attempt)
         processes.running(attempt).foreach(terminate)
+        if (coordinated) evaluations.interrupted(attempt)
       }
     })
     ()

@@ -60,6 +60,7 @@ object Frames {
     kind("OVERFLOWED", 72, "evaluation" -> 'q', "reason" -> 's'),
     kind("POISON", 73, "evaluation" -> 'q', "reason" -> 's'),
     kind("GONE", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    kind("ROOM", 75, "evaluation" -> 'q'),
     kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     kind("LOST", 98, "executor" -> 's', "reason" -> 's'),

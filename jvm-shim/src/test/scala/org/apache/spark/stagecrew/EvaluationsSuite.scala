@@ -11,7 +11,13 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private val worker = mutable.Buffer.empty[Frame]
 
   /** An executor on which attempts 1 to 9 run; what it sends goes to `driver`. */
-  private val evaluations = new Evaluations(10, 1000, _ < 10, { bytes =>
+  private object attempts extends Evaluations.Attempts {
+    val asked = mutable.Set.empty[Long]
+    val over = mutable.Set.empty[Long]
+    override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
+    override def interrupted(attempt: Long): Boolean = asked(attempt)
+  }
+  private val evaluations = new Evaluations(10, 1000, attempts, { bytes =>
     val buffer = ByteBuffer.wrap(bytes)
     while (buffer.hasRemaining) {
       val frame = new Array[Byte](buffer.getInt())
@@ -63,28 +69,45 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     evaluations.attemptOver(1, Some("killed"))
     assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("GONE", 1, "failed")))
     kinds(driver)
+    assert(kinds(worker) == List("POISON"))
     says(request(1, 1), request(2, 1))
     assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("POISON"))
     evaluations.attemptOver(2, None)
     assert(driver.map(_.text("outcome")) == Seq("cut"))
   }
 
+  test("an evaluation that Spark cuts short is told so: it may wait for an event, and nobody else would") {
+    says(ready(1, 1))
+    evaluations.attemptOver(1, None)
+    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("POISON", "Spark needed no more of its rows")))
+  }
+
   test("an attempt that is killed ends its evaluations at once, and those that it begins until it is over") {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
+    attempts.asked += 1
     evaluations.interrupted(1)
     assert(kinds(driver) == List("GONE") && worker.map(_.long("evaluation")) == Seq(1))
     kinds(worker)
     says(ready(3, 1))
     assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+    attempts.over += 1
     evaluations.attemptOver(1, Some("killed"))
+    kinds(driver)
     says(ready(4, 1))
-    assert(kinds(driver) == List("READY") && worker.isEmpty)
+    assert(driver.map(_.kind) == Seq("READY", "GONE") && driver.last.text("outcome") == "failed")
   }
 
-  test("one whose attempt was over before it was booked is told of as cut") {
+  test("an attempt that was asked to end before the executor's first evaluation began has that ended at once") {
+    attempts.asked += 1
+    says(ready(1, 1))
+    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+  }
+
+  test("one whose attempt was over before it was booked is told of as cut, and that to its task") {
     says(ready(3, 99))
-    assert(kinds(driver) == List("READY", "GONE"))
+    assert(driver.last.text("outcome") == "cut")
+    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
   }
 
   test("with its link all evaluations of a worker are gone") {

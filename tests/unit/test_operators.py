@@ -1,0 +1,171 @@
+"""The operators of a topology on their real threads, with a way to executors that goes nowhere: no Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+
+import stagecrew
+from stagecrew.coordination.host import Host
+from stagecrew.coordination.operators import Operators
+from stagecrew.frames import encode
+
+
+class Nowhere:
+    """A way to executors that drops all."""
+
+    def send(self, executor, frame):
+        pass
+
+    def dirty(self, gateway):
+        while gateway.take() is not None:
+            pass
+
+    def flush(self):
+        pass
+
+    def wait(self, loop):
+        return False
+
+
+class Scope:
+    """A topology that notes what fails it."""
+
+    name = id = "t"
+    is_active = True
+
+    def __init__(self):
+        self.cancelled = []
+
+    def cancel_failed(self, cause):
+        self.cancelled.append(cause)
+
+
+class Sending(stagecrew.Coordinator):
+    """Knows who lives."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.gateways = []
+
+    def ready(self, evaluation, gateway):
+        self.gateways.append(gateway)
+
+    def failed(self, evaluation, reason):
+        pass
+
+
+def made(factory):
+    """Operators with one binding, and its host."""
+    scope = Scope()
+    operators = Operators(scope, lambda: 5.0)
+    host = Host(Nowhere(), 1 << 20, 30.0)
+    operators.name_operator("o")
+    return scope, operators, host, operators.add("o", factory, host)
+
+
+def test_send_and_fail_while_it_is_reset():
+    """1,000 resets, each with a thread that sends and fails at the same time: the topology failed once, by that, or, where the
+    reset was first, not at all; nobody hangs, and every thread ends."""
+    before = threading.active_count()
+    failed = 0
+    for number in range(1000):
+        coordinators = []
+
+        def factory(context, coordinators=coordinators):
+            coordinators.append(Sending(context))
+            return coordinators[-1]
+
+        scope, operators, host, binding = made(factory)
+        host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0))  # fmt: skip
+        cause = KeyError(number)
+        begin = threading.Barrier(2)
+
+        def foreign(begin=begin, coordinators=coordinators, cause=cause):
+            begin.wait(10)
+            for gateway in coordinators[0].gateways:
+                gateway.send("x")
+            coordinators[0].context.fail(cause)
+            for gateway in coordinators[0].gateways:
+                gateway.send("y")
+
+        thread = threading.Thread(target=foreign)
+        thread.start()
+        begin.wait(10)
+        with contextlib.suppress(stagecrew.CoordinatorFailed):
+            operators.reset(None)
+        thread.join(10)
+        assert not thread.is_alive()
+        assert scope.cancelled == ([cause] if operators.cause is not None else [])
+        assert operators.cause in (None, cause)
+        failed += operators.cause is not None
+        operators.close("the topology has ended")
+        assert coordinators[0].context.state == "closed"
+    assert threading.active_count() == before
+    assert failed < 1000 or failed > 0  # either order is right
+
+
+def test_a_close_that_blocks_in_a_reset(caplog):
+    """The next coordinator begins when the one before has closed, or after the close timeout, and says whom it waited for."""
+    go, begun = threading.Event(), [threading.Event(), threading.Event()]
+    instances = []
+
+    class Blocking(Sending):
+        def start(self):
+            instances.append(self)
+            begun[len(instances) - 1].set()
+
+        def close(self):
+            go.wait(30)
+
+    scope = Scope()
+    operators = Operators(scope, lambda: 0.2)
+    host = Host(Nowhere(), 1 << 20, 30.0)
+    operators.add("o", Blocking, host)
+    assert begun[0].wait(10)
+    operators.reset(None)
+    try:
+        assert begun[1].wait(10)
+        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+        assert not scope.cancelled
+    finally:
+        go.set()
+        operators.close("the topology has ended")
+
+
+def test_an_exit_while_a_callback_blocks(caplog):
+    """The exit is bounded, and names the operator, where its coordinator still handles what came before."""
+    go = threading.Event()
+
+    class Blocking(Sending):
+        def handle_event(self, evaluation, event):
+            go.wait(30)
+
+    _, operators, host, binding = made(Blocking)
+    host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0))  # fmt: skip
+    host.received("1", encode("EVENTS", evaluation=1, first=1, payloads=[b"\0x"]))
+    operators._close_timeout = lambda: 0.2
+    try:
+        operators.close("the topology has ended")
+        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+    finally:
+        go.set()
+
+
+def test_those_that_were_prepared_are_in_a_checkpoint():
+    """Coordinators of the session builder have their states in it, also while no dataset is bound to them."""
+    operators = Operators(Scope(), lambda: 5.0)
+    host = Host(Nowhere(), 1 << 20, 30.0)
+
+    class Keeping(Sending):
+        def checkpoint(self, checkpoint_id):
+            return b"state"
+
+    operators.prepare("o", Keeping)
+    operators.begin(host)
+    assert operators.checkpoint(None, 10).states == {"o/1": b"state"}
+    operators.close("the session stops")
+    with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 1"):
+        operators.checkpoint(1, 10)

@@ -1,0 +1,183 @@
+"""The log of splits: what any evaluation of a subtask is given, over any order of reads, deaths, checkpoints and resets."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from stagecrew.errors import SplitsFailed
+from stagecrew.operators.splitlog import SplitLog
+
+SUBTASKS = 3
+HOSTS = ("a", "b")
+
+
+class Numbers:
+    """An enumerator of numbers, some of which a host reads best; it counts how far it was read."""
+
+    def __init__(self, count, homes=()):
+        self.count, self.homes = count, homes
+        self.begun = self.read = 0
+
+    def splits(self):
+        self.begun += 1
+        for number in range(self.count):
+            self.read += 1
+            yield number
+
+
+class Homes(Numbers):
+    def locations(self, split):
+        return self.homes[split]
+
+
+class Machine(RuleBasedStateMachine):
+    """Evaluations of three subtasks read their logs, die and are evaluated anew; coordinators are reset to their checkpoints."""
+
+    @initialize(
+        count=st.integers(0, 12),
+        homes=st.none() | st.lists(st.sets(st.sampled_from(HOSTS)), min_size=12, max_size=12),
+    )
+    def begin(self, count, homes):
+        self.count = count
+        self.make = lambda: Numbers(count) if homes is None else Homes(count, homes)
+        self.log = SplitLog(self.make(), "operator 'x'")
+        #: What each subtask was given, and whether its log was seen to end.
+        self.given = {subtask: [] for subtask in range(SUBTASKS)}
+        self.ended = set()
+        #: Each live evaluation's subtask, with how much it has read.
+        self.evaluations = {}
+        self.numbers = itertools.count()
+        self.checkpoints = [(None, {}, set())]
+
+    @rule(subtask=st.integers(0, SUBTASKS - 1))
+    def evaluate(self, subtask):
+        self.evaluations[next(self.numbers)] = [subtask, 0]
+
+    @rule(data=st.data(), host=st.sampled_from((*HOSTS, "elsewhere")))
+    def read(self, data, host):
+        if not self.evaluations:
+            return
+        evaluation = self.evaluations[data.draw(st.sampled_from(sorted(self.evaluations)))]
+        subtask, index = evaluation
+        packed = self.log.at(subtask, index, host)
+        given = self.given[subtask]
+        if packed is None:
+            assert index == len(given)
+            self.ended.add(subtask)
+            return
+        evaluation[1] += 1
+        split = pickle.loads(packed)
+        if index < len(given):
+            assert given[index] == split, "two evaluations of a subtask read the same"
+        else:
+            assert subtask not in self.ended, "a log that was seen to end is not lengthened"
+            given.append(split)
+
+    @rule(data=st.data())
+    def die(self, data):
+        if self.evaluations:
+            del self.evaluations[data.draw(st.sampled_from(sorted(self.evaluations)))]
+
+    @rule()
+    def checkpoint(self):
+        self.checkpoints.append((self.log.state(), {k: list(v) for k, v in self.given.items()}, set(self.ended)))
+
+    @rule(data=st.data())
+    def reset(self, data):
+        state, given, ended = data.draw(st.sampled_from(self.checkpoints))
+        self.log = SplitLog(self.make(), "operator 'x'")
+        if state is not None:
+            self.log.restore(state)
+        self.given = {subtask: list(given.get(subtask, ())) for subtask in range(SUBTASKS)}
+        self.ended = set(ended)
+        self.evaluations.clear()
+
+    @invariant()
+    def each_in_one_log(self):
+        if hasattr(self, "given"):
+            all_given = list(itertools.chain.from_iterable(self.given.values()))
+            assert len(all_given) == len(set(all_given))
+            assert self.log.given == len(all_given)
+
+    def teardown(self):
+        if hasattr(self, "given"):
+            for subtask in range(SUBTASKS):
+                while (packed := self.log.at(subtask, len(self.given[subtask]), "a")) is not None:
+                    self.given[subtask].append(pickle.loads(packed))
+            assert sorted(itertools.chain.from_iterable(self.given.values())) == list(range(self.count))
+            assert self.log.sealed
+
+
+TestSplitLog = Machine.TestCase
+TestSplitLog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_it_is_lazy():
+    """The enumerator is begun by the first split that is taken, and read one split at a time where it knows no locations."""
+    numbers = Numbers(5)
+    log = SplitLog(numbers, "operator 'x'")
+    log.state()
+    assert numbers.begun == 0
+    log.at(0, 0, "a")
+    log.at(1, 0, "a")
+    assert (numbers.begun, numbers.read) == (1, 2)
+
+
+def test_a_host_is_given_what_it_reads_best():
+    """Where locations are known a task is given a split of its host first, and any other when there is none."""
+    log = SplitLog(Homes(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
+    assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
+
+
+class Raises:
+    def splits(self):
+        raise OSError("no such bucket")
+
+
+class RaisesLater:
+    def splits(self):
+        yield 1
+        raise OSError("no such bucket")
+
+
+@pytest.mark.parametrize("enumerator", [Raises(), RaisesLater()], ids=["at once", "later"])
+def test_an_enumerator_that_raises(enumerator):
+    """What it raised is the cause, each time that somebody asks."""
+    log = SplitLog(enumerator, "operator 'x'")
+    if isinstance(enumerator, RaisesLater):
+        assert pickle.loads(log.at(0, 0, "a")) == 1
+    for subtask in (1, 2, 1):
+        with pytest.raises(SplitsFailed, match="the enumerator of operator 'x' raised OSError: no such bucket"):
+            log.at(subtask, 0, "a")
+
+
+def test_an_enumerator_that_does_not_give_them_again():
+    """After a reset a split that a task had read has to be enumerated again: rows would be lost else."""
+    log = SplitLog(Numbers(3), "operator 'x'")
+    log.at(0, 0, "a"), log.at(0, 1, "a")
+    after = SplitLog([1, 2], "operator 'x'")
+    after.restore(log.state())
+    assert pickle.loads(after.at(1, 0, "a")) == 2
+    with pytest.raises(SplitsFailed, match="1 splits that tasks of operator 'x' had read before the checkpoint"):
+        after.at(1, 1, "a")
+
+
+def test_a_place_beyond_the_end():
+    """An evaluation that was given splits by another coordinator is refused, not given another's."""
+    with pytest.raises(SplitsFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
+        SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
+
+
+@pytest.mark.parametrize("splits", [[1, 2, 1], [[1], [1]]], ids=["hashable", "by bytes"])
+def test_one_split_twice(splits):
+    """Its rows would be read twice."""
+    log = SplitLog(splits, "operator 'x'")
+    with pytest.raises(SplitsFailed, match="gave one split twice"):
+        for index in range(3):
+            log.at(0, index, "a")
