@@ -73,7 +73,7 @@ check-and-docs: setup
 	$(MAKE) docs
 
 test-long: setup $(STAMPS)/classes ## the long seeded runs
-	$(BIN)/pytest -q tests -m long
+	$(BIN)/pytest -q tests -m long -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: setup ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -141,15 +141,6 @@ def exits(on: Driver, count: int):
     """The time from topology exit to the last close."""
     on("exits", count=10)
     answer = on("exits", count=count)
-
-    def percentiles(values):
-        ordered = sorted(values)
-        return {
-            "p50": statistics.median(ordered),
-            "p99": ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))],
-            "max": ordered[-1],
-        }
-
     return {
         "exits": count,
         "closes": sum(answer["closes"]),
@@ -159,10 +150,10 @@ def exits(on: Driver, count: int):
     }
 
 
-def percentiles(values):
-    """p50 and p99, in microseconds."""
-    ordered = sorted(values)
-    return {"p50": 1e6 * statistics.median(ordered), "p99": 1e6 * ordered[round(0.99 * (len(ordered) - 1))]}
+def percentiles(values, scale=1.0):
+    """p50, p99 and the most, times a scale."""
+    ordered = sorted(scale * value for value in values)
+    return {"p50": statistics.median(ordered), "p99": ordered[round(0.99 * (len(ordered) - 1))], "max": ordered[-1]}
 
 
 def requests(rounds: int, count: int):
@@ -177,11 +168,11 @@ def requests(rounds: int, count: int):
                 if number:  # the first warms up
                     found[name][tasks] += seconds
                 console.print(
-                    f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds)['p50']:.0f} us"
+                    f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds, 1e6)['p50']:.0f} us"
                 )
     for process in processes.values():
         process("stop")
-    return {name: {tasks: percentiles(seconds) for tasks, seconds in by.items()} for name, by in found.items()}
+    return {name: {tasks: percentiles(seconds, 1e6) for tasks, seconds in by.items()} for name, by in found.items()}
 
 
 def events():
@@ -202,7 +193,7 @@ def events():
     many = Driver("driver.py", "on", "local-cluster[2,32,2048]")
     for tasks in (64, 1, 2, 4, 8, 16, 32, 64):
         answer = many("requests", tasks=tasks, count=2000 // tasks + 100)
-        found["growing"][tasks] = percentiles(answer["seconds"]) | {"per_second": answer["per_second"]}
+        found["growing"][tasks] = percentiles(answer["seconds"], 1e6) | {"per_second": answer["per_second"]}
         console.print(
             f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {answer['per_second']:,.0f} requests a second"
         )
