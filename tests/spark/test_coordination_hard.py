@@ -141,17 +141,27 @@ def test_a_million_events(cluster, made):
 
 
 class Sender(Noting):
-    """Sends each evaluation so many events from threads of its own, then ends the stream."""
+    """Sends each evaluation so many events from eight threads, no more than its mailbox holds ahead of it; then ends the stream."""
 
-    count = 5000
+    def __init__(self, context, made, count):
+        super().__init__(context, made)
+        self.count = count
+        self.taken: collections.Counter[stagecrew.Evaluation] = collections.Counter()
 
     def ready(self, evaluation, gateway):
         super().ready(evaluation, gateway)
-        threading.Thread(target=self.send, args=(gateway,), daemon=True).start()
+        threading.Thread(target=self.send, args=(evaluation, gateway), daemon=True).start()
 
-    def send(self, gateway):
+    def handle_event(self, evaluation, event):
+        self.taken[evaluation] = event
+
+    def send(self, evaluation, gateway):
         def some(thread):
             for number in range(self.count // 8):
+                while 8 * number > self.taken[evaluation] + 40_000:
+                    if evaluation not in self.gateways:
+                        return  # it has died
+                    time.sleep(0.005)
                 gateway.send((thread, number))
 
         threads = [threading.Thread(target=some, args=(n,)) for n in range(8)]
@@ -162,20 +172,31 @@ class Sender(Noting):
         gateway.close()
 
 
-def test_many_events_to_tasks(cluster, made):
-    """From eight threads of the coordinator to each task: in the order of each thread, all, once."""
+@pytest.mark.parametrize("count", [5000, pytest.param(260_000, marks=pytest.mark.long)])
+def test_many_events_to_tasks(cluster, made, count):
+    """From eight threads of the coordinator to each of four tasks, of which two are killed and come again: in the order of each
+    thread, all, once."""
 
     def work(gateway, batches):
-        by_thread = collections.defaultdict(list)
-        for thread, number in gateway.events(timeout=60):
-            by_thread[thread].append(number)
-        assert by_thread == {n: list(range(625)) for n in range(8)}, {k: len(v) for k, v in by_thread.items()}
-        yield rows(sum(map(len, by_thread.values())))
+        from pyspark import TaskContext
+
+        dies_at = count // 3 if gateway.subtask in (1, 3) and TaskContext.get().attemptNumber() == 0 else None
+        numbers = [0] * 8
+        for taken, (thread, number) in enumerate(gateway.events(timeout=60), 1):
+            assert number == numbers[thread]
+            numbers[thread] += 1
+            if taken == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if taken % 1000 == 0:
+                gateway.send(taken)
+        assert numbers == [count // 8] * 8
+        yield rows(sum(numbers))
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Sender(context, made))
+        operator = topology.coordinate("o", lambda context: Sender(context, made, count))
         found = operator.map(cluster.range(0, 4, 1, 4), work, "a long").collect()
-    assert [row.a for row in found] == [5000] * 4
+    assert [row.a for row in found] == [count] * 4
+    assert sorted(call[1].subtask for call in made[0].calls if call[0] == "failed") == [1, 3]
 
 
 def test_large_events_both_ways(cluster, made):

@@ -277,6 +277,13 @@ def test_parquet_row_groups_and_files(cluster, tmp_path):
         ]
         files = Files(str(folder), "parquet")
         assert sorted(map(tuple, topology.splits(files, files.read, files.schema).collect())) == expected
+        for file_format, options in (("csv", {"header": True}), ("orc", {})):
+            other = tmp_path / file_format
+            cluster.createDataFrame(expected, "id long, text string").repartition(3).write.format(file_format).options(
+                **options
+            ).save(str(other))
+            files = Files(str(other), file_format)
+            assert sorted(map(tuple, topology.splits(files, files.read, files.schema).collect())) == expected
 
 
 def test_key_ranges(cluster):

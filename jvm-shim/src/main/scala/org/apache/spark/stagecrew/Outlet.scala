@@ -1,0 +1,80 @@
+package org.apache.spark.stagecrew
+
+/**
+ * Writes messages to a socket whose reader says how many it has read, for threads that must not wait: `put` writes at once while
+ * little is unread, which certainly fits the socket's buffers, and enqueues the rest for a thread that may wait. All in order.
+ *
+ * What waits is bounded by what evaluations may have unhandled (their window).
+ */
+final class Outlet(write: Array[Byte] => Unit) {
+  import Outlet._
+
+  private val waiting = new java.util.ArrayDeque[Array[Byte]]()
+  private val unread = new java.util.ArrayDeque[Integer]()
+  private var written = 0L
+  private var unreadBytes = 0
+  private var draining = false
+  private var open = true
+  private val thread = ExecutorCrew.daemon("stagecrew-coordination").newThread(() => run())
+  thread.start()
+
+  def put(bytes: Array[Byte]): Unit = synchronized {
+    if (!draining && unread.size < AtOnce && unreadBytes + bytes.length <= AtOnceBytes) {
+      note(bytes)
+      write(bytes)
+    } else if (open) {
+      draining = true
+      waiting.add(bytes)
+      notifyAll()
+    }
+  }
+
+  /** The reader has read so many messages since its connection began. */
+  def wasRead(messages: Long): Unit = synchronized {
+    while (unread.size > written - messages) unreadBytes -= unread.poll()
+  }
+
+  /** Ends the thread; what waits is dropped. */
+  def close(): Unit = synchronized {
+    open = false
+    waiting.clear()
+    notifyAll()
+  }
+
+  private def note(bytes: Array[Byte]): Unit = {
+    written += 1
+    unread.add(bytes.length)
+    unreadBytes += bytes.length
+  }
+
+  private def run(): Unit = {
+    var batch = next()
+    while (batch != null) {
+      write(batch) // not while holding the lock: it waits while nobody reads
+      batch = next()
+    }
+  }
+
+  private def next(): Array[Byte] = synchronized {
+    while (open && waiting.isEmpty) {
+      draining = false
+      wait()
+    }
+    if (!open) null
+    else {
+      val some = new java.io.ByteArrayOutputStream
+      while (!waiting.isEmpty && some.size < BatchBytes) {
+        note(waiting.peek())
+        some.write(waiting.poll())
+      }
+      some.toByteArray
+    }
+  }
+}
+
+object Outlet {
+  /** What may be unread when `put` itself writes: well below what the buffers of a loopback socket hold. */
+  val AtOnce = 32
+  val AtOnceBytes: Int = 1 << 15
+  private val BatchBytes = 1 << 18
+}

@@ -1,0 +1,91 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.{CountDownLatch, TimeUnit}
+import org.scalatest.concurrent.Eventually
+import org.scalatest.funsuite.AnyFunSuite
+import org.scalatest.time.{Seconds, Span}
+import scala.collection.mutable
+
+class OutletSuite extends AnyFunSuite with Eventually {
+  override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
+
+  /** What was written: each message is one byte here, but for those that are made large. */
+  private final class Socket(blocksAfter: Int = Int.MaxValue) {
+    val bytes = mutable.Buffer.empty[Byte]
+    val threads = mutable.Set.empty[Thread]
+    val room = new CountDownLatch(1)
+
+    def write(some: Array[Byte]): Unit = {
+      if (synchronized(bytes.size) >= blocksAfter) room.await(10, TimeUnit.SECONDS)
+      synchronized {
+        bytes ++= some
+        threads += Thread.currentThread
+      }
+    }
+    def all: Seq[Byte] = synchronized(bytes.toSeq)
+  }
+
+  private def message(n: Int) = Array(n.toByte)
+
+  test("while little is unread it is written at once, by whoever puts it") {
+    val socket = new Socket
+    val outlet = new Outlet(socket.write)
+    (0 until Outlet.AtOnce).foreach(n => outlet.put(message(n)))
+    assert(socket.all == (0 until Outlet.AtOnce).map(_.toByte))
+    assert(socket.threads == Set(Thread.currentThread))
+    outlet.close()
+  }
+
+  test("nobody who puts waits for a reader that does not read, and the order stays") {
+    val socket = new Socket(blocksAfter = Outlet.AtOnce)
+    val outlet = new Outlet(socket.write)
+    (0 until 100).foreach(n => outlet.put(message(n)))
+    assert(socket.all.size == Outlet.AtOnce)
+    socket.room.countDown()
+    eventually(assert(socket.all == (0 until 100).map(_.toByte)))
+    assert(socket.threads.size == 2)
+    outlet.close()
+  }
+
+  test("what was read makes room to write at once again, and no sooner") {
+    val socket = new Socket
+    val outlet = new Outlet(socket.write)
+    (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
+    eventually(assert(socket.all.size == Outlet.AtOnce + 1))
+    socket.threads.clear()
+    outlet.put(message(33))
+    eventually(assert(socket.all.size == Outlet.AtOnce + 2))
+    assert(!socket.threads(Thread.currentThread))
+    eventually {
+      outlet.wasRead(Outlet.AtOnce + 2)
+      socket.synchronized(socket.threads.clear())
+      outlet.put(message(34)) // once its thread has nothing more to do
+      assert(socket.synchronized(socket.threads(Thread.currentThread)))
+    }
+    outlet.close()
+  }
+
+  test("many bytes are unread as well as many messages") {
+    val socket = new Socket
+    val outlet = new Outlet(socket.write)
+    outlet.put(new Array[Byte](Outlet.AtOnceBytes))
+    assert(socket.threads == Set(Thread.currentThread))
+    socket.threads.clear()
+    outlet.put(message(1))
+    eventually(assert(socket.all.size == Outlet.AtOnceBytes + 1))
+    assert(!socket.threads(Thread.currentThread))
+    outlet.close()
+  }
+
+  test("its thread ends with it, and what waited is dropped") {
+    val socket = new Socket(blocksAfter = Outlet.AtOnce)
+    val outlet = new Outlet(socket.write)
+    (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
+    eventually(assert(Thread.getAllStackTraces.keySet.stream.anyMatch(_.getName == "stagecrew-coordination")))
+    outlet.close()
+    outlet.put(message(99))
+    socket.room.countDown()
+    eventually(assert(socket.all.size == Outlet.AtOnce + 1))
+    assert(!socket.all.contains(99.toByte))
+  }
+}
