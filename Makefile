@@ -72,8 +72,8 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
-test-long: setup $(STAMPS)/classes ## the long seeded runs
-	$(BIN)/pytest -q tests -m long -n 2 --dist loadfile --no-loadscope-reorder
+test-long: setup $(STAMPS)/classes ## the long seeded runs, the longest file first, and the third master
+	$(BIN)/pytest -q tests/spark/test_splits.py tests -m long -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: setup ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

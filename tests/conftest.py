@@ -15,6 +15,13 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long ones have half an hour each."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Spark's own files of this run stay in one folder."""
@@ -46,9 +53,12 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session", params=["local[2,4]", "local-cluster[2,2,1024]", "standalone"])
+@pytest.fixture(
+    scope="session",
+    params=["local[2,4]", pytest.param("local-cluster[2,2,1024]", marks=pytest.mark.long), "standalone"],
+)
 def master(request: pytest.FixtureRequest) -> str:
-    """The masters on which the contract must hold."""
+    """The masters on which the contract must hold; where executors are processes, `make test` takes the real cluster."""
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 
 

@@ -62,7 +62,7 @@ appender.stderr.layout.pattern = %p %c: %m%n%ex
 """
 
 
-@pytest.mark.parametrize("where", ["local[2]", "standalone"])
+@pytest.mark.parametrize("where", [pytest.param("local[2]", marks=pytest.mark.long), "standalone"])
 def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_path_factory, sessions, request, where):
     """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
     master = free_master(where, request, sessions)
@@ -529,7 +529,7 @@ def test_sessions_one_after_the_other(sessions: Sessions, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-@pytest.mark.parametrize("master", ["local[1]", "local-cluster[1,1,1024]"])
+@pytest.mark.parametrize("master", ["local[1]", pytest.param("local-cluster[1,1,1024]", marks=pytest.mark.long)])
 def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     """In a local master workers and agents run the driver's own interpreter when the user set none, not the PATH's."""
     other = tmp_path / "python3"

@@ -50,9 +50,9 @@ def cells(output: str, label: str) -> list[str]:
 
 
 def assert_figures(output: str, workers: int = 2) -> None:
-    """64 tasks opened 64 connections; with stagecrew one for each worker, all closed again; the rows are the same."""
+    """16 tasks opened 16 connections; with stagecrew one for each worker, all closed again; the rows are the same."""
     without, with_ = map(int, cells(output, "connections opened"))
-    assert without == 64
+    assert without == 16
     assert 1 <= with_ <= workers
     assert cells(output, "rows") == [f"{FLIGHTS:,}", f"{FLIGHTS:,}"]
     assert cells(output, "executor driver: pools opened / closed") == ["-", f"{with_} / {with_}"]
@@ -115,7 +115,7 @@ def test_on_postgresql(tmp_path, server):
     ran = demo(tmp_path, "--database", server.url, "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert (found["without"]["connections"], found["without"]["rows"], found["same"]) == (64, FLIGHTS, True)
+    assert (found["without"]["connections"], found["without"]["rows"], found["same"]) == (16, FLIGHTS, True)
     (pool,) = found["pools"].values()
     assert found["with_stagecrew"]["connections"] == pool["opens"] == pool["closes"] <= 2
     assert found["counted_by"] == "pg_stat_database.sessions"

@@ -13,6 +13,8 @@ __all__ = ["PARTS", "tables", "write_flights"]
 
 #: In how many partitions the flights are read: well above the number of workers, as in a job of some size.
 PARTS = 64
+#: How many flights a partition has at least.
+FEWEST = 750
 
 _TABLES = {
     "airlines": {"carrier": "TEXT", "name": "TEXT"},
@@ -53,7 +55,7 @@ def write_flights(folder: Path, limit: int | None) -> tuple[int, int]:
 
     frame = _package().flights[list(FLIGHT)][:limit]
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    files = min(PARTS, len(frame))
+    files = max(1, min(PARTS, len(frame) // FEWEST))
     folder.mkdir(parents=True)
     for i in range(files):
         start, end = len(frame) * i // files, len(frame) * (i + 1) // files
