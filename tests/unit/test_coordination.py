@@ -354,6 +354,18 @@ def test_a_task_that_waits_for_room(world):
     assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]
 
 
+def test_a_slow_coordinator_is_heard_of(world):
+    """Where messages take long its task is told about every second that something was handled: it waits on, and does not give up."""
+    world.ready(1)
+    told = []
+    for first in range(1, 6):
+        world.now += 0.6
+        world.events(1, first, "slow")
+        world.heard()
+        told += [frame["sequence"] for frame in world.wire.take("HANDLED")]
+    assert told == [2, 4]
+
+
 def test_replies(world):
     """A request that raises is answered with the exception, a future with its result when there is one."""
     world.ready(1)
@@ -412,6 +424,14 @@ def test_a_way_that_breaks(world):
     assert "reset by peer" in str(failure)
 
 
+def test_a_binding_on_a_way_that_has_broken(world):
+    """One that comes behind the break fails as those before it did."""
+    world.host.broken("reset by peer")
+    world.failures.clear()
+    world.host.add(world.binding)
+    assert [str(failure) for failure in world.failures] == ["reset by peer"]
+
+
 @pytest.mark.parametrize("made", [None, 7, Coordinator], ids=["nothing", "something else", "the class"])
 def test_a_factory_that_makes_no_coordinator(world, made):
     """It is named where the function is bound, not by requests that time out."""
@@ -466,11 +486,15 @@ def test_failures_travel():
         try:
             raise error
         except Exception as caught:
-            return raised(failure(caught))
+            return raised(failure(caught, LIMIT))
 
     error, text = of(KeyError("k"))
     assert isinstance(error, KeyError)
     assert "raise error" in text
+    error, text = of(ValueError(b"x" * LIMIT))  # larger than a reply may be
+    assert error is None
+    assert "ValueError" in text
+    assert len(text) < 30_000
     error, text = of(LocalError(1, 2))
     assert error is None
     assert "LocalError" in text

@@ -169,3 +169,20 @@ def test_those_that_were_prepared_are_in_a_checkpoint():
     operators.close("the session stops")
     with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 1"):
         operators.checkpoint(1, 10)
+
+
+def test_no_binding_behind_a_failure():
+    """Whoever binds an operator of a topology that has failed learns why, and is not served by nobody."""
+    _, operators, host, _ = made(Sending)
+    operators.fail(KeyError("k"))
+    with pytest.raises(stagecrew.CoordinatorFailed, match="KeyError: 'k'"):
+        operators.add("o", Sending, host)
+
+    def failing(context):
+        operators.fail(KeyError("while it is made"))
+        return Sending(context)
+
+    _, operators, host, _ = made(Sending)
+    with pytest.raises(stagecrew.CoordinatorFailed, match="while it is made"):
+        operators.add("o", failing, host)
+    operators.close("the topology has ended")

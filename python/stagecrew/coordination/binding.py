@@ -58,9 +58,10 @@ class Owner(Protocol):
 class Live:
     """One evaluation that is live. `expected` and `replies` are the host's, what is handled and told the coordinator's thread's."""
 
-    def __init__(self, evaluation: Evaluation, gateway: Gateway) -> None:
+    def __init__(self, evaluation: Evaluation, gateway: Gateway, now: float) -> None:
         self.evaluation, self.gateway = evaluation, gateway
         self.expected = 1
+        self.told_at = now
         self.handled = self.told = self.untold_bytes = 0
         self.replies: dict[int, tuple[str, bytes] | None] = {}
 

@@ -110,7 +110,9 @@ class DriverChannel:
                     frames.append(encode("READ", messages=read))
                 self._channel.write(b"".join(frames))
             except ChannelClosed:
-                return  # the reader sees it too
+                # Perhaps in the midst of a frame: nothing may follow. The reader sees it too.
+                self._channel.shutdown()
+                return
             finally:
                 self._sending.release()
 
@@ -167,6 +169,7 @@ class DriverChannel:
             except ChannelError as error:
                 if not self._ended.is_set():
                     self._ended.set()
+                    self._channel.shutdown()
                     self.host.broken(f"the way from coordinators to executors broke: {error}")
                 return
         elif not ready:

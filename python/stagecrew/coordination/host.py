@@ -25,6 +25,8 @@ __all__ = ["Host", "Wire"]
 
 #: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
 _REPLIES: Final = 64
+#: How often a task whose messages take long to handle is told of it, in seconds.
+_TELL: Final = 1.0
 #: How many bindings, and how many evaluations, it remembers that ended.
 _REMOVED: Final = 256
 _OVER: Final = 4096
@@ -59,6 +61,8 @@ class Host:
         #: Why a binding is not served any more, and what evaluations are over; of the last ones.
         self._removed: dict[str, str] = {}
         self._ended: dict[int, None] = {}
+        #: Why nothing reaches executors any more, when that is so.
+        self._broken: str | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -69,6 +73,9 @@ class Host:
         """Evaluations of the binding are served from now on."""
         with self._lock:
             self._bindings[binding.id] = binding
+            broken = self._broken
+        if broken is not None:
+            binding.owner.fail(ChannelClosed(broken))
 
     def remove(self, binding: Binding, reason: str) -> None:
         """They are not any more; those that live are told why."""
@@ -159,6 +166,7 @@ class Host:
     def broken(self, reason: str) -> None:
         """Nothing reaches executors any more, nor comes from them: every topology with operators fails."""
         with self._lock:
+            self._broken = reason
             owners = {id(binding.owner): binding.owner for binding in self._bindings.values()}
         for owner in owners.values():
             owner.fail(ChannelClosed(reason))
@@ -238,7 +246,7 @@ class Host:
                 gateway = Gateway(evaluation, self.limit, lambda: self._clock() + self._ack_timeout, self.wire.dirty)
                 if binding.held:
                     gateway.hold()
-                live = Live(evaluation, gateway)
+                live = Live(evaluation, gateway, self._clock())
                 anew = (
                     subtask is not None
                     and subtask in binding.seen
@@ -331,14 +339,14 @@ class Host:
             else:
                 self._reply(live, sequence, "ok", pack(reply, self.limit))
         except Exception as error:
-            self._reply(live, sequence, "failed", failure(error))
+            self._reply(live, sequence, "failed", failure(error, self.limit))
         self._handled(live, len(payload))
 
     def _answer(self, live: Live, sequence: int, done: Future[Any]) -> None:
         try:
             self._reply(live, sequence, "ok", pack(done.result(), self.limit))
         except BaseException as error:  # a cancelled future's too
-            self._reply(live, sequence, "failed", failure(error))
+            self._reply(live, sequence, "failed", failure(error, self.limit))
         self.wire.flush()
 
     def _reply(self, live: Live, sequence: int, outcome: str, payload: bytes) -> None:
@@ -351,14 +359,16 @@ class Host:
         )
 
     def _handled(self, live: Live, size: int) -> None:
-        """One more message, of so many bytes. The task is told often enough that a window of small ones never fills up."""
+        """One more message, of so many bytes. The task is told often enough that a window of small ones never fills up, and
+        where each takes long, that something is handled."""
         live.handled += 1
         live.untold_bytes += size
-        if live.handled - live.told >= WINDOW // 4 or live.untold_bytes >= WINDOW_BYTES // 4:
+        many = live.handled - live.told >= WINDOW // 4 or live.untold_bytes >= WINDOW_BYTES // 4
+        if many or self._clock() - live.told_at >= _TELL:
             self._tell_handled(live)
 
     def _tell_handled(self, live: Live) -> None:
-        live.told, live.untold_bytes = live.handled, 0
+        live.told, live.untold_bytes, live.told_at = live.handled, 0, self._clock()
         evaluation = live.evaluation
         self.wire.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))
 

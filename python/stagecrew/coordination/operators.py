@@ -97,18 +97,24 @@ class Operators:
             binding.begin()
 
     def add(self, operator: str, factory: Factory, host: Host) -> str:
-        """One more use of an operator: a coordinator for it. Answers the binding's id."""
+        """One more use of an operator: a coordinator for it. Answers the binding's id. Raises `CoordinatorFailed` when one did."""
+        self.raise_failure()
         with self._lock:
             self._host = host
             self._uses[operator] = self._uses.get(operator, 0) + 1
             key = f"{operator}/{self._uses[operator]}"
             binding = self._prepared.pop(key, None)
+            if binding is not None:
+                self._bindings.append(binding)
         if binding is None:
             binding = self._made(key, operator, factory)
             binding.begin()
-        with self._lock:
-            self._bindings.append(binding)
+            with self._lock:
+                self._bindings.append(binding)
         host.add(binding)
+        if self.cause is not None:  # one failed meanwhile, which removed only those that it knew
+            host.remove(binding, self._why(self.cause))
+            self.raise_failure()
         return binding.id
 
     def _made(self, key: str, operator: str, factory: Factory, restored: Checkpoint = NOTHING) -> Binding:
@@ -134,8 +140,11 @@ class Operators:
         # Who waits for a coordinator ends at once; and nobody begins with one any more.
         if host is not None:
             for binding in bindings:
-                host.remove(binding, f"topology {self.name!r} failed: {_short(cause)}")
+                host.remove(binding, self._why(cause))
         self._scope.cancel_failed(cause)
+
+    def _why(self, cause: BaseException) -> str:
+        return f"topology {self.name!r} failed: {_short(cause)}"
 
     def _all(self) -> list[Binding]:
         """With the lock."""

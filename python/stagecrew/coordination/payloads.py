@@ -6,6 +6,7 @@ belong to one application: nothing else is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from typing import Any, Final
@@ -24,6 +25,9 @@ _RAW: Final = b"\0"
 _PICKLED: Final = b"\1"
 #: The coordinator closed its stream of events to an evaluation.
 END: Final = b"\2"
+
+#: How many characters of a traceback travel.
+_TEXT: Final = 20_000
 
 #: Of these and nothing else pickle itself makes the same bytes, in a third of the time.
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
@@ -58,15 +62,17 @@ def unpack(payload: bytes) -> Any:
     return pickle.loads(memoryview(payload)[1:])
 
 
-def failure(error: BaseException) -> bytes:
-    """An exception as the reply to a request: itself when it can travel, and its traceback as text."""
+def failure(error: BaseException, limit: int) -> bytes:
+    """An exception as the reply to a request: itself when it can travel in so many bytes, and its traceback as text."""
     text = "".join(traceback.format_exception(error))
-    try:
+    if len(text) > _TEXT:
+        text = f"{text[: _TEXT // 2]}\n[...]\n{text[-_TEXT // 2 :]}"
+    with contextlib.suppress(Exception):  # the text does
         data = cloudpickle.dumps((error, text))  # type: ignore[no-untyped-call]
         pickle.loads(data)  # some exceptions can be pickled and not read again
-    except Exception:
-        data = cloudpickle.dumps((None, text))  # type: ignore[no-untyped-call]
-    return _PICKLED + bytes(data)
+        if len(data) < limit:
+            return _PICKLED + bytes(data)
+    return _PICKLED + pickle.dumps((None, text), 5)
 
 
 def raised(payload: bytes) -> tuple[BaseException | None, str]:

@@ -213,12 +213,13 @@ class TaskGateway:
     def _await_room(self, size: int) -> None:
         """Waits until there is room for one more. With the lock, but not while it waits: others receive meanwhile."""
 
+        handled = self._handled  # before each look for room: who reads changes it without the lock
+
         def more() -> bool | None:
-            return self._handled > handled or self._over is not None or None
+            return self._handled > handled or self._over is not None or self._done or None
 
         self._check()
         while not self._has_room(size):
-            handled = self._handled
             if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
                 self._asked_at = self._sequence
                 self._flush(encode("ROOM", evaluation=self.id))
@@ -233,6 +234,7 @@ class TaskGateway:
                     f"{self._unhandled_bytes} bytes within {self._bound.request_timeout} s; it is slow, or blocks"
                 )
             self._check()
+            handled = self._handled
 
     def _has_room(self, size: int) -> bool:
         """Whether there is, when what is handled is forgotten. With the lock."""

@@ -12,6 +12,8 @@ import java.util.concurrent.ConcurrentHashMap
 final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
+  /** Of each connection of Python: one, but while it connects anew. The last is written to. */
+  private val outlets = new ConcurrentHashMap[Link, Outlet]()
   @volatile private var python: Outlet = _
   private var made: java.io.File = _
 
@@ -41,19 +43,28 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
 
   // -- From Python (its link's thread)
 
-  override def connected(link: Link): Unit = python = new Outlet(link.write)
+  override def connected(link: Link): Unit = {
+    outlets.keySet.forEach(disconnected(_))
+    val outlet = new Outlet(link.write)
+    outlets.put(link, outlet)
+    python = outlet
+  }
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
-    case "READ" => python.wasRead(frame.long("messages"))
+    case "READ" => Option(outlets.get(link)).foreach(_.wasRead(frame.long("messages")))
     case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // one that is lost was told of
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 
-  override def disconnected(link: Link): Unit = if (python != null) python.close()
+  /** Whoever waits for a coordinator waits in vain: executors are told. A second call does nothing. */
+  override def disconnected(link: Link): Unit = Option(outlets.remove(link)).foreach { outlet =>
+    outlet.close()
+    peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the way from coordinators to executors broke")))
+  }
 
   def close(): Unit = synchronized {
     Log.contained("stopping the coordination's endpoint")(SparkInternals.stopEndpoint(endpoint))
-    if (python != null) python.close()
+    outlets.values.forEach(_.close())
     if (channels != null) {
       channels.close()
       SparkInternals.delete(made)

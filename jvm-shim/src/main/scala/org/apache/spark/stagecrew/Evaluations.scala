@@ -60,24 +60,27 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     answers.flush()
   }
 
-  private def take(frame: Array[Byte], answers: Batch): Unit = find(Frames.evaluationOf(frame)).foreach { evaluation =>
-    Frames.nameOf(frame) match {
-      case "EVENTS" =>
-        val events = Frames.decode(ByteBuffer.wrap(frame))
-        evaluation.deliver(_.offer(events.long("first"), events.blobs("payloads"))) match {
-          case Mailbox.Accepted(sequence) => answers.add("ACCEPTED", evaluation.id, sequence)
-          case Mailbox.Refused(reason) => answers.add("OVERFLOWED", evaluation.id, reason)
-        }
-      case "REPLY" =>
-        // Before it is written: whoever gets the reply to a request may say at once that it has finished.
-        if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(book -= evaluation.id)
-        evaluation.link.write(Frames.withLength(frame))
-      case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
-      case "POISON" =>
-        synchronized(book -= evaluation.id)
-        evaluation.link.write(Frames.withLength(frame))
-      case other => throw new FrameException(s"the driver does not send $other to an evaluation")
-    }
+  private def take(frame: Array[Byte], answers: Batch): Unit = Frames.nameOf(frame) match {
+    case "LOST" => end(_ => true, "failed", Frames.decode(ByteBuffer.wrap(frame)).text("reason"))
+    case kind => find(Frames.evaluationOf(frame)).foreach(take(_, kind, frame, answers))
+  }
+
+  private def take(evaluation: Evaluation, kind: String, frame: Array[Byte], answers: Batch): Unit = kind match {
+    case "EVENTS" =>
+      val events = Frames.decode(ByteBuffer.wrap(frame))
+      evaluation.deliver(_.offer(events.long("first"), events.blobs("payloads"))) match {
+        case Mailbox.Accepted(sequence) => answers.add("ACCEPTED", evaluation.id, sequence)
+        case Mailbox.Refused(reason) => answers.add("OVERFLOWED", evaluation.id, reason)
+      }
+    case "REPLY" =>
+      // Before it is written: whoever gets the reply to a request may say at once that it has finished.
+      if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(book -= evaluation.id)
+      evaluation.link.write(Frames.withLength(frame))
+    case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
+    case "POISON" =>
+      synchronized(book -= evaluation.id)
+      evaluation.link.write(Frames.withLength(frame))
+    case other => throw new FrameException(s"the driver does not send $other to an evaluation")
   }
 
   /** The worker is gone, and its evaluations with it. */

@@ -110,6 +110,12 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
   }
 
+  test("when nothing reaches the driver's Python any more all end, and their tasks are told why") {
+    says(ready(1, 1), ready(2, 2))
+    arrives(Frames.encode("LOST", "driver", "it broke"))
+    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("POISON", "it broke")))
+  }
+
   test("with its link all evaluations of a worker are gone") {
     val link = says(ready(1, 1), ready(2, 1))
     kinds(driver)
