@@ -137,11 +137,12 @@ class Operators:
         _log.error("a coordinator of topology %r failed; the topology is cancelled", self.name, exc_info=cause)
         if closing:
             return  # nothing of it runs any more
-        # Who waits for a coordinator ends at once; and nobody begins with one any more.
+        # First, so that Spark does not try again those that end by the other: who waits for a coordinator ends at once, and
+        # nobody begins with one any more.
+        self._scope.cancel_failed(cause)
         if host is not None:
             for binding in bindings:
                 host.remove(binding, self._why(cause))
-        self._scope.cancel_failed(cause)
 
     def _why(self, cause: BaseException) -> str:
         return f"topology {self.name!r} failed: {_short(cause)}"
