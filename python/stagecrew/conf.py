@@ -94,7 +94,7 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.request.timeout",
         "duration",
         "60s",
-        "How long a task waits for the reply to a request, and, when it has sent much that is not handled, for its coordinator to handle something.",
+        "How long a request of a task may take: until there is room for it behind what was sent before, and until its reply. And how long a task that has sent much waits for its coordinator to handle something of it.",
     ),
     Key(
         "spark.stagecrew.ack.timeout",

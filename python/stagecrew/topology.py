@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -67,6 +68,7 @@ class Topology:
         self.tag = f"stagecrew-{self.id}"
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._state = "new"
+        self._told = False  # whether a failure of a coordinator was raised
         self.parent: Topology | None = None
         self._last_report: TopologyReport | None = None
         self.operators = Operators(self, lambda: crew.close_timeout)
@@ -108,8 +110,20 @@ class Topology:
     def close(self, cancel: bool = False) -> None:
         """Ends the topology, and those that began inside it; a second call does nothing.
 
-        `cancel` stops its streaming queries and cancels its jobs instead of waiting for them.
+        `cancel` stops its streaming queries and cancels its jobs instead of waiting for them. Raises `CoordinatorFailed`, behind
+        all else and once, when one of its own coordinators failed, whoever ended the topology; not while something passes that
+        is no `Exception`, such as Ctrl-C.
         """
+        self._end_once(cancel)
+        self._tell(sys.exc_info()[1])
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Raises the failure of a coordinator, once, unless what passes is more important."""
+        if self.operators.cause is not None and not self._told and (error is None or isinstance(error, Exception)):
+            self._told = True
+            self.operators.raise_failure()
+
+    def _end_once(self, cancel: bool) -> None:
         if self._state == "new":
             self._state = "closed"
         if self._state in ("closing", "closed"):
@@ -140,17 +154,16 @@ class Topology:
         self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is None:
-            self.close()
-            self.operators.raise_failure()
+            self._end_once(cancel=False)
+            self._tell(None)
             return
         try:
-            self.close(cancel=True)
+            self._end_once(cancel=True)
         except Exception:
             _log.warning(
                 "closing topology %r failed; the exception that ended it is unchanged", self.name, exc_info=True
             )
-        if isinstance(error, Exception):
-            self.operators.raise_failure()
+        self._tell(error)
 
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
         """`f` as a function that takes part in this topology in whatever thread it is called.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import signal
 import sys
@@ -12,13 +11,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
 import stagecrew
+from coordinators import Noting, executor_of_this_worker, rows, until_stop
 from crewtools import LOCAL_CLUSTER, eventually, kill
+from stagecrew.coordination.payloads import WINDOW
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -42,47 +41,6 @@ def small(sessions):
 def cluster(sessions):
     """A session with the limits that users have."""
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
-
-
-def rows(*values: Any) -> pa.RecordBatch:
-    return pa.record_batch({"a": pa.array(values, pa.int64())})
-
-
-def executor_of_this_worker() -> int:
-    """The executor's JVM: its Python daemon is this worker's parent."""
-    return psutil.Process(os.getppid()).ppid()
-
-
-class Noting(stagecrew.Coordinator):
-    """Notes what it hears, and knows who lives."""
-
-    def __init__(self, context, made):
-        super().__init__(context)
-        self.heard: list[tuple[Any, ...]] = []
-        self.gateways: dict[stagecrew.Evaluation, stagecrew.Gateway] = {}
-        made.append(self)
-
-    def ready(self, evaluation, gateway):
-        self.heard.append(("ready", evaluation))
-        self.gateways[evaluation] = gateway
-
-    def failed(self, evaluation, reason):
-        self.heard.append(("failed", evaluation, reason))
-        self.gateways.pop(evaluation)
-
-    def finished(self, evaluation):
-        self.heard.append(("finished", evaluation))
-        self.gateways.pop(evaluation)
-
-    def cut(self, evaluation):
-        self.heard.append(("cut", evaluation))
-        self.gateways.pop(evaluation)
-
-    def handle_event(self, evaluation, event):
-        self.heard.append(("event", evaluation, event))
-
-    def named(self, name):
-        return [call for call in self.heard if call[0] == name]
 
 
 @pytest.fixture
@@ -130,8 +88,6 @@ def test_a_full_mailbox(small, made):
         assert next(gateway.events(timeout=30)) == "go"
         yield rows(gateway.subtask)
 
-    from concurrent.futures import Future
-
     never: Future[Any] = Future()
     with stagecrew.crew(small).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Flooding(context, made))
@@ -149,9 +105,7 @@ def test_an_executor_that_does_not_acknowledge(small, made):
 
     def work(gateway, batches):
         gateway.send(executor_of_this_worker())
-        for event in gateway.events(timeout=60):
-            if event == "stop":
-                break
+        until_stop(gateway)
         yield rows(gateway.subtask)
 
     outcome: list[Any] = []
@@ -160,8 +114,8 @@ def test_an_executor_that_does_not_acknowledge(small, made):
         dataset = operator.map(small.range(0, 4, 1, 4), work, "a long")
         thread = running(topology, dataset, outcome)
         (coordinator,) = made
-        eventually(lambda: len(coordinator.named("event")) == 4, 60, "all run")
-        executors = {evaluation: pid for _, evaluation, pid in coordinator.named("event")}
+        eventually(lambda: len(coordinator.events) == 4, 60, "all run")
+        executors = {evaluation: pid for evaluation, (pid,) in coordinator.events.items()}
         assert len(set(executors.values())) == 2
         stopped = executors[next(iter(executors))]
         kill(stopped, signal.SIGSTOP)
@@ -178,7 +132,7 @@ def test_an_executor_that_does_not_acknowledge(small, made):
         assert 1.9 < took < 10
         for evaluation, future in sent.items():
             assert (future.exception(10) is not None) == (evaluation in there)
-        eventually(lambda: len(coordinator.named("event")) == 4 + len(there), 60, "they run again")
+        eventually(lambda: len(coordinator.events) == 4 + len(there), 60, "they run again")
         for gateway in tuple(coordinator.gateways.values()):
             gateway.send("stop")
         thread.join(60)
@@ -223,7 +177,7 @@ def test_what_is_too_large_or_cannot_be_pickled(small, made):
         operator = topology.coordinate("o", lambda context: Large(context, made))
         assert operator.map(small.range(0, 1, 1, 1), work, "a long").count() == 1
     assert len(seen) == 2
-    assert [len(call[2]) for call in made[0].named("event")] == [60_000]
+    assert [len(event) for event in made[0].all_events()] == [60_000]
     assert not made[0].named("failed")
 
 
@@ -254,7 +208,7 @@ def test_large_events_behind_small_ones(cluster, made):
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Noting(context, made))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
-    assert [len(call[2]) for call in made[0].named("event")] == [5, 9 << 20, 15 << 20, 5]
+    assert [len(event) for event in made[0].all_events()] == [5, 9 << 20, 15 << 20, 5]
 
 
 # -- Threads of one task
@@ -274,7 +228,9 @@ def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
     def work(gateway, batches):
         sender = threading.Thread(target=lambda: [gateway.send(n) for n in range(10_000)])
         sender.start()
-        time.sleep(1)  # by then it has no room
+        eventually(
+            lambda: gateway._asked_at >= WINDOW, 30, "it has sent as much as may be unhandled, and asked for room"
+        )
         assert next(gateway.events(timeout=30)) == "there is much"
         Path(goes_on).touch()
         sender.join()
@@ -284,7 +240,7 @@ def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
     with crew.topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Blocking(context, made))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
-    assert [call[2] for call in made[0].named("event")] == list(range(10_000))
+    assert made[0].all_events() == list(range(10_000))
 
 
 def test_threads_of_one_task_request_and_receive(cluster, made):
@@ -333,7 +289,11 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
 
     def work(gateway, batches):
         yield rows(*range(3))
-        yield pa.record_batch({"a": pa.array(range(200_000), pa.int64())})  # more than the buffers on its way hold
+        try:
+            yield rows(*range(12_500))  # more than Python's buffer holds, less than the socket's
+        except GeneratorExit:  # the three rows were there, and enough, before these
+            Path(ended).write_text("did not wait")
+            raise
         try:
             for _ in gateway.events():
                 pass
@@ -341,33 +301,52 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
             Path(ended).write_text(str(error))
             raise
 
-    with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
-        found = operator.map(cluster.range(0, 1, 1, 1), work, "a long").limit(3).collect()
-        assert len(found) == 3
-        eventually(ended.exists, 10, "its evaluation has ended")
-    assert "Spark needed no more of its rows" in ended.read_text()
-    assert [call[0] for call in made[0].heard] == ["ready", "cut"]
+    for _ in range(5):
+        made.clear()
+        with stagecrew.crew(cluster).topology("t") as topology:
+            operator = topology.coordinate("o", lambda context: Noting(context, made))
+            found = operator.map(cluster.range(0, 1, 1, 1), work, "a long").limit(3).collect()
+            assert len(found) == 3
+            said = eventually(lambda: ended.exists() and ended.read_text(), 10, "its evaluation has ended")
+        assert [call[0] for call in made[0].calls] == ["ready", "cut", "close"]
+        if said != "did not wait":
+            break
+        ended.unlink()
+    assert "Spark needed no more of its rows" in said
 
 
-def test_what_is_late_fails_the_topology_too(cluster, made):
-    """An event that is handled, and raises, when its job has long ended: the `with` raises."""
+@pytest.mark.parametrize("way", ["with", "close"])
+def test_what_is_late_fails_the_topology_too(cluster, made, way):
+    """An event that is handled, and raises, when its job has long ended: the `with` raises, or `close()`, once."""
+
+    job_is_over = threading.Event()
 
     class Slow(Noting):
         def handle_event(self, evaluation, event):
-            time.sleep(1)
+            assert job_is_over.wait(60)
+            eventually(lambda: not topology.is_active, 60, "the topology closes")
             raise ZeroDivisionError("late")
 
     def work(gateway, batches):
         gateway.send(1)
         yield rows(1)
 
-    with (
-        pytest.raises(stagecrew.CoordinatorFailed, match="ZeroDivisionError: late"),
-        stagecrew.crew(cluster).topology("t") as topology,
-    ):
+    def run(topology):
         operator = topology.coordinate("o", lambda context: Slow(context, made))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
+        job_is_over.set()
+
+    topology = stagecrew.crew(cluster).topology("t")
+    with pytest.raises(stagecrew.CoordinatorFailed, match="ZeroDivisionError: late"):
+        if way == "with":
+            with topology:
+                run(topology)
+        else:
+            topology.start()
+            run(topology)
+            topology.close()
+    assert not topology.is_active
+    topology.close()
 
 
 def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
@@ -378,8 +357,6 @@ def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
         def handle_request(self, evaluation, request):
             asked.set()
             return never
-
-    from concurrent.futures import Future
 
     never: Future[Any] = Future()
 
@@ -400,7 +377,7 @@ def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
         def fails():
             assert asked.wait(60)
             eventually(lambda: not topology.is_active, 60, "the exit has begun")
-            time.sleep(0.2)
+            time.sleep(0.2)  # and waits for the query: from outside it looks the same
             made[0].context.fail(ValueError("while it closes"))
 
         threading.Thread(target=fails).start()
@@ -443,13 +420,16 @@ def test_a_way_that_breaks(cluster, made):
 
     crew = stagecrew.crew(cluster)
     with (
-        pytest.raises(stagecrew.CoordinatorFailed, match="the way from coordinators to executors broke"),
+        pytest.raises(
+            stagecrew.CoordinatorFailed,
+            match="the way from coordinators to executors broke: the driver's JVM closed the channel",
+        ),
         crew.topology("t") as topology,
     ):
         operator = topology.coordinate("o", lambda context: Noting(context, made))
 
         def breaks():
-            eventually(lambda: made and len(made[0].named("event")) == 2, 60, "both wait")
+            eventually(lambda: made and len(made[0].events) == 2, 60, "both wait")
             crew._channel._channel.shutdown()
 
         threading.Thread(target=breaks).start()
@@ -500,9 +480,7 @@ def test_resets_while_threads_send_and_fail_is_called(small, made):
             time.sleep(0.002)
 
     def work(gateway, batches):
-        for event in gateway.events(timeout=60):
-            if event == "stop":
-                break
+        until_stop(gateway)
         yield rows(gateway.id)
 
     outcome: list[Any] = []

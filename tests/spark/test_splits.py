@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +19,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
+from coordinators import executor_of_this_worker
 from crewtools import LOCAL, LOCAL_CLUSTER, kill
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
 
@@ -42,11 +42,6 @@ def read(split: int) -> Any:
 
 def ids(dataset: Any) -> list[int]:
     return sorted(row.id for row in dataset.collect())
-
-
-def executor_of_this_worker() -> int:
-    """The executor's JVM: its Python daemon is this worker's parent."""
-    return psutil.Process(os.getppid()).ppid()
 
 
 @pytest.fixture

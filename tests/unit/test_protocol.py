@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import stagecrew
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.payloads import WINDOW, unpack
+from stagecrew.coordination.payloads import unpack
 from stagecrew.frames import Decoder, decode_all, encode
 from stagecrew.testing.harness import _Calls
 from stagecrew.worker.evaluations import Bound, TaskGateway
@@ -236,7 +236,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.ended is None and not self.finished)
     @rule(how=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
     def it_is_over(self, how):
-        if self.first.gateway is not None or "killed" in how:  # else nobody knew of it yet
+        if self.serving.gateway is not None or "killed" in how:  # else nobody knew of it yet
             self.ended = how
         if "lost" in how:
             self.host.lost("1", how)
@@ -324,30 +324,6 @@ class Orderly(Protocol):
     @rule(seconds=st.just(0.0))
     def time_goes_on(self, seconds):
         """It stands still: nothing is late."""
-
-
-def test_room_that_comes_between_two_looks():
-    """What another thread reads while a sender looks for room is not missed: the sender goes on."""
-    sent = []
-    connection = types.SimpleNamespace(
-        add=lambda _: None, send=sent.append, wait=lambda found, _seconds: found(), welcome={"host": "h"}
-    )
-    context = types.SimpleNamespace(
-        taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
-    )
-    task = TaskGateway(connection, Bound("b", "o", "t", None, 1 << 20, 1.0), 0, context)
-    task._flusher = object()
-    for number in range(WINDOW):
-        task.send(number)
-    look = task._has_room
-
-    def looks(size):
-        found = look(size)
-        task._handled = WINDOW  # by whoever reads, behind the look
-        return found
-
-    task._has_room = looks
-    task.send("one more")
 
 
 TestProtocol = Protocol.TestCase

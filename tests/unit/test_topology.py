@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stagecrew import Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
 from stagecrew.marks import PROPERTY, Marks
 from stagecrew.session import Crew
 from stagecrew.topology import Topology
@@ -287,6 +287,58 @@ def test_a_query_that_starts_while_it_is_cancelled(crew):
     crew.facade.activities = [{"queries": ["running"]}]
     topology(crew, "b").start().close()
     assert crew.facade.asked == []
+
+
+def failed(crew: Crew, name: str) -> Topology:
+    """An active topology one of whose coordinators failed."""
+    one = topology(crew, name).start()
+    one.operators.cause = ZeroDivisionError(f"of {name}")
+    return one
+
+
+def test_a_coordinator_s_failure_is_raised_once(crew):
+    """By the first close of its own topology, whoever ended that; not by others, and not a second time."""
+    outer, inner = failed(crew, "outer"), failed(crew, "inner")
+    with pytest.raises(CoordinatorFailed, match="'outer' failed: ZeroDivisionError: of outer"):
+        outer.close()
+    assert inner.has_ended
+    with pytest.raises(CoordinatorFailed, match="'inner' failed: ZeroDivisionError: of inner"):
+        inner.close()
+    outer.close()
+    inner.close()
+
+
+def test_a_coordinator_s_failure_behind_another_error(crew):
+    """What fails the end itself comes first, and the next close still tells of the coordinator."""
+    one = failed(crew, "t")
+    crew.facade.activity = lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError, match="division"):
+        one.close()
+    with pytest.raises(CoordinatorFailed):
+        one.close()
+
+
+def test_a_coordinator_s_failure_hides_no_interrupt(crew):
+    """What is no Exception passes a `close` in its `finally`, as it passes a `with`."""
+    one = failed(crew, "t")
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            one.close()
+    with pytest.raises(CoordinatorFailed):
+        one.close()
+    with pytest.raises(KeyboardInterrupt), topology(crew, "u") as other:
+        other.operators.cause = ValueError()
+        raise KeyboardInterrupt
+
+
+def test_a_coordinator_s_failure_is_raised_once_by_a_with(crew):
+    """One that was raised by a `close` inside, and caught, is not raised again."""
+    with topology(crew, "t") as one:
+        one.operators.cause = ValueError()
+        with pytest.raises(CoordinatorFailed):
+            one.close()
 
 
 def test_many_topologies_leave_little_in_a_listener(crew):

@@ -19,6 +19,7 @@ from typing import Any, Final
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.loop import Loop
+from stagecrew.coordination.payloads import TOGETHER
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.frames import encode
 from stagecrew.worker.channel import Channel
@@ -30,8 +31,6 @@ _log = logging.getLogger("stagecrew")
 #: What is enqueued is sent at once when it is this long since the last sending, or this much; else when its thread is idle.
 _PAUSE: Final = 0.001
 _BATCH: Final = 512
-#: Frames for one executor travel together up to so many bytes; both channels bound what they read at once.
-_PART: Final = 1 << 20
 #: How long nobody may have read before the channel's own thread does, in seconds: while tasks talk, and while none does.
 _ABSENCE: Final = 0.005
 _QUIET: Final = 0.1
@@ -227,12 +226,12 @@ class DriverChannel:
 
 
 def _parts(frames: list[bytes]) -> Iterator[bytes]:
-    """These, in pieces that are not much larger than may be read at once."""
+    """These, in pieces of about as much as travels together."""
     part, size = [], 0
     for frame in frames:
         part.append(frame)
         size += len(frame)
-        if size >= _PART:
+        if size >= TOGETHER:
             yield b"".join(part)
             part, size = [], 0
     if part:

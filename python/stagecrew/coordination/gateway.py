@@ -6,17 +6,15 @@ import collections
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any
 
+from stagecrew.coordination.acknowledgement import Acknowledgement
 from stagecrew.coordination.coordinator import Evaluation
-from stagecrew.coordination.payloads import END, pack
+from stagecrew.coordination.payloads import END, TOGETHER, pack
 from stagecrew.errors import EvaluationOver
 from stagecrew.frames import encode
 
 __all__ = ["Gateway", "Outbox"]
-
-#: How many bytes of events make a frame that is sent.
-_TOGETHER: Final = 1 << 20
 
 
 class Outbox:
@@ -28,21 +26,21 @@ class Outbox:
 
     def __init__(self) -> None:
         self._sent = 0
-        self._unsent: list[bytes] = []
+        self._unsent: collections.deque[bytes] = collections.deque()
         #: Sequence number, the time by which it has to be acknowledged, and who waits for it.
-        self._waiting: collections.deque[tuple[int, float, Future[None]]] = collections.deque()
-        self._held: list[tuple[bytes, Future[None]]] | None = None
+        self._waiting: collections.deque[tuple[int, float, Acknowledgement]] = collections.deque()
+        self._held: list[tuple[bytes, Acknowledgement]] | None = None
 
-    def add(self, payload: bytes, due: float) -> Future[None]:
+    def add(self, payload: bytes, due: float) -> Acknowledgement:
         """Takes one more event; answers who learns of its acknowledgement."""
-        future: Future[None] = Future()
+        future = Acknowledgement()
         if self._held is None:
             self._queue(payload, due, future)
         else:
             self._held.append((payload, future))
         return future
 
-    def hold(self) -> list[Future[None]]:
+    def hold(self) -> list[Acknowledgement]:
         """Keeps back what is added from now on. Answers who waits for what was added before."""
         if self._held is None:
             self._held = []
@@ -54,7 +52,7 @@ class Outbox:
         for payload, future in held:
             self._queue(payload, due, future)
 
-    def _queue(self, payload: bytes, due: float, future: Future[None]) -> None:
+    def _queue(self, payload: bytes, due: float, future: Acknowledgement) -> None:
         self._unsent.append(payload)
         self._waiting.append((self._sent + len(self._unsent), due, future))
 
@@ -62,17 +60,16 @@ class Outbox:
         """What is to be sent next, with its first sequence number: as much as travels together; None when there is no more."""
         if not self._unsent:
             return None
-        size = count = 0
-        for event in self._unsent:
-            size, count = size + len(event), count + 1
-            if size >= _TOGETHER:
-                break
-        first, events = self._sent + 1, self._unsent[:count]
-        self._sent += count
-        self._unsent = self._unsent[count:]
+        events: list[bytes] = []
+        size = 0
+        while self._unsent and size < TOGETHER:
+            events.append(self._unsent.popleft())
+            size += len(events[-1])
+        first = self._sent + 1
+        self._sent += len(events)
         return first, events
 
-    def acknowledged(self, sequence: int) -> list[Future[None]]:
+    def acknowledged(self, sequence: int) -> list[Acknowledgement]:
         """All up to this one are in the evaluation's mailbox. Answers who has waited for that."""
         done = []
         while self._waiting and self._waiting[0][0] <= min(sequence, self._sent):
@@ -84,11 +81,12 @@ class Outbox:
         """By when the oldest has to be acknowledged."""
         return self._waiting[0][1] if self._waiting else None
 
-    def fail(self) -> list[Future[None]]:
+    def fail(self) -> list[Acknowledgement]:
         """Nothing will be acknowledged any more. Answers all who wait."""
         waiting = [future for _, _, future in self._waiting] + [future for _, future in self._held or ()]
         self._waiting.clear()
-        self._unsent, self._held = [], None
+        self._unsent.clear()
+        self._held = None
         return waiting
 
 
@@ -114,7 +112,7 @@ class Gateway:
     def send(self, event: Any) -> Future[None]:
         """Sends an event; those of one thread arrive in order. Answers a future that is done when it is in the mailbox.
 
-        It does not wait. That the task *handled* it, nobody is told: let it answer. When the evaluation is over, or cannot
+        It does not wait, and what was sent cannot be taken back: `cancel()` of the future does nothing. That the task *handled* it, nobody is told: let it answer. When the evaluation is over, or cannot
         take the event, the future raises `EvaluationOver`, and its attempt has failed: no loss is silent.
 
         Raises `EventNotPicklable` and `EventTooLarge`.
@@ -126,12 +124,12 @@ class Gateway:
         with self._lock:
             ended, self._ended = self._ended, True
         if ended:
-            done: Future[None] = Future()
-            done.set_result(None)
+            done = Acknowledgement()
+            done.settle()
             return done
         return self._add(END)
 
-    def _add(self, payload: bytes) -> Future[None]:
+    def _add(self, payload: bytes) -> Acknowledgement:
         with self._lock:
             if self._over is None:
                 future = self._outbox.add(payload, self._deadline())
@@ -139,15 +137,15 @@ class Gateway:
             else:
                 over = self._over
         if over is not None:
-            future = Future()
-            future.set_exception(EvaluationOver(f"{self.evaluation} is over: {over}"))
+            future = Acknowledgement()
+            future.settle(EvaluationOver(f"{self.evaluation} is over: {over}"))
             return future
         self._dirty(self)
         return future
 
     # -- for the host
 
-    def hold(self) -> list[Future[None]]:
+    def hold(self) -> list[Acknowledgement]:
         """A checkpoint's cut: what is sent from now on is kept back. Answers who waits for what was sent before."""
         with self._lock:
             return self._outbox.hold()
@@ -172,7 +170,7 @@ class Gateway:
         with self._lock:
             done = self._outbox.acknowledged(sequence)
         for future in done:
-            future.set_result(None)
+            future.settle()
 
     @property
     def due(self) -> float | None:
@@ -188,4 +186,4 @@ class Gateway:
             self._over = reason
             failed = self._outbox.fail()
         for future in failed:
-            future.set_exception(EvaluationOver(f"{self.evaluation} is over: {reason}"))
+            future.settle(EvaluationOver(f"{self.evaluation} is over: {reason}"))

@@ -15,11 +15,14 @@ from pyspark import cloudpickle
 
 from stagecrew.errors import EventNotPicklable, EventTooLarge
 
-__all__ = ["END", "WINDOW", "WINDOW_BYTES", "failure", "pack", "raised", "unpack"]
+__all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "failure", "pack", "raised", "unpack"]
 
 #: How many messages of an evaluation, of how many bytes, may be unhandled by its coordinator: both sides count.
 WINDOW: Final = 4096
 WINDOW_BYTES: Final = 1 << 23
+
+#: Frames travel together until they have so many bytes: the last may go beyond. Channels bound what they read at once.
+TOGETHER: Final = 1 << 20
 
 _RAW: Final = b"\0"
 _PICKLED: Final = b"\1"

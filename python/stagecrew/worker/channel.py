@@ -27,27 +27,30 @@ __all__ = ["Channel"]
 class Channel:
     """One authenticated connection. Not thread-safe."""
 
-    def __init__(self, connection: socket.socket, limit: int, timeout: float) -> None:
+    def __init__(self, connection: socket.socket, limit: int, timeout: float, peer: str = "the executor") -> None:
         self._socket = connection
         self._decoder = Decoder(limit)
         self._timeout = timeout
+        #: Who is at the other end, for messages.
+        self._peer = peer
         self._arrived: collections.deque[Frame] = collections.deque()
         self.welcome: dict[str, Any] = {}
 
     @classmethod
     def connect(cls, place: str, role: str) -> Channel:
-        """Connects to the executor whose place file this is, and says who we are.
+        """Connects to the executor (or the driver's JVM) whose place file this is, and says who we are.
 
-        Raises `ChannelError` when there is no such executor, or it refuses us.
+        Raises `ChannelError` when there is nobody, or we are refused.
         """
+        peer = "the driver's JVM" if role == "driver" else "the executor"
         try:
             with open(place, encoding="utf-8") as file:
                 where = json.load(file)
             connection = socket.create_connection(("127.0.0.1", where["port"]), timeout=where["timeout"])
         except (OSError, ValueError, KeyError) as error:
-            raise ChannelError(f"the executor's channel cannot be reached through {place}: {error}") from error
+            raise ChannelError(f"the channel of {peer} cannot be reached through {place}: {error}") from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = cls(connection, where["maxFrame"], where["timeout"])
+        channel = cls(connection, where["maxFrame"], where["timeout"], peer)
         process = uuid.uuid4().hex
         try:
             channel.send(
@@ -72,7 +75,7 @@ class Channel:
         try:
             self._socket.sendall(frames)
         except OSError as error:
-            raise ChannelClosed(f"the executor no longer reads: {error}") from error
+            raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
 
     def arrived(self, seconds: float | None = 0.0) -> list[Frame]:
         """The frames that are here; waits so long for the first. Raises `ChannelClosed`."""
@@ -83,7 +86,7 @@ class Channel:
     def wait_for(self, kind: str, **matching: Field) -> Frame:
         """The next frame of this kind whose fields match; frames of other kinds are kept for `take`.
 
-        Raises `ChannelError` when none came within the channel's timeout, `ChannelClosed` when the executor is gone.
+        Raises `ChannelError` when none came within the channel's timeout, `ChannelClosed` when the other end is gone.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -92,9 +95,9 @@ class Channel:
                     self._arrived.remove(frame)
                     return frame
                 if frame.kind == "REFUSED":
-                    raise ChannelError(f"the executor refuses this process: {frame['reason']}")
+                    raise ChannelError(f"{self._peer} refuses this process: {frame['reason']}")
             if not self._read(deadline - time.monotonic()):
-                raise ChannelError(f"the executor sent no {kind} within {self._timeout} s")
+                raise ChannelError(f"{self._peer} sent no {kind} within {self._timeout} s")
 
     def next(self) -> Frame:
         """The next frame, however long it takes. Raises `ChannelClosed`."""
@@ -126,8 +129,8 @@ class Channel:
         try:
             data = self._socket.recv(1 << 16)
         except OSError as error:
-            raise ChannelClosed(f"the connection to the executor broke: {error}") from error
+            raise ChannelClosed(f"the connection to {self._peer} broke: {error}") from error
         if not data:
-            raise ChannelClosed("the executor closed the channel")
+            raise ChannelClosed(f"{self._peer} closed the channel")
         self._arrived.extend(self._decoder.feed(data))
         return True

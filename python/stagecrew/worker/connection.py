@@ -55,8 +55,10 @@ class Connection:
         self._gateways[gateway.id] = gateway
 
     def remove(self, gateway: Receiver) -> None:
-        """It does not any more."""
-        self._gateways.pop(gateway.id, None)
+        """It does not any more; its threads that wait look again."""
+        with self.changed:
+            self._gateways.pop(gateway.id, None)
+            self.changed.notify_all()
 
     def send(self, frames: bytes) -> None:
         """Sends frames. Raises `EvaluationOver` when the executor is gone."""

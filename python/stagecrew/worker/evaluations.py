@@ -74,6 +74,7 @@ class TaskGateway:
         self._flusher: threading.Thread | None = None
         self._something_kept = threading.Event()
         self._replies: dict[int, tuple[str, bytes]] = {}
+        self._awaited: set[int] = set()  # the replies that somebody waits for
         self._events: collections.deque[bytes] = collections.deque()
         #: How much of what was asked for has not been taken; the executor's mailbox counts the same.
         self._wanted = self._wanted_bytes = 0
@@ -111,21 +112,23 @@ class TaskGateway:
         handled anything of what was sent before within `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
-        with self._lock:
-            self._await_room(len(payload))
-            self._add(payload)
-            self._kept.append(payload)
-            self._kept_bytes += len(payload)
-            if (
-                len(self._kept) >= _BATCH
-                or self._kept_bytes >= _BATCH_BYTES
-                or time.monotonic() - self._sent_at > _PAUSE
-            ):
-                self._flush()
-                return
+        while True:
+            with self._lock:
+                if (handled := self._lacks_room(len(payload))) is None:
+                    self._add(payload)
+                    self._kept.append(payload)
+                    self._kept_bytes += len(payload)
+                    if (
+                        len(self._kept) >= _BATCH
+                        or self._kept_bytes >= _BATCH_BYTES
+                        or time.monotonic() - self._sent_at > _PAUSE
+                    ):
+                        self._flush()
+                        return
+                    break
+            self._await_room(handled, self._bound.request_timeout)
         if self._flusher is None:
-            self._flusher = threading.Thread(target=self._flush_later, name="stagecrew-flush", daemon=True)
-            self._flusher.start()
+            self._start_flusher()
         if not self._something_kept.is_set():
             self._something_kept.set()
 
@@ -133,17 +136,21 @@ class TaskGateway:
         """Asks the coordinator, behind what was sent before, and answers its reply.
 
         Raises `RequestFailed` from the coordinator's exception, `RequestTimeout` after `timeout` seconds (default
-        `spark.stagecrew.request.timeout`; the coordinator may still have handled it), `EvaluationOver`, `EventNotPicklable`
-        and `EventTooLarge`.
+        `spark.stagecrew.request.timeout`), which count for the wait for room too: its text says whether it was sent, and if it
+        was, the coordinator may still have handled it; `EvaluationOver`, `EventNotPicklable` and `EventTooLarge`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
-        with self._lock:
-            self._await_room(len(payload))
-            sequence = self._add(payload)
-            frame = encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload)
-            self._flush(frame)
-        outcome, reply = self._wait_for(sequence, seconds, "has not answered")
+        due = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                if (handled := self._lacks_room(len(payload))) is None:
+                    sequence = self._add(payload)
+                    self._awaited.add(sequence)
+                    self._flush(encode("REQUEST", evaluation=self.id, sequence=sequence, payload=payload))
+                    break
+            self._await_room(handled, seconds, due)
+        outcome, reply = self._wait_for(sequence, due, f"has not answered within {seconds:g} s", self._check)
         if outcome == "ok":
             return unpack(reply)
         error, text = raised(reply)
@@ -165,7 +172,8 @@ class TaskGateway:
     def took(self, frame: Any) -> None:
         """Something came; called by whoever reads, holding the connection's condition."""
         if frame.kind == "REPLY":
-            self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
+            if frame["sequence"] in self._awaited:
+                self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
         elif frame.kind == "EVENTS":
             self._events.extend(frame["payloads"])
         elif frame.kind == "HANDLED":
@@ -180,6 +188,7 @@ class TaskGateway:
                 return
             self._done = True
             sequence = self._sequence + 1
+            self._awaited.add(sequence)
             frame = encode("FINISH", evaluation=self.id, sequence=sequence, outcome=outcome, reason=reason)
             try:
                 self._flush(frame)
@@ -189,7 +198,9 @@ class TaskGateway:
         self._something_kept.set()  # its thread ends
         try:
             if outcome == "finished":
-                self._wait_for(sequence, self._bound.request_timeout, "has not taken the end of this evaluation")
+                seconds = self._bound.request_timeout
+                what = f"has not taken the end of this evaluation within {seconds:g} s"
+                self._wait_for(sequence, time.monotonic() + seconds, what, self._check_over)
         finally:
             self._connection.remove(self)
 
@@ -210,31 +221,29 @@ class TaskGateway:
         self._unhandled_bytes += len(payload)
         return self._sequence
 
-    def _await_room(self, size: int) -> None:
-        """Waits until there is room for one more. With the lock, but not while it waits: others receive meanwhile."""
+    def _lacks_room(self, size: int) -> int | None:
+        """None when there is room for one more, else what was handled then, to wait for more of it. With the lock."""
+        self._check()
+        handled = self._handled  # before the look for room: who reads changes it without the lock
+        if self._has_room(size):
+            return None
+        if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
+            self._asked_at = self._sequence
+            self._flush(encode("ROOM", evaluation=self.id))
+        return handled
 
-        handled = self._handled  # before each look for room: who reads changes it without the lock
+    def _await_room(self, handled: int, seconds: float, due: float | None = None) -> None:
+        """Waits until more is handled, so long, or until `due`. Without the lock: others receive."""
 
         def more() -> bool | None:
             return self._handled > handled or self._over is not None or self._done or None
 
-        self._check()
-        while not self._has_room(size):
-            if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
-                self._asked_at = self._sequence
-                self._flush(encode("ROOM", evaluation=self.id))
-            self._lock.release()
-            try:
-                found = self._connection.wait(more, self._bound.request_timeout)
-            finally:
-                self._lock.acquire()
-            if found is None:
-                raise RequestTimeout(
-                    f"the coordinator of operator {self._bound.operator!r} has handled none of {len(self._sizes)} messages of "
-                    f"{self._unhandled_bytes} bytes within {self._bound.request_timeout} s; it is slow, or blocks"
-                )
-            self._check()
-            handled = self._handled
+        if self._connection.wait(more, seconds if due is None else max(due - time.monotonic(), 0.0)) is None:
+            raise RequestTimeout(
+                f"nothing was sent: the coordinator of operator {self._bound.operator!r} has {len(self._sizes)} messages of this "
+                f"task, of {self._unhandled_bytes} bytes, to handle, and made no room for more within {seconds:g} s; it is slow, "
+                f"or blocks"
+            )
 
     def _has_room(self, size: int) -> bool:
         """Whether there is, when what is handled is forgotten. With the lock."""
@@ -255,6 +264,12 @@ class TaskGateway:
         if frames:
             self._connection.send(b"".join(frames))
 
+    def _start_flusher(self) -> None:
+        with self._lock:
+            if self._flusher is None:
+                self._flusher = threading.Thread(target=self._flush_later, name="stagecrew-flush", daemon=True)
+                self._flusher.start()
+
     def _flush_later(self) -> None:
         while True:
             self._something_kept.wait()
@@ -269,45 +284,67 @@ class TaskGateway:
                     self._over = self._over or str(error)
                     return
 
-    def _wait_for(self, sequence: int, seconds: float, what: str) -> tuple[str, bytes]:
+    def _wait_for(self, sequence: int, due: float, what: str, check: Callable[[], None]) -> tuple[str, bytes]:
         def answered() -> tuple[str, bytes] | None:
             if (reply := self._replies.pop(sequence, None)) is not None:
                 return reply
-            self._check_over()
+            check()
             return None
 
-        reply = self._connection.wait(answered, seconds)
+        try:
+            reply = self._connection.wait(answered, max(due - time.monotonic(), 0.0))
+        finally:
+            self._awaited.discard(sequence)
         if reply is None:
-            raise RequestTimeout(f"the coordinator of operator {self._bound.operator!r} {what} within {seconds} s")
+            raise RequestTimeout(f"the coordinator of operator {self._bound.operator!r} {what}")
         return reply
 
     def _next(self, timeout: float | None) -> bytes:
-        with self._lock:
-            self._check()
-            self._flush()
-
-        def one() -> bytes | None:
+        def one() -> tuple[bytes, bytes | None] | None:
             if self._events:
-                payload = self._events.popleft()
-                self._wanted -= 1
-                self._wanted_bytes -= max(len(payload), 1)
-                return payload
-            self._check_over()
+                return self._taken()
+            self._check()
             return None
 
-        with self._connection.changed:  # which `one` holds too
-            more, size = 0, 0
-            if not self._events and (self._wanted <= _WANT // 2 or self._wanted_bytes <= _WANT_BYTES // 2):
-                more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes
-                self._wanted, self._wanted_bytes = _WANT, _WANT_BYTES
-        if more or size:
-            self._connection.send(encode("WANT", evaluation=self.id, events=more, bytes=size))
-        payload = self._connection.wait(one, timeout)
-        if payload is None:
+        if (
+            self._events and not self._kept and self._over is None and not self._done
+        ):  # no wait, and nothing to flush before
+            with self._connection.changed:
+                found = one()
+        else:
+            with self._lock:
+                self._check()
+                self._flush()
+            with self._connection.changed:
+                wanted = self._wanting()
+            if wanted is not None:
+                self._connection.send(wanted)
+            found = None
+        if found is None and (found := self._connection.wait(one, timeout)) is None:
             raise EventTimeout(
                 f"no event of the coordinator of operator {self._bound.operator!r} came within {timeout} s"
             )
+        payload, wanted = found
+        if wanted is not None:
+            self._connection.send(wanted)
         return payload
+
+    def _taken(self) -> tuple[bytes, bytes | None]:
+        """The oldest event that is here, and the frame that asks for more behind the last. Holding the connection's condition."""
+        if self._events[0] == END:  # it stays, for all who receive
+            return END, None
+        payload = self._events.popleft()
+        self._wanted -= 1
+        self._wanted_bytes -= max(len(payload), 1)
+        return payload, self._wanting()
+
+    def _wanting(self) -> bytes | None:
+        """The frame that asks for more, when none is here and little is on its way. Holding the connection's condition."""
+        if self._events or (self._wanted > _WANT // 2 and self._wanted_bytes > _WANT_BYTES // 2):
+            return None
+        more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes
+        self._wanted, self._wanted_bytes = _WANT, _WANT_BYTES
+        return encode("WANT", evaluation=self.id, events=more, bytes=size)
 
 
 def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:

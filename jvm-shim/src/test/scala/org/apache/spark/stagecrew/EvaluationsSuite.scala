@@ -10,13 +10,15 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private val driver = mutable.Buffer.empty[Frame]
   private val worker = mutable.Buffer.empty[Frame]
 
-  /** An executor on which attempts 1 to 9 run; what it sends goes to `driver`. */
+  /** Attempts 1 to 9 run here. */
   private object attempts extends Evaluations.Attempts {
     val asked = mutable.Set.empty[Long]
     val over = mutable.Set.empty[Long]
     override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
     override def interrupted(attempt: Long): Boolean = asked(attempt)
   }
+
+  /** An executor; what it sends goes to `driver`. */
   private val evaluations = new Evaluations(10, 1000, attempts, { bytes =>
     val buffer = ByteBuffer.wrap(bytes)
     while (buffer.hasRemaining) {

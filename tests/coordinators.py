@@ -1,0 +1,78 @@
+"""What the tests of coordination with real Spark share: a coordinator that notes what it hears, and work for tasks."""
+
+from __future__ import annotations
+
+import collections
+import os
+import sys
+from typing import Any
+
+import psutil
+import pyarrow as pa
+from pyspark import cloudpickle
+
+import stagecrew
+
+# Executors do not have the tests: what is defined in this module travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Noting(stagecrew.Coordinator):
+    """Notes the calls of its lifecycle in their order, the events of each evaluation in theirs, and knows who lives."""
+
+    def __init__(self, context: stagecrew.CoordinatorContext, made: list[Any]) -> None:
+        super().__init__(context)
+        self.calls: list[tuple[Any, ...]] = []
+        self.events: dict[stagecrew.Evaluation, list[Any]] = collections.defaultdict(list)
+        self.gateways: dict[stagecrew.Evaluation, stagecrew.Gateway] = {}
+        made.append(self)
+
+    def ready(self, evaluation: stagecrew.Evaluation, gateway: stagecrew.Gateway) -> None:
+        self.calls.append(("ready", evaluation))
+        self.gateways[evaluation] = gateway
+
+    def failed(self, evaluation: stagecrew.Evaluation, reason: str) -> None:
+        self.calls.append(("failed", evaluation, reason))
+        self.gateways.pop(evaluation)
+
+    def finished(self, evaluation: stagecrew.Evaluation) -> None:
+        self.calls.append(("finished", evaluation))
+        self.gateways.pop(evaluation)
+
+    def cut(self, evaluation: stagecrew.Evaluation) -> None:
+        self.calls.append(("cut", evaluation))
+        self.gateways.pop(evaluation)
+
+    def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:
+        self.calls.append(("reset", subtask))
+
+    def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
+        self.events[evaluation].append(event)
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        """The calls of that name."""
+        return [call for call in self.calls if call[0] == name]
+
+    def all_events(self) -> list[Any]:
+        """The events of all evaluations, one after the other."""
+        return [event for events in tuple(self.events.values()) for event in events]
+
+
+def rows(*values: Any) -> pa.RecordBatch:
+    """A batch of one column `a`."""
+    return pa.record_batch({"a": pa.array(values, pa.int64())})
+
+
+def until_stop(gateway: Any) -> None:
+    """Waits in a task for the event "stop", and takes those before it."""
+    for event in gateway.events(timeout=60):
+        if event == "stop":
+            break
+
+
+def executor_of_this_worker() -> int:
+    """The executor's JVM: its Python daemon is this worker's parent."""
+    return psutil.Process(os.getppid()).ppid()
