@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
+    from stagecrew.partitions import PartitionReport, Release
     from stagecrew.reports import ListenerReport, TopologyReport
     from stagecrew.session import configure, crew, is_active
     from stagecrew.topology import Topology
@@ -89,6 +90,8 @@ __all__ = [
     "NotInitialised",
     "Operator",
     "OperatorMisused",
+    "PartitionReport",
+    "Release",
     "RequestFailed",
     "RequestTimeout",
     "Resource",
@@ -125,6 +128,7 @@ _LAZY = {
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
     **dict.fromkeys(("ListenerReport", "TopologyReport"), "stagecrew.reports"),
+    **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions"),
     **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session"),
     "Topology": "stagecrew.topology",
 }

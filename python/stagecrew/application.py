@@ -21,6 +21,7 @@ from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, O
 from stagecrew.frames import encode
 from stagecrew.listeners import Listener, listener_name
 from stagecrew.marks import Marks
+from stagecrew.partitions import PartitionReport, Release, policy
 from stagecrew.registration import checked, class_names, pickled
 from stagecrew.reports import TopologyReport
 from stagecrew.topology import Topology
@@ -117,18 +118,25 @@ class Crew:
         """Whether the SparkContext has not stopped."""
         return self.context._jsc is not None
 
-    def topology(self, name: str, listeners: Iterable[Listener] = (), jvm_listeners: Iterable[str] = ()) -> Topology:
+    def topology(
+        self,
+        name: str,
+        listeners: Iterable[Listener] = (),
+        jvm_listeners: Iterable[str] = (),
+        release: Release | str = Release.SHUFFLES,
+    ) -> Topology:
         """A new topology with these listeners; it begins with `with` or `start`.
 
         `name` is shown in logs and in the UI and may be used again; `jvm_listeners` are names of classes that implement
         `stagecrew.TopologyListener`. A topology that begins inside another is covered by the outer one's listeners too.
+        `release` is what of its stored partitions goes when it ends: "shuffles", "all" or "none".
 
         Raises `ListenerError`, `ListenerNotPicklable` and `ConfigurationError`, `NotActive` after the session has stopped.
         """
         self.require_running()
         every = checked(listeners)
         pickled(every)
-        return Topology(self, name, every, class_names(jvm_listeners))
+        return Topology(self, name, every, class_names(jvm_listeners), policy(release))
 
     def require_running(self) -> None:
         """Raises `NotActive` after the SparkContext has stopped."""
@@ -139,6 +147,10 @@ class Crew:
     def reports(self) -> list[TopologyReport]:
         """Of every topology that the driver remembers, the application's first."""
         return [TopologyReport.of(node) for node in json.loads(self.facade.report(""))["topologies"]]
+
+    def partitions(self) -> list[PartitionReport]:
+        """What topologies have stored on each executor, as these said last; of all that the driver remembers."""
+        return [one for report in self.reports for one in report.partitions]
 
     def report(self, topology: str) -> TopologyReport | None:
         """Of one topology by its id; None when it is not known (any more). The application's is `application`."""
@@ -204,11 +216,17 @@ class Crew:
             )
 
     def begin(
-        self, topology: str, name: str, parent: str | None, listeners: Sequence[Listener], jvm_listeners: Sequence[str]
+        self,
+        topology: str,
+        name: str,
+        parent: str | None,
+        listeners: Sequence[Listener],
+        jvm_listeners: Sequence[str],
+        release: Release,
     ) -> None:
         """Tells the driver of a topology."""
         try:
-            self.facade.begin(self._description(topology, name, parent, listeners, jvm_listeners))
+            self.facade.begin(self._description(topology, name, parent, listeners, jvm_listeners, release=release))
         except Py4JError as error:
             java = getattr(error, "java_exception", None)
             raise ConfigurationError(
@@ -231,6 +249,7 @@ class Crew:
         listeners: Sequence[Listener],
         jvm_listeners: Sequence[str],
         coordinated: bool = False,
+        release: Release = Release.NONE,
     ) -> bytes:
         entries: list[dict[str, Any]] = [
             {
@@ -266,6 +285,7 @@ class Crew:
             "files": list(context._python_includes or ()),
             "listeners": [{"index": i, **entry} for i, entry in enumerate(entries)],
             "coordinated": coordinated,
+            "release": release.value,
         }
         return encode("DESCRIPTION", topology=topology, body=json.dumps(body), blobs=pickled(listeners))
 

@@ -85,6 +85,13 @@ KEYS: Final[tuple[Key, ...]] = (
         "How many closed topologies the driver remembers for the UI and for reports.",
     ),
     Key(
+        "spark.stagecrew.shuffle.delegate",
+        "class",
+        "org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO",
+        "The ShuffleDataIO around which partitions are tracked. The plugin sets it from `spark.shuffle.sort.io.plugin.class`, "
+        "which is where to name another.",
+    ),
+    Key(
         "spark.stagecrew.event.maxSize",
         "bytes",
         "16m",

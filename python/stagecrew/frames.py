@@ -63,8 +63,10 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
         ),
     ),
     "REPORT": (36, (("executor", "s"), ("sequence", "q"), ("body", "s"))),
-    "END_TOPOLOGY": (37, (("topology", "s"), ("timeout", "q"))),
+    "END_TOPOLOGY": (37, (("topology", "s"), ("timeout", "q"), ("body", "s"))),
     "OK": (38, ()),
+    "INVENTORY": (39, (("executor", "s"), ("body", "s"))),
+    "ORPHANS": (40, (("body", "s"),)),
     # An evaluation in a worker, its executor, and the driver's Python, where its coordinator is.
     "READY": (
         64,

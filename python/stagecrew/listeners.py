@@ -105,7 +105,8 @@ def _resolve(listener: Listener) -> Any:
     raise ResourceNotOpen(
         f"listener {listener_name(listener)!r} is not open here: {where}.{of} Run the action inside "
         f"`with crew.topology(..., listeners=[...])` (a lazy dataset that is run after the `with` is outside), or register "
-        f"the listener for the whole application: `stagecrew.configure(builder, listeners=[...])`."
+        f"the listener for the whole application: `stagecrew.configure(builder, listeners=[...])`. A dataset whose stored "
+        f"partitions went with its topology is computed again: `topology.keep(dataset)` inside it keeps them."
     )
 
 

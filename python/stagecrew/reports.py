@@ -6,6 +6,8 @@ import dataclasses
 import datetime as dt
 from typing import Any
 
+from stagecrew.partitions import PartitionReport
+
 __all__ = ["ListenerReport", "TopologyReport"]
 
 
@@ -31,7 +33,7 @@ class TopologyReport:
 
     `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
     they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
-    closed when the exit gave up waiting.
+    closed when the exit gave up waiting; `partitions` are what it has stored, per executor.
     """
 
     id: str
@@ -47,6 +49,17 @@ class TopologyReport:
     deferred: dict[str, int]
     lost_executors: tuple[str, ...]
     unclosed: tuple[str, ...]
+    partitions: tuple[PartitionReport, ...] = ()
+
+    @property
+    def released(self) -> int:
+        """How many partitions went when it ended."""
+        return sum(one.released for one in self.partitions)
+
+    @property
+    def released_bytes(self) -> int:
+        """How many bytes these were."""
+        return sum(one.released_bytes for one in self.partitions)
 
     @property
     def opens(self) -> int:
@@ -108,6 +121,9 @@ class TopologyReport:
             },
             lost_executors=tuple(node["lostExecutors"]),
             unclosed=tuple(node["unclosed"]),
+            partitions=tuple(
+                PartitionReport.of(node["id"], executor, counts["partitions"]) for executor, counts in executors.items()
+            ),
         )
 
 

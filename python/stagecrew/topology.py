@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from stagecrew.coordination.operators import Operators
 from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
+from stagecrew.partitions import PartitionReport, Release, java_dataset
 from stagecrew.reports import TopologyReport
 
 if TYPE_CHECKING:
@@ -59,10 +60,21 @@ class Topology:
     exception or Ctrl-C, and `close(cancel=True)`, stop the queries and cancel the jobs; the exception is unchanged. Then
     the exit waits until every executor has closed what it can, at most `spark.stagecrew.close.timeout`, and names who has
     not. It does **not** wait for workers that are busy with a task of another topology: these close right after it.
+
+    What its tasks wrote as shuffle outputs is deleted at its end, unless another topology, a job of none, or `keep` uses it;
+    `release` says otherwise. A dataset that is used again is computed again, with the same rows if it is deterministic.
     """
 
-    def __init__(self, crew: Crew, name: str, listeners: Sequence[Listener], jvm_listeners: Sequence[str]) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        name: str,
+        listeners: Sequence[Listener],
+        jvm_listeners: Sequence[str],
+        release: Release = Release.SHUFFLES,
+    ) -> None:
         self._crew = crew
+        self.release = release
         self.name = name
         self.id = f"{name.replace(' ', '-').replace(',', '-')}-{uuid.uuid4().hex[:12]}"
         self.tag = f"stagecrew-{self.id}"
@@ -99,7 +111,7 @@ class Topology:
         crew.require_running()
         self.parent = crew.marks.innermost
         parent = None if self.parent is None else self.parent.id
-        crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners)
+        crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners, self.release)
         for listener in self._listeners:
             listener._stagecrew.registered_for(f"topology {self.name!r}")
         self._state = "active"
@@ -194,6 +206,26 @@ class Topology:
         if report is None:
             raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
         return report
+
+    # -- Partitions
+
+    def keep(self, *datasets: Any) -> None:
+        """What these DataFrames and RDDs have stored when the topology ends stays: it is the application's then.
+
+        Their own shuffles, as far as they ran by then, and what they cached; not those of datasets that are made of them
+        (`df.count()` runs a plan of its own: its shuffles are not those of `df.collect()`).
+
+        Raises `TopologyError` for anything else, and `TopologyClosed` unless the topology is active.
+        """
+        every = [java_dataset(dataset) for dataset in datasets]
+        self._require_active("keep datasets")
+        for dataset in every:
+            self._crew.facade.keep(self.id, dataset)
+
+    @property
+    def partitions(self) -> tuple[PartitionReport, ...]:
+        """What it has stored, per executor; as `report`."""
+        return self.report.partitions
 
     # -- Coordination
 

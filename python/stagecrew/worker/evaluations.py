@@ -356,7 +356,8 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     if not place:
         raise OperatorMisused(
             f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the action "
-            f"inside its `with`; a lazy dataset that is run later has no coordinator"
+            f"inside its `with`; a lazy dataset that is run later has no coordinator. If its stored partitions went with the "
+            f"topology, `topology.keep(dataset)` inside it keeps them"
         )
     connection = connected(place)
     subtask: int | None = None

@@ -9,11 +9,17 @@ private[stagecrew] final case class Heard(latch: java.util.concurrent.CountDownL
   override protected[spark] def logEvent: Boolean = false
 }
 
+/** A topology closes on these executors, which are not idle meanwhile, or does so no more. */
+private[stagecrew] final case class Closes(executors: Seq[String], begins: Boolean) extends SparkListenerEvent {
+  override protected[spark] def logEvent: Boolean = false
+}
+
 /** Hands Spark's events to the driver's loop. The bus may drop events: they make things quick, they are not the truth. */
 private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
   override def onJobStart(event: SparkListenerJobStart): Unit = crew.jobStarted(
     event.jobId, event.stageIds,
-    Option(event.properties).flatMap(p => Option(p.getProperty(ExecutorCrew.TopologyProperty))))
+    Option(event.properties).flatMap(p => Option(p.getProperty(ExecutorCrew.TopologyProperty))),
+    event.stageInfos.flatMap(SparkInternals.shuffleOf), event.stageInfos.flatMap(SparkInternals.cachesOf))
 
   override def onJobEnd(event: SparkListenerJobEnd): Unit = crew.jobEnded(event.jobId)
 
@@ -25,6 +31,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     case started: QueryStartedEvent => crew.queryStarted(started.id.toString, started.runId.toString, started.jobTags)
     case ended: QueryTerminatedEvent => crew.queryEnded(ended.id.toString, ended.runId.toString)
     case Heard(latch) => crew.heard(latch)
+    case Closes(executors, begins) => crew.closes(executors, begins)
     case _ => ()
   }
 }

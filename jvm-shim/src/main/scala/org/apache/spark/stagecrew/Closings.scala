@@ -12,10 +12,10 @@ trait Loop {
 
 /**
  * Topologies on their way to be closed on an executor: attempts gone and what opens has opened, then workers, then the
- * agent, then JVM listeners. Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
+ * agent, then JVM listeners, then what is stored of it. Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
  */
 final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: Sides, pool: ExecutorService, loop: Loop)(
-    report: (String, Seq[String]) => Array[Byte], closed: String => Unit) {
+    release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
   import Closings._
 
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
@@ -58,6 +58,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     private var asked = Set.empty[Link]
     private var jvm: Option[CompletableFuture[Void]] = None
     private var opening: Option[CompletableFuture[Side]] = None
+    private var released: Option[CompletableFuture[Taken]] = None
 
     def advance(): Unit = if (forced || table.attemptsOf(topology).isEmpty) sides.opening(topology) match {
       // Whoever waited for it may be gone; it would open behind our back.
@@ -81,13 +82,22 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     }
 
     private def closeJvm(): Unit = jvm match {
-      case Some(future) => if (future.isDone) finish()
+      case Some(future) => if (future.isDone) releasePartitions()
       case None =>
         val side = sides.take(topology)
         val closed = CompletableFuture.runAsync(
           () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
         jvm = Some(closed)
         closed.whenComplete((_, _) => changed()) // only now is it done, when the loop looks
+        ()
+    }
+
+    private def releasePartitions(): Unit = released match {
+      case Some(future) => if (future.isDone) finish()
+      case None =>
+        val releasing = release(topology)
+        released = Some(releasing)
+        releasing.whenComplete((_, _) => changed())
         ()
     }
 
@@ -99,7 +109,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     private def finish(): Unit = {
       closings.remove(topology)
       if (table.attemptsOf(topology).isEmpty) table.forget(topology) // else the executor ends
-      if (replies.nonEmpty) answer(Nil)
+      if (replies.nonEmpty) answer(Nil, released.filterNot(_.isCompletedExceptionally).map(_.get()))
       closed(topology)
       latches.remove(topology).foreach(_.countDown())
     }
@@ -113,11 +123,12 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
       }
       val late = jvm.filterNot(_.isDone).map(_ => s"JVM listeners on executor $executor")
       val opens = sides.opening(topology).map(_ => s"listeners that still open on executor $executor")
-      answer(attempts ++ (if (attempts.isEmpty) held ++ late ++ opens else Nil))
+      val deleting = released.map(_ => s"partitions that are still being deleted on executor $executor")
+      answer(attempts ++ (if (attempts.isEmpty) held ++ late ++ opens ++ deleting else Nil), None)
     }
 
-    private def answer(unclosed: Seq[String]): Unit = {
-      val bytes = report(topology, unclosed)
+    private def answer(unclosed: Seq[String], taken: Option[Taken]): Unit = {
+      val bytes = report(topology, unclosed, taken)
       replies.foreach(_.answer(bytes))
       replies = Nil
     }

@@ -36,7 +36,9 @@ final case class Description(
     listeners: Vector[Entry],
     python: PythonCommand,
     /** Whether tasks of no named topology may call functions that are bound to operators of the application. */
-    coordinated: Boolean = false) {
+    coordinated: Boolean = false,
+    /** What is released when it ends: a policy of `DriverPartitions`. The application's partitions are Spark's own affair. */
+    release: String = DriverPartitions.KeepsAll) {
 
   /** Body and blobs for a frame; each pickled listener says where among the blobs its bytes are. */
   def encoded: (String, Vector[Array[Byte]]) = {
@@ -87,6 +89,7 @@ object Description {
       }.toVector,
       python = PythonCommand(
         node.get("executable").asText, Json.fields(node.get("environment")), Json.strings(node.get("files"))),
-      coordinated = node.path("coordinated").asBoolean)
+      coordinated = node.path("coordinated").asBoolean,
+      release = optional(node, "release").getOrElse(DriverPartitions.KeepsAll))
   }
 }

@@ -29,6 +29,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val executions = new Executions(spark, ms => f => schedule(ms)(f))
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
   val coordination = new Coordination(settings, () => SparkInternals.temporaryFolder(SparkInternals.conf(sc)))
+  val partitions = new DriverPartitions(sc)
+  private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
+  private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
@@ -72,6 +75,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Ends a topology, those inside it first. What it answers is done when every executor has answered, or is late. */
   def end(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
     val done = new CompletableFuture[Unit]()
+    Log.contained("looking for what is kept")(partitions.lookForKept())
     inLoop {
       val inside = topologies.values.filter(t => t.description.parent.contains(id) && t.state == "active").map(_.description.id).toSeq
       def itself(): Unit = endOne(id, timeoutMs, done)
@@ -138,13 +142,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     Log.contained("stopping the driver's endpoint")(SparkInternals.stopEndpoint(endpoint))
     Log.contained("closing the coordination")(coordination.close())
     loop.shutdownNow()
-    ()
+    pool.shutdown()
   }
 
   // -- What Spark's listener bus tells (its thread)
 
-  def jobStarted(job: Int, stages: Seq[Int], topology: Option[String]): Unit = inLoop {
+  def jobStarted(job: Int, stages: Seq[Int], topology: Option[String], shuffles: Seq[Int], caches: Seq[Int]): Unit = inLoop {
     executions.jobStarted(job, stages)
+    user(topology).foreach(partitions.used(_, shuffles, caches))
     // A thread may bear the mark of one that was closed in another thread: its jobs are the application's.
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     val counted = (covering ++ topologies.get(Description.Application)).distinct
@@ -178,6 +183,10 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     endExecution(Executions.ofQuery(run))
   }
 
+  /** On the bus's own thread. */
+  def closes(executors: Seq[String], begins: Boolean): Unit =
+    executors.foreach(executor => Log.contained("telling Spark who is busy")(SparkInternals.pin(sc, executor, begins)))
+
   def executorRemoved(id: String): Unit = inLoop(lost(id))
 
   def heard(latch: CountDownLatch): Unit = inLoop(latch.countDown())
@@ -202,6 +211,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         case "REPORT" =>
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
           reply.answer(Frames.encode("OK"))
+        case "INVENTORY" =>
+          val orphans = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).exists(_.state != "closed"))
+          reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
       }
     }
@@ -239,6 +251,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Events may be dropped: what has ended by Spark's own books is ended here too. */
   private def checkExecutions(): Unit = {
     executions.prune()
+    partitions.prune()
     val over = topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
       .filterNot(executions.runs)
     over.toSeq.foreach(endExecution)
@@ -252,9 +265,12 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       if (topology.state == "active") {
         topology.state = "closing"
         // Executions lie inside the application's topology: they end before it.
-        val asked = topology.executors.toSeq.flatMap(executors.get)
+        val released = release(topology)
+        // Outputs of executors that leave are sent to any other.
+        val asked = if (migrates) executors.values.toSeq else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
         topology.pending ++= asked.map(_.id)
-        val message = Frames.encode("END_TOPOLOGY", id, timeoutMs)
+        SparkInternals.post(sc, Closes(asked.map(_.id), begins = true))
+        val message = Frames.encode("END_TOPOLOGY", id, timeoutMs, Json.write(released.json))
         asked.foreach { executor =>
           executor.peer.ask(message, timeoutMs + AnswerMs) {
             case Right(bytes) => inLoop {
@@ -262,6 +278,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
               val body = Json.parse(frame.text("body"))
               reported(executor.id, frame.long("sequence"), body)
               topology.unclosed ++= Json.strings(body.get("unclosed"))
+              topology.storedCaches ++= Json.integers(body.get("caches"))
+              partitions.drop(Json.integers(body.get("shuffles")).filterNot(released.shuffles.contains)) // of which no event told
               answered(topology, executor.id)
             }
             case Left(error) => inLoop {
@@ -277,13 +295,51 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       publish(topology)
   }
 
+  /** What nobody else uses, or will find running now, goes; what others use is theirs. */
+  private def release(topology: Topology): DriverPartitions.Released = {
+    val id = topology.description.id
+    SparkInternals.shufflesInUse(sc, ExecutorCrew.TopologyProperty).foreach { case (of, shuffles) =>
+      user(Some(of).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
+    }
+    val released = partitions.end(id, topology.description.release)
+    released.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
+    topology.released = Some(released)
+    released
+  }
+
+  /** Who uses what a job of this topology needs: it, or the next around it that has not closed. Nobody, while that closes: its
+    * jobs are over, or are being cancelled. */
+  private def user(topology: Option[String]): Option[String] =
+    topology.flatMap(topologies.get).toSeq.flatMap(chainOf).find(_.state != "closed") match {
+      case Some(covering) => Some(covering.description.id).filter(_ => covering.state == "active")
+      case None => Some(Description.Application)
+    }
+
   private def answered(topology: Topology, executor: String): Unit = {
     topology.pending -= executor
+    SparkInternals.post(sc, Closes(Seq(executor), begins = false))
     settle(topology)
     publish(topology)
   }
 
+  /** When every executor has answered: what the driver itself releases, then it is closed. */
   private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty) {
+    val released = topology.released
+    topology.released = None
+    val caches = topology.storedCaches.toSeq.filterNot(rdd => released.exists(_.keptCaches(rdd)))
+    val left = released.toSeq.flatMap(_.left)
+    if (caches.isEmpty && left.isEmpty) closed(topology)
+    else if (released.nonEmpty) CompletableFuture.runAsync(() => {
+      caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
+      left.foreach(one => Log.contained(s"deleting what executor ${one.executor} has left")(SparkInternals.deleteLeft(one, AnswerMs)))
+    }, pool).whenComplete((_, _) => inLoop {
+      topology.storedCaches.clear()
+      closed(topology)
+    })
+    ()
+  }
+
+  private def closed(topology: Topology): Unit = if (topology.state == "closing") {
     topology.state = "closed"
     topology.ended = System.currentTimeMillis()
     val waiters = topology.waiters

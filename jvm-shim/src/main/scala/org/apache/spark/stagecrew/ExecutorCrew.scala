@@ -3,6 +3,8 @@ package org.apache.spark.stagecrew
 import java.nio.file.Path
 import java.util.concurrent._
 import java.util.concurrent.atomic.AtomicBoolean
+import com.fasterxml.jackson.databind.JsonNode
+import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.jdk.CollectionConverters._
 import scala.util.control.NonFatal
 import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
@@ -45,7 +47,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val agent = new Agent(() => place, settings, jar, text => Log.log.info(s"executor $executor $text"))
   private val sides = new Sides(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
-  private val closings = new Closings(executor, table, processes, sides, pool, this)(closingReport, closed)
+  private val partitions = new Partitions(ownerOf, ledger, pool, new Partitions.Disk {
+    override def delete(output: Output): Unit = SparkInternals.deleteOutput(output)
+    override def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkInternals.outputsOf(shuffles)
+  })
+  private val closings = new Closings(executor, table, processes, sides, pool, this)(release, closingReport, closed)
+  private val migrates = SparkInternals.migrates(conf)
+  private val elsewhere = scala.collection.mutable.HashMap.empty[String, Set[Int]] // of the loop's thread
+  @volatile private var abandoned = false // the driver is gone
   private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
     override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
     override def interrupted(attempt: Long): Boolean = ExecutorCrew.this.interrupted.contains(attempt)
@@ -53,6 +62,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   @volatile private var coordinated = false // whether a bound function ever ran here
   private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
+  Partitions.serve(partitions)
   loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(report()), settings.reportIntervalMs,
     settings.reportIntervalMs, TimeUnit.MILLISECONDS)
 
@@ -60,7 +70,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   def taskStarted(task: TaskContext): Unit = {
     val topology = task.getLocalProperty(TopologyProperty)
-    val wanted = try chain(task, topology) catch {
+    val wanted = try {
+      if (topology == null && nothingForAll) return
+      chain(task, topology)
+    } catch {
       case Failure(error) => return refuse(task, error)
     }
     val attempt = task.taskAttemptId()
@@ -72,6 +85,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     task.addTaskCompletionListener(new TaskCompletionListener {
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
+        if (topology != null) partitions.over(attempt, SparkInternals.updatedBlocks(context))
         val quiescent = table.finish(attempt)
         if (coordinated) {
           val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
@@ -112,6 +126,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
     if (talks || watched) heedInterrupt(task, attempt)
   }
+
+  /** Whether the application has neither listeners nor operators: a task of no topology then needs nothing of us. */
+  private def nothingForAll: Boolean =
+    descriptions.describe(Description.Application).exists(application => application.listeners.isEmpty && !application.coordinated)
 
   /** The topologies of a task, outermost first: the application's, its execution's, the named ones. */
   private def chain(task: TaskContext, topology: String): Seq[Description] = {
@@ -314,17 +332,42 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     frame.kind match {
       case "END_TOPOLOGY" =>
         descriptions.ended(frame.text("topology"))
-        inLoop(closings.end(frame.text("topology"), frame.long("timeout"), Some(reply)))
+        inLoop(end(frame.text("topology"), frame.long("timeout"), Json.parse(frame.text("body")), Some(reply)))
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
 
+  override def disconnected(address: String): Unit = if (address == driver.address) {
+    abandoned = true
+    pool.execute(() => Log.contained("deleting what topologies have stored")(partitions.abandon()))
+  }
+
+  // -- The end of topologies (the loop's thread)
+
+  private def end(topology: String, timeoutMs: Long, body: ObjectNode, reply: Option[Reply]): Unit = {
+    partitions.end(topology, DriverPartitions.ending(body))
+    if (migrates) elsewhere(topology) = Json.integers(body.get("shuffles")).toSet
+    closings.end(topology, timeoutMs, reply)
+  }
+
+  private def release(topology: String): CompletableFuture[Taken] =
+    partitions.release(topology, elsewhere.remove(topology).getOrElse(Set.empty))
+
+  /** The topology that a partition of this attempt belongs to: the innermost. */
+  private def ownerOf(attempt: Long): Option[String] = table.chainOf(attempt).lastOption
+    .filterNot(topology => topology == Description.Application || topology.startsWith(Description.ExecutionPrefix))
+
   // -- What the driver is told (the loop's thread)
 
-  private def closingReport(topology: String, unclosed: Seq[String]): Array[Byte] = {
+  private def closingReport(topology: String, unclosed: Seq[String], taken: Option[Taken]): Array[Byte] = {
+    partitions.tell(topology)
     val (sequence, counts) = ledger.full(topology)
     val body = Json.parse(counts)
-    body.set[com.fasterxml.jackson.databind.JsonNode]("unclosed", Json.arr(unclosed))
+    body.set[JsonNode]("unclosed", Json.arr(unclosed))
+    taken.foreach { of =>
+      body.set[JsonNode]("shuffles", Json.numbers(of.outputs.map(_.shuffle).distinct))
+      body.set[JsonNode]("caches", Json.numbers(of.caches))
+    }
     Frames.encode("REPORT", executor, sequence, Json.write(body))
   }
 
@@ -336,11 +379,27 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private def report(): Unit = {
     // What is closed everywhere and reported is not remembered; deferred workers close later.
+    partitions.tell()
     toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
     ledger.report().foreach { case (sequence, counts) =>
       driver.ask(message(sequence, counts), AskMs) {
         case Right(_) => ledger.delivered(sequence)
         case Left(_) => ledger.notDelivered(sequence)
+      }
+    }
+    takeInventory()
+  }
+
+  /** What is stored here, for the driver to say what of it is over. */
+  private def takeInventory(): Unit = partitions.inventory().orElse(if (migrates) Some("{}") else None).foreach { body =>
+    driver.ask(SparkInternals.withSender(self, Frames.encode("INVENTORY", executor, body)), AskMs) {
+      case Left(_) => inLoop(partitions.notTold())
+      case Right(answer) => inLoop {
+        val orphans = Json.parse(Frames.decodeMessage(answer).text("body"))
+        partitions.forget(Json.integers(orphans.get("shuffles")), Json.integers(orphans.get("caches")))
+        orphans.get("ended").asInstanceOf[ObjectNode].properties.asScala.toSeq.foreach { entry =>
+          end(entry.getKey, settings.closeTimeoutMs, entry.getValue.asInstanceOf[ObjectNode], None)
+        }
       }
     }
   }
@@ -379,7 +438,9 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     end(application)
     agent.stop()
     agent.await(left)
+    if (abandoned) Log.contained("deleting what topologies have stored")(partitions.abandon())
     lastReport(left)
+    Partitions.stop(partitions)
     loop.shutdownNow()
     watchdog.shutdownNow()
     pool.shutdown()

@@ -15,6 +15,12 @@ private[stagecrew] object Json {
     values.foreach(value => node.add(value))
     node
   }
+  def numbers(values: Iterable[Int]): ArrayNode = {
+    val node = mapper.createArrayNode()
+    values.foreach(value => node.add(value))
+    node
+  }
+  def integers(node: JsonNode): Seq[Int] = if (node == null) Nil else node.elements.asScala.map(_.asInt).toSeq
   def write(node: JsonNode): String = mapper.writeValueAsString(node)
   def items(node: JsonNode): Seq[ObjectNode] =
     if (node == null) Nil else node.elements.asScala.map(_.asInstanceOf[ObjectNode]).toSeq

@@ -50,7 +50,10 @@ final case class ExecutorCounts(
     listeners: Map[Int, ListenerCounts] = Map.empty,
     processes: Long = 0, // Python processes that opened something
     lostProcesses: Long = 0, // those of them that were gone before they had closed it
-    deferred: Set[String] = Set.empty) { // ids of those that close after their task
+    deferred: Set[String] = Set.empty, // ids of those that close after their task
+    stored: Stored = Stored(),
+    released: Long = 0, // partitions
+    releasedBytes: Long = 0) {
 
   def totals: Totals = listeners.valuesIterator.foldLeft(Totals())((sum, c) => sum + Totals(c.opens, c.closes, c.failures, c.lost))
 
@@ -60,6 +63,10 @@ final case class ExecutorCounts(
     listeners.toSeq.sortBy(_._1).foreach { case (index, counts) => entries.add(counts.json(index)) }
     node.put("processes", processes).put("lostProcesses", lostProcesses)
     node.set[ObjectNode]("deferred", Json.arr(deferred))
+    node.putObject("partitions")
+      .put("inProgress", stored.inProgress).put("outputs", stored.outputs).put("outputBytes", stored.outputBytes)
+      .put("blocks", stored.blocks).put("blockBytes", stored.blockBytes)
+      .put("released", released).put("releasedBytes", releasedBytes)
     node
   }
 }
@@ -69,7 +76,12 @@ object ExecutorCounts {
     Json.items(node.get("listeners")).map(ListenerCounts.of).toMap,
     node.get("processes").asLong,
     node.get("lostProcesses").asLong,
-    Json.strings(node.get("deferred")).toSet)
+    Json.strings(node.get("deferred")).toSet,
+    Stored(
+      node.at("/partitions/inProgress").asLong, node.at("/partitions/outputs").asLong, node.at("/partitions/outputBytes").asLong,
+      node.at("/partitions/blocks").asLong, node.at("/partitions/blockBytes").asLong),
+    node.at("/partitions/released").asLong,
+    node.at("/partitions/releasedBytes").asLong)
 }
 
 /**

@@ -42,6 +42,7 @@ object Settings {
   val ReportInterval = "spark.stagecrew.report.interval"
   val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
 
+  val ShuffleDelegate = TrackedShuffleDataIO.DelegateKey
   val MailboxEvents = "spark.stagecrew.mailbox.events"
   val MailboxBytes = "spark.stagecrew.mailbox.bytes"
   val AckTimeout = "spark.stagecrew.ack.timeout"
@@ -58,6 +59,7 @@ object Settings {
     MaxFrame -> "64m",
     ReportInterval -> "1s",
     RetainedTopologies -> "1000",
+    ShuffleDelegate -> TrackedShuffleDataIO.LocalDisk,
     MailboxEvents -> "100000",
     MailboxBytes -> "64m",
     AckTimeout -> "30s",

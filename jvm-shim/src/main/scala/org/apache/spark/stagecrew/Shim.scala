@@ -75,6 +75,8 @@ object DriverShim {
   val DaemonModule = "stagecrew.worker.daemon"
   private val UseDaemonKey = "spark.python.use.daemon"
   private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
+  private val BlockStatusesKey = "spark.taskMetrics.trackUpdatedBlockStatuses"
+  private val ShuffleManagers = Set("sort", "tungsten-sort", "org.apache.spark.shuffle.sort.SortShuffleManager")
   val PythonPathKey = "spark.executorEnv.PYTHONPATH"
 
   /** Sets what the plugin needs in Spark's configuration; refuses what cannot work. */
@@ -89,11 +91,28 @@ object DriverShim {
     if (conf.getBoolean(UnifiedKey, defaultValue = false)) throw new IllegalArgumentException(ExecutorCrew.UnifiedMessage)
     Settings.unknown(conf).foreach(key => Log.log.warn(s"$key is no setting of stagecrew ${Shim.version}; is it misspelt?"))
     conf.set(DaemonModuleKey, DaemonModule)
+    trackPartitions(conf)
     // Where Python workers find stagecrew: the jar is here by its path (local masters, spark.driver.extraClassPath),
     // and by its name in the executors' working folder (spark.jars).
     val jar = Shim.jar
     val ours = Seq(jar, new File(jar).getName).mkString(File.pathSeparator)
     conf.set(PythonPathKey, conf.getOption(PythonPathKey).filter(_.nonEmpty).fold(ours)(path => s"$ours${File.pathSeparator}$path"))
+    ()
+  }
+
+  /** Shuffle outputs are booked by the ShuffleDataIO, around that of the user, and cached blocks by what tasks say of them. */
+  private def trackPartitions(conf: SparkConf): Unit = {
+    conf.getOption("spark.shuffle.manager").filterNot(ShuffleManagers).foreach { manager =>
+      Log.log.warn(s"spark.shuffle.manager=$manager does not write through Spark's ShuffleDataIO: its partitions are not tracked, " +
+        "and not released when a topology ends")
+    }
+    conf.getOption(TrackedShuffleDataIO.Key).filter(_ != TrackedShuffleDataIO.getClass.getName.stripSuffix("$"))
+      .foreach(conf.set(TrackedShuffleDataIO.DelegateKey, _))
+    conf.set(TrackedShuffleDataIO.Key, TrackedShuffleDataIO.getClass.getName.stripSuffix("$"))
+    if (!conf.contains(BlockStatusesKey)) conf.set(BlockStatusesKey, "true")
+    else if (!conf.getBoolean(BlockStatusesKey, defaultValue = true)) {
+      Log.log.warn(s"$BlockStatusesKey=false: cached blocks are not tracked, and release='all' finds none; take this setting away")
+    }
     ()
   }
 
@@ -187,6 +206,9 @@ final class DriverFacade(crew: DriverCrew) {
 
   /** The file by which driver Python finds the channel of its coordinators. */
   def coordinationPlace(): String = crew.coordination.place.toString
+
+  /** What this dataset (a Dataset or a JavaRDD) has stored stays when the topology ends. */
+  def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 

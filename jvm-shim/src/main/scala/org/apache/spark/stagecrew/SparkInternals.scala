@@ -15,6 +15,16 @@ package org.apache.spark {
           }.toMap
         }
 
+      /** The shuffles that each active job needs, with the job's local property. */
+      def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] =
+        unlessItChanges(Seq.empty[(String, Seq[Int])]) {
+          val stages = sc.dagScheduler.stageIdToStage.values.toArray.collect { case stage: ShuffleMapStage => stage }
+          sc.dagScheduler.activeJobs.toArray.toSeq.map { job =>
+            Option(job.properties).flatMap(p => Option(p.getProperty(property))).getOrElse("") ->
+              stages.toSeq.filter(_.jobIds.contains(job.jobId)).map(_.shuffleDep.shuffleId)
+          }
+        }
+
       /** The first of the active jobs that need a stage, as its `activeJobForStage` has it. */
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] =
         unlessItChanges(Option.empty[Int])(
@@ -58,6 +68,67 @@ package org.apache.spark {
     }
   }
 
+  package sql.execution {
+
+    /** sql/core: CacheManager.scala, InMemoryRelation.scala, QueryExecution.scala, ShuffleExchangeExec.scala; what is private there
+      * is read as a field, and never computed: whatever is not there has stored nothing. */
+    private[spark] object StagecrewPlans {
+      import org.apache.spark.rdd.RDD
+      import org.apache.spark.sql.classic
+      import org.apache.spark.sql.execution.adaptive.{AdaptiveSparkPlanExec, QueryStageExec}
+      import org.apache.spark.sql.execution.columnar.{CachedRDDBuilder, InMemoryTableScanExec}
+      import org.apache.spark.sql.execution.exchange.{ReusedExchangeExec, ShuffleExchangeExec}
+      import org.apache.spark.util.LazyTry
+
+      /** Shuffles, cached datasets, and RDDs to look into. */
+      final case class Found(shuffles: Seq[Int] = Nil, caches: Seq[Int] = Nil, rdds: Seq[RDD[_]] = Nil) {
+        def +(other: Found): Found = Found(shuffles ++ other.shuffles, caches ++ other.caches, rdds ++ other.rdds)
+      }
+
+      def stored(dataset: classic.Dataset[_]): Found = {
+        val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
+        val materialized = field[LazyTry[_], java.lang.Boolean]("materialized", lazyPlan).booleanValue
+        val ran = if (materialized) of(lazyPlan.get) else Found()
+        val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
+        cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(ran)(_ + _)
+      }
+
+      /** Takes away a dataset that SQL has cached. Answers whether there was one. */
+      def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
+        val manager = session.sharedState.cacheManager
+        val cached = field[CacheManager, scala.collection.immutable.IndexedSeq[CachedData]]("cachedData", manager)
+        val mine = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+        mine.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
+        mine.nonEmpty
+      }
+
+      private def of(plan: SparkPlan): Found = {
+        val own = plan match {
+          case adaptive: AdaptiveSparkPlanExec => of(adaptive.executedPlan)
+          case stage: QueryStageExec => of(stage.plan)
+          case reused: ReusedExchangeExec => of(reused.child)
+          case scan: InMemoryTableScanExec => of(scan.relation.cacheBuilder)
+          case shuffle: ShuffleExchangeExec =>
+            Found(shuffles = Option(field[ShuffleExchangeExec, ShuffleDependency[_, _, _]]("shuffleDependency", shuffle)).map(_.shuffleId).toSeq)
+          case scan: RDDScanExec => Found(rdds = Seq(scan.rdd))
+          case scan: ExternalRDDScanExec[_] => Found(rdds = Seq(scan.rdd))
+          case _ => Found()
+        }
+        (plan.children ++ plan.subqueries).map(of).foldLeft(own)(_ + _)
+      }
+
+      private def of(builder: CachedRDDBuilder): Found = buffers(builder).map(rdd => Found(caches = Seq(rdd.id), rdds = Seq(rdd))).getOrElse(Found())
+
+      private def buffers(builder: CachedRDDBuilder): Option[RDD[_]] = Option(field[CachedRDDBuilder, RDD[_]]("_cachedColumnBuffers", builder))
+
+      private def field[T, R](name: String, of: T)(implicit tag: scala.reflect.ClassTag[T]): R = {
+        val field = tag.runtimeClass.getDeclaredField(name)
+        field.setAccessible(true)
+        field.get(of).asInstanceOf[R]
+      }
+    }
+  }
+
   package stagecrew {
 
     import java.util.Properties
@@ -67,8 +138,16 @@ package org.apache.spark {
     import scala.util.{Failure, Success}
     import org.apache.spark.api.python.PythonUtils
     import org.apache.spark.rpc._
-    import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent, StagecrewScheduler, TaskSchedulerImpl}
+    import org.apache.spark.api.java.JavaRDD
+    import org.apache.spark.network.shuffle.ExternalBlockStoreClient
+    import org.apache.spark.rdd.RDD
+    import org.apache.spark.scheduler._
+    import org.apache.spark.shuffle.api.ShuffleDataIO
+    import org.apache.spark.shuffle.{IndexShuffleBlockResolver, MigratableResolver, ShuffleBlockResolver}
     import org.apache.spark.sql.StagecrewSql
+    import org.apache.spark.sql.classic.Dataset
+    import org.apache.spark.sql.execution.StagecrewPlans
+    import org.apache.spark.storage.{RDDBlockId, ShuffleChecksumBlockId, ShuffleDataBlockId, ShuffleIndexBlockId, StorageLevel}
     import org.apache.spark.ui.{SparkUI, SparkUITab, UIUtils, WebUIPage}
     import org.apache.spark.util.{RpcUtils, ShutdownHookManager}
     import jakarta.servlet.http.HttpServletRequest
@@ -92,6 +171,8 @@ package org.apache.spark {
         ref.askSync[Array[Byte]](message, new RpcTimeout(timeoutMs.millis, "stagecrew"))(ClassTag(classOf[Array[Byte]]))
 
       def send(message: Any): Unit = ref.send(message)
+
+      def address: String = String.valueOf(ref.address)
     }
 
     /** How an endpoint answers: from any thread, once. */
@@ -175,6 +256,121 @@ package org.apache.spark {
 
       /** Keeps the body of the task from running: the attempt ends as killed, which Spark does not count. */
       def markInterrupted(task: TaskContext, reason: String): Unit = task.markInterrupted(reason)
+
+      /** The blocks of cached datasets that a task stored, with their sizes, or dropped: core/executor/TaskMetrics.scala. */
+      def updatedBlocks(task: TaskContext): Seq[(CachedBlock, Option[Long])] =
+        if (task.taskMetrics() == null) Nil
+        else task.taskMetrics().updatedBlockStatuses.collect { case (RDDBlockId(rdd, partition), status) =>
+          CachedBlock(rdd, partition) -> (if (status.storageLevel.isValid) Some(status.memSize + status.diskSize) else None)
+        }
+
+      // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver,MigratableResolver, ShuffleBlockResolver}.scala
+
+      private def resolver: Option[ShuffleBlockResolver] =
+        Option(SparkEnv.get.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
+
+      /** Deletes a map task's files, as core/shuffle/sort/SortShuffleManager.scala does. */
+      def deleteOutput(output: Output): Unit = resolver match {
+        case Some(resolver: IndexShuffleBlockResolver) => resolver.removeDataByMap(output.shuffle, output.map)
+        case _ => ()
+      }
+
+      def outputsOf(shuffles: Set[Int]): Seq[Output] = resolver match {
+        case Some(resolver: MigratableResolver) => resolver.getStoredShuffles().filter(b => shuffles(b.shuffleId)).map(b => Output(b.shuffleId, b.mapId))
+        case _ => Nil
+      }
+
+      /** Whether executors that leave send their outputs to others. */
+      def migrates(conf: SparkConf): Boolean =
+        conf.get(internal.config.DECOMMISSION_ENABLED) && conf.get(internal.config.STORAGE_DECOMMISSION_SHUFFLE_BLOCKS_ENABLED)
+
+      /** As core/shuffle/ShuffleDataIOUtils.scala loads it. */
+      def shuffleDataIO(name: String, conf: SparkConf): ShuffleDataIO =
+        util.Utils.loadExtensions(classOf[ShuffleDataIO], Seq(name), conf).headOption.getOrElse(
+          throw new IllegalArgumentException(s"$name is no ShuffleDataIO"))
+
+      // -- Stored partitions on the driver: core/MapOutputTracker.scala, storage/BlockManagerMasterEndpoint.scala
+
+      def shuffleOf(stage: StageInfo): Option[Int] = stage.shuffleDepId
+      def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
+      def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = StagecrewScheduler.shufflesInUse(sc, property)
+
+      private def tracker: MapOutputTrackerMaster = SparkEnv.get.mapOutputTracker.asInstanceOf[MapOutputTrackerMaster]
+
+      def hasShuffle(shuffle: Int): Boolean = tracker.containsShuffle(shuffle)
+      def hasCache(sc: SparkContext, rdd: Int): Boolean = sc.persistentRdds.contains(rdd)
+
+      /** What an executor that is gone has left with the external shuffle service of its host. */
+      final case class LeftBlocks(host: String, port: Int, executor: String, blocks: Seq[String])
+
+      /** Takes all outputs of a shuffle off the tracker, and leaves it registered; its executors may be idle. */
+      def dropOutputs(sc: SparkContext, shuffle: Int): Seq[LeftBlocks] = tracker.shuffleStatuses.get(shuffle).toSeq.flatMap { status =>
+        val manager = SparkEnv.get.blockManager
+        val left = if (!manager.externalShuffleServiceEnabled) Nil else {
+          val outputs = status.withMapStatuses(_.toSeq.filter(_ != null).map(s => s.location -> s.mapId))
+          val alive = manager.master.getMemoryStatus.keySet.map(_.executorId)
+          val gone = outputs.filterNot { case (location, _) => alive(location.executorId) }
+          gone.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
+            LeftBlocks(location.host, location.port, location.executorId, maps.flatMap { map =>
+              Seq(ShuffleDataBlockId(shuffle, map, 0), ShuffleIndexBlockId(shuffle, map, 0), ShuffleChecksumBlockId(shuffle, map, 0)).map(_.name)
+            })
+          }
+        }
+        tracker.unregisterAllMapAndMergeOutput(shuffle)
+        sc.executorAllocationManager.foreach(_.executorMonitor.shuffleCleaned(shuffle))
+        left
+      }
+
+      /** Has an external shuffle service delete these: network/shuffle/ExternalBlockStoreClient.java. Waits for it. */
+      def deleteLeft(left: LeftBlocks, timeoutMs: Long): Unit = SparkEnv.get.blockManager.blockStoreClient match {
+        case client: ExternalBlockStoreClient =>
+          client.removeBlocks(left.host, left.port, left.executor, left.blocks.toArray)
+            .get(timeoutMs, java.util.concurrent.TimeUnit.MILLISECONDS)
+          ()
+        case _ => ()
+      }
+
+      /** Releases a cached dataset, through SQL's cache when it is one of that. A local checkpoint is not released: it has no
+        * lineage to be computed again from. */
+      def uncache(sc: SparkContext, rdd: Int): Unit = sc.persistentRdds.get(rdd).filterNot(_.isCheckpointed).foreach { cached =>
+        if (!StagecrewPlans.uncache(rdd)) cached.unpersist(blocking = true)
+      }
+
+      /** What a Dataset or a JavaRDD has stored: shuffles and cached datasets. */
+      def stored(sc: SparkContext, dataset: AnyRef): (Set[Int], Set[Int]) = {
+        val found = dataset match {
+          case dataset: Dataset[_] => StagecrewPlans.stored(dataset)
+          case rdd: JavaRDD[_] => StagecrewPlans.Found(rdds = Seq(rdd.rdd))
+          case rdd: RDD[_] => StagecrewPlans.Found(rdds = Seq(rdd))
+          case other => throw new IllegalArgumentException(s"a ${other.getClass.getName} is no dataset")
+        }
+        val seen = scala.collection.mutable.HashSet.empty[Int]
+        val shuffles, caches = scala.collection.mutable.HashSet.empty[Int]
+        shuffles ++= found.shuffles
+        caches ++= found.caches
+        def visit(pending: List[RDD[_]]): Unit = pending match {
+          case Nil => ()
+          case rdd :: rest =>
+            val more = if (!seen.add(rdd.id)) Nil else {
+              if (sc.persistentRdds.contains(rdd.id)) caches += rdd.id
+              rdd.dependencies.toList.map { dependency =>
+                dependency match { case shuffle: ShuffleDependency[_, _, _] => shuffles += shuffle.shuffleId; case _ => () }
+                dependency.rdd
+              }
+            }
+            visit(more ::: rest)
+        }
+        visit(found.rdds.toList)
+        (shuffles.toSet, caches.toSet)
+      }
+
+      /** Executors that are busy with the end of a topology, for core/scheduler/dynalloc/ExecutorMonitor.scala, whose listener
+        * thread this is: as if a task ran there. */
+      def pin(sc: SparkContext, executor: String, begins: Boolean): Unit = sc.executorAllocationManager.foreach { manager =>
+        val task = new TaskInfo(-1L, -1, 0, -1, System.currentTimeMillis(), executor, "", TaskLocality.ANY, false)
+        if (begins) manager.executorMonitor.onTaskStart(SparkListenerTaskStart(-1, 0, task))
+        else manager.executorMonitor.onTaskEnd(SparkListenerTaskEnd(-1, 0, "", org.apache.spark.Success, task, null, null))
+      }
 
       // -- The driver: core/SparkContext.scala, core/scheduler/LiveListenerBus.scala, DAGScheduler.scala, sql's shared state
 

@@ -10,8 +10,11 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   var ended = 0L
   var cancelled = Option.empty[String]
   val executors = mutable.LinkedHashSet.empty[String] // which asked for it
+  val holders = mutable.LinkedHashSet.empty[String] // which have, or may have, something stored of it without having asked
   val pending = mutable.LinkedHashSet.empty[String] // which have not said that it is closed there
   val lostExecutors = mutable.LinkedHashSet.empty[String]
+  var released = Option.empty[DriverPartitions.Released]
+  val storedCaches = mutable.LinkedHashSet.empty[Int] // which the driver is to release
   val unclosed = mutable.ArrayBuffer.empty[String]
   var waiters = List.empty[CompletableFuture[Unit]]
   val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]

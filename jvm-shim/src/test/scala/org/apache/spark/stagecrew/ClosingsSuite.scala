@@ -1,6 +1,6 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{AbstractExecutorService, TimeUnit}
+import java.util.concurrent.{AbstractExecutorService, CompletableFuture, TimeUnit}
 import scala.collection.mutable
 import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
@@ -43,8 +43,12 @@ class ClosingsSuite extends AnyFunSuite {
     }
     private val agent = new Agent(() => null, settings, "", _ => ())
     val sides = new Sides(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
+    val released = mutable.Buffer.empty[String]
+    var releasing = CompletableFuture.completedFuture(Taken(caches = Set(7)))
+    val taken = mutable.Buffer.empty[Option[Taken]]
     val closings = new Closings("1", table, processes, sides, pool, loop)(
-      (_, unclosed) => { replies += unclosed; Array.emptyByteArray }, closed += _)
+      topology => { released += topology; releasing },
+      (_, unclosed, gone) => { replies += unclosed; taken += gone; Array.emptyByteArray }, closed += _)
     private var pids = 100L
 
     def link(role: String = "worker"): Link = {
@@ -81,6 +85,32 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.replies.isEmpty)
     f.said(agent)
     assert(f.replies == Seq(Nil))
+    assert(f.closed == Seq("t"))
+  }
+
+  test("partitions are released behind attempts and listeners, and waited for") {
+    val f = new Fixture
+    val worker = f.link()
+    f.releasing = new CompletableFuture[Taken]()
+    f.end()
+    assert(f.released.isEmpty)
+    f.said(worker)
+    assert(f.released == Seq("t"))
+    assert(f.replies.isEmpty)
+    f.releasing.complete(Taken(caches = Set(7)))
+    assert(f.taken == Seq(Some(Taken(caches = Set(7)))))
+    assert(f.replies == Seq(Nil))
+    assert(f.closed == Seq("t"))
+  }
+
+  test("partitions that take too long are named, and a release that fails does not hold up the close") {
+    val f = new Fixture
+    f.releasing = new CompletableFuture[Taken]()
+    f.end()
+    f.timeIsOver()
+    assert(f.replies == Seq(Seq("partitions that are still being deleted on executor 1")))
+    assert(f.taken == Seq(None))
+    f.releasing.completeExceptionally(new IllegalStateException)
     assert(f.closed == Seq("t"))
   }
 

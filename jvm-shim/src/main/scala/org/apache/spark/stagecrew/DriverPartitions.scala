@@ -1,0 +1,113 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.ConcurrentHashMap
+import scala.collection.mutable
+import scala.jdk.CollectionConverters._
+import com.fasterxml.jackson.databind.JsonNode
+import com.fasterxml.jackson.databind.node.ObjectNode
+import org.apache.spark.SparkContext
+
+/**
+ * The driver's part of the bookkeeping: who uses which shuffles and cached datasets, and what goes when a topology ends.
+ * Of the driver's loop, but for `keep` and `lookForKept`.
+ *
+ * Shuffles are never unregistered, which would abort a job that happens to run on one: their outputs are taken off the
+ * tracker before executors delete the files, and who needs them again computes them again.
+ */
+private[stagecrew] final class DriverPartitions(sc: SparkContext) {
+  import DriverPartitions._
+
+  private val shuffles = new Inventory
+  private val caches = new Inventory
+  private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> what is to be kept of it
+  private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]()
+
+  /** A job of this topology needs these. */
+  def used(topology: String, shuffled: Iterable[Int], cached: Iterable[Int]): Unit = {
+    shuffles.use(topology, shuffled)
+    caches.use(topology, cached)
+  }
+
+  /** What a dataset stores stays when the topology ends. */
+  def keep(topology: String, dataset: AnyRef): Unit = { datasets.merge(topology, List(dataset), (a, b) => b ++ a); () }
+
+  /** Looks what datasets that are to be kept have stored by now: their plans may be large, so not on the loop. */
+  def lookForKept(): Unit = datasets.asScala.foreach { case (topology, ones) =>
+    val stored = ones.map(one => SparkInternals.stored(sc, one))
+    kept.put(topology, (stored.flatMap(_._1).toSet, stored.flatMap(_._2).toSet))
+  }
+
+  /** The topology ends: what nobody else uses is taken off the tracker. Answers what executors are told. */
+  def end(topology: String, policy: String): Released = {
+    datasets.remove(topology)
+    Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
+    val (alone, heirs) = shuffles.end(topology)
+    val (aloneCaches, cacheHeirs) = caches.end(topology)
+    // What stays is the application's: the end of a topology that only reads it does not take it away.
+    if (policy == KeepsAll) shuffles.use(Description.Application, alone)
+    if (policy != ReleasesAll) caches.use(Description.Application, aloneCaches)
+    val released = if (policy == KeepsAll) Nil else alone
+    Released(policy, released, heirs, cacheHeirs.keySet, drop(released))
+  }
+
+  /** Takes outputs off the tracker. Answers what executors that are gone have left. */
+  def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] =
+    shuffles.toSeq.flatMap(shuffle => SparkInternals.dropOutputs(sc, shuffle))
+
+  /** What an executor has of each topology. Answers what of it is over: topologies that ended, datasets that are gone. */
+  def inventory(told: ObjectNode, lives: String => Boolean): ObjectNode = {
+    val answer = Json.obj()
+    val ended = answer.putObject("ended")
+    val goneShuffles, goneCaches = mutable.LinkedHashSet.empty[Int]
+    told.properties.asScala.foreach { entry =>
+      val shuffled = Json.integers(entry.getValue.get("shuffles"))
+      val cached = Json.integers(entry.getValue.get("caches"))
+      goneShuffles ++= shuffled.filterNot(SparkInternals.hasShuffle)
+      goneCaches ++= cached.filterNot(SparkInternals.hasCache(sc, _))
+      if (lives(entry.getKey)) used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
+      else {
+        val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
+        val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
+        ended.set[JsonNode](entry.getKey, Released(ReleasesShuffles, alone, heirs, Set.empty, drop(alone)).json)
+      }
+    }
+    answer.set[JsonNode]("shuffles", Json.numbers(goneShuffles))
+    answer.set[JsonNode]("caches", Json.numbers(goneCaches))
+    answer
+  }
+
+  /** Forgets what Spark itself has deleted. */
+  def prune(): Unit = {
+    shuffles.prune(SparkInternals.hasShuffle)
+    caches.prune(SparkInternals.hasCache(sc, _))
+  }
+
+  def isEmpty: Boolean = shuffles.isEmpty && caches.isEmpty && datasets.isEmpty
+}
+
+private[stagecrew] object DriverPartitions {
+  val ReleasesShuffles = "shuffles"
+  val ReleasesAll = "all"
+  val KeepsAll = "none"
+
+  /** What a topology's end releases. `left` is what executors that are gone have left with an external shuffle service. */
+  final case class Released(
+      policy: String, shuffles: Seq[Int], heirs: Map[Int, String], keptCaches: collection.Set[Int],
+      left: Seq[SparkInternals.LeftBlocks]) {
+
+    def json: ObjectNode = {
+      val node = Json.obj().put("outputs", policy != KeepsAll).put("blocks", policy == ReleasesAll)
+      node.set[JsonNode]("shuffles", Json.numbers(shuffles))
+      node.set[JsonNode]("keptCaches", Json.numbers(keptCaches))
+      val to = node.putObject("heirs")
+      heirs.foreach { case (shuffle, heir) => to.put(shuffle.toString, if (heir == Description.Application) "" else heir) }
+      node
+    }
+  }
+
+  def ending(node: ObjectNode): Ending = Ending(
+    node.get("outputs").asBoolean,
+    node.get("blocks").asBoolean,
+    Json.fields(node.get("heirs")).map { case (shuffle, heir) => shuffle.toInt -> Some(heir).filter(_.nonEmpty) },
+    Json.integers(node.get("keptCaches")).toSet)
+}

@@ -1,0 +1,209 @@
+package org.apache.spark.stagecrew
+
+import scala.collection.mutable
+
+/** One map task's shuffle output; the id of its map is that of the attempt that wrote it. */
+final case class Output(shuffle: Int, map: Long)
+
+/** One block of a cached dataset. */
+final case class CachedBlock(rdd: Int, partition: Int)
+
+/** What of a topology is stored on one executor. */
+final case class Stored(inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0)
+
+/**
+ * What the driver says at a topology's end. Shuffles that other topologies use pass on to one of them (None: to the
+ * application, whose partitions are Spark's own affair). Other outputs go, if `outputs`; blocks, if `blocks`, but for those
+ * of datasets that others use.
+ */
+final case class Ending(
+    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty, keptCaches: Set[Int] = Set.empty)
+
+/** What is to be deleted of a topology. Cached datasets are the driver's to release. */
+final case class Taken(
+    outputs: Seq[Output] = Nil, outputBytes: Long = 0, caches: Set[Int] = Set.empty, blocks: Long = 0, blockBytes: Long = 0)
+
+/**
+ * Which partitions are stored on one executor, by topology: a pure state machine, without Spark, files or a clock.
+ *
+ * {{{
+ *   set up --finished--> finished --take--> (deleted, or passed on)
+ *      \--failed, or its attempt is over--> forgotten
+ *      \--finished, its topology has ended--> deleted by the task's own thread
+ * }}}
+ *
+ * What is in progress is never touched from outside. Every set is live, and nothing is counted but what is in it; each
+ * operation takes the same time however much is stored. Unknown ids are ignored. Calls out of nothing.
+ *
+ * As Flink's TaskExecutorPartitionTracker and PartitionTable have it, but keyed by topology, with the ends of attempts
+ * as the signal that is always given (aborts are not: SortShuffleWriter never calls it).
+ */
+final class PartitionTable {
+  private final class Outputs {
+    val maps = mutable.HashMap.empty[Long, Long]
+    var bytes = 0L
+  }
+  private final class Holding {
+    val shuffles = mutable.HashMap.empty[Int, Outputs]
+    val blocks = mutable.HashMap.empty[CachedBlock, Long]
+    var outputs, outputBytes, blockBytes = 0L
+    def isEmpty: Boolean = shuffles.isEmpty && blocks.isEmpty
+
+    def remove(shuffle: Int): Option[Outputs] = shuffles.remove(shuffle).map { found =>
+      outputs -= found.maps.size
+      outputBytes -= found.bytes
+      found
+    }
+
+    def add(output: Output, bytes: Long): Unit = {
+      val of = shuffles.getOrElseUpdate(output.shuffle, new Outputs)
+      val before = of.maps.put(output.map, bytes)
+      if (before.isEmpty) outputs += 1
+      of.bytes += bytes - before.getOrElse(0L)
+      outputBytes += bytes - before.getOrElse(0L)
+    }
+  }
+  private final class Attempt(val owner: String) {
+    val outputs = mutable.HashSet.empty[Output]
+  }
+
+  private val holdings = mutable.HashMap.empty[String, Holding]
+  private val attempts = mutable.HashMap.empty[Long, Attempt] // only those with something in progress
+  private val endings = mutable.HashMap.empty[String, Ending]
+  private val touched = mutable.HashSet.empty[String]
+  private var abandoned = false
+
+  /** An attempt, which belongs to this topology, begins to write. */
+  def setUp(attempt: Long, owner: String, output: Output): Unit = synchronized {
+    attempts.getOrElseUpdate(attempt, new Attempt(owner)).outputs += output
+    touched += owner
+  }
+
+  /** It is written. Answers its topology when that has ended, and nobody else uses it: the caller deletes it. */
+  def finished(attempt: Long, output: Output, bytes: Long): Option[String] = synchronized {
+    remove(attempt, output).flatMap { owner =>
+      val ending = if (abandoned) Some(Ending(outputs = true)) else endings.get(owner)
+      ending match {
+        case None => add(owner, output, bytes); None
+        case Some(end) => end.heirs.get(output.shuffle) match {
+          case Some(heir) => heir.foreach(add(_, output, bytes)); None
+          case None => if (end.outputs) Some(owner) else None
+        }
+      }
+    }
+  }
+
+  /** The attempt gave it up. */
+  def failed(attempt: Long, output: Output): Unit = synchronized { remove(attempt, output); () }
+
+  /** The attempt is over: what it set up and never finished is nobody's. */
+  def over(attempt: Long): Unit = synchronized {
+    attempts.remove(attempt).foreach(gone => touched += gone.owner)
+  }
+
+  /** An attempt stored a block, or dropped it (`None`). */
+  def block(owner: String, block: CachedBlock, bytes: Option[Long]): Unit = synchronized {
+    bytes match {
+      case Some(size) if !endings.contains(owner) && !abandoned =>
+        val holding = holdings.getOrElseUpdate(owner, new Holding)
+        holding.blockBytes += size - holding.blocks.put(block, size).getOrElse(0L)
+        touched += owner
+      case Some(_) => ()
+      case None => holdings.foreach { case (topology, holding) =>
+        holding.blocks.remove(block).foreach { size =>
+          holding.blockBytes -= size
+          touched += topology
+        }
+      }
+        prune()
+    }
+  }
+
+  /** The topology has ended: what finishes from now on goes, or passes on, at once. */
+  def end(topology: String, ending: Ending): Unit = synchronized { endings(topology) = ending }
+
+  /** Nothing of the topology is in progress any more. Answers what is to be deleted; what others use passes on. */
+  def take(topology: String): Taken = synchronized {
+    val ending = endings.remove(topology).getOrElse(Ending(outputs = false))
+    touched += topology
+    holdings.remove(topology) match {
+      case None => Taken()
+      case Some(holding) =>
+        ending.heirs.foreach { case (shuffle, heir) =>
+          holding.remove(shuffle).foreach(passed => heir.foreach { to =>
+            passed.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) }
+          })
+        }
+        val outputs = if (ending.outputs) Taken(all(holding), holding.outputBytes) else Taken()
+        if (!ending.blocks) outputs
+        else {
+          val blocks = holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
+          outputs.copy(caches = blocks.keySet.map(_.rdd), blocks = blocks.size.toLong, blockBytes = blocks.values.sum)
+        }
+    }
+  }
+
+  /** The driver is gone: nobody uses anything any more. Answers what is to be deleted; what is written from now on goes too. */
+  def abandon(): Seq[Output] = synchronized {
+    abandoned = true
+    val outputs = holdings.values.toSeq.flatMap(all)
+    touched ++= holdings.keys
+    holdings.clear()
+    endings.clear()
+    outputs
+  }
+
+  /** These datasets are no longer registered: Spark itself has deleted them. */
+  def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = synchronized {
+    val gone = caches.toSet
+    holdings.foreach { case (topology, holding) =>
+      shuffles.foreach(shuffle => if (holding.remove(shuffle).nonEmpty) touched += topology)
+      if (gone.nonEmpty) holding.blocks.filterInPlace { (block, size) =>
+        val stays = !gone(block.rdd)
+        if (!stays) {
+          holding.blockBytes -= size
+          touched += topology
+        }
+        stays
+      }
+    }
+    prune()
+  }
+
+  /** What is stored of a topology. */
+  def stored(topology: String): Stored = synchronized {
+    val inProgress = attempts.valuesIterator.filter(_.owner == topology).map(_.outputs.size.toLong).sum
+    holdings.get(topology).map(h => Stored(inProgress, h.outputs, h.outputBytes, h.blocks.size.toLong, h.blockBytes))
+      .getOrElse(Stored(inProgress))
+  }
+
+  /** The shuffles and cached datasets that each topology has something of. */
+  def inventory: Map[String, (Set[Int], Set[Int])] = synchronized {
+    holdings.view.mapValues(h => (h.shuffles.keySet.toSet, h.blocks.keysIterator.map(_.rdd).toSet)).toMap
+  }
+
+  /** The topologies of which something changed since the last call. */
+  def changed(): Set[String] = synchronized {
+    val found = touched.toSet
+    touched.clear()
+    found
+  }
+
+  def isEmpty: Boolean = synchronized(holdings.isEmpty && attempts.isEmpty && endings.isEmpty)
+
+  private def add(owner: String, output: Output, bytes: Long): Unit = {
+    holdings.getOrElseUpdate(owner, new Holding).add(output, bytes)
+    touched += owner
+  }
+
+  private def remove(attempt: Long, output: Output): Option[String] = attempts.get(attempt).filter(_.outputs.remove(output)).map { found =>
+    if (found.outputs.isEmpty) attempts -= attempt
+    touched += found.owner
+    found.owner
+  }
+
+  private def all(holding: Holding): Seq[Output] =
+    holding.shuffles.toSeq.flatMap { case (shuffle, outputs) => outputs.maps.keysIterator.map(Output(shuffle, _)) }
+
+  private def prune(): Unit = { holdings.filterInPlace((_, holding) => !holding.isEmpty); () }
+}

@@ -1,0 +1,128 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.{CompletableFuture, ExecutorService}
+import com.fasterxml.jackson.databind.JsonNode
+
+/**
+ * What topologies have stored on this executor, and its deletion. Tasks book in their own threads; deletion is done in
+ * `pool`, but for what finishes behind the end of its topology, which its own thread deletes.
+ */
+final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: ExecutorService, disk: Partitions.Disk) {
+  import Partitions._
+
+  private val table = new PartitionTable
+  private var told = Map.empty[String, (Set[Int], Set[Int])] // of the loop's thread
+  private var quiet = 0
+
+  /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
+  private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
+    table.setUp(attempt, owner, output)
+    new Booked(attempt, output)
+  }
+
+  /** One output that is in progress; used by its task's thread alone. */
+  private[stagecrew] final class Booked(attempt: Long, output: Output) extends Booking {
+    override def finished(lengths: Array[Long]): Unit = {
+      val bytes = lengths.sum
+      table.finished(attempt, output, bytes).foreach(topology => delete(topology, Seq(output), bytes))
+    }
+    override def failed(): Unit = table.failed(attempt, output)
+  }
+
+  /** An attempt is over, with these blocks stored or dropped. Before it is taken off its topology's attempts. */
+  def over(attempt: Long, blocks: Seq[(CachedBlock, Option[Long])]): Unit = {
+    if (blocks.nonEmpty) ownerOf(attempt).foreach(owner => blocks.foreach { case (block, bytes) => table.block(owner, block, bytes) })
+    table.over(attempt)
+  }
+
+  /** The topology has ended. */
+  def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
+
+  /** No attempt of the topology is left: what it leaves is deleted, and whatever else is here of the shuffles `elsewhere`. */
+  def release(topology: String, elsewhere: Set[Int]): CompletableFuture[Taken] = {
+    val taken = table.take(topology)
+    if (taken.blocks > 0) count(topology, taken.blocks, taken.blockBytes)
+    if (taken.outputs.isEmpty && elsewhere.isEmpty) CompletableFuture.completedFuture(taken)
+    else CompletableFuture.supplyAsync(() => {
+      delete(topology, taken.outputs, taken.outputBytes)
+      if (elsewhere.nonEmpty) disk.outputsOf(elsewhere).foreach(remove)
+      taken
+    }, pool)
+  }
+
+  /** The driver is gone: all that is finished is deleted, and what finishes from now on. */
+  def abandon(): Unit = table.abandon().foreach(remove)
+
+  /** Spark itself has deleted these. */
+  def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = table.forget(shuffles, caches)
+
+  /** Puts into the ledger what changed. Of the loop's thread, as is `inventory`. */
+  def tell(): Unit = table.changed().foreach(tell)
+
+  def tell(topology: String): Unit = {
+    val stored = table.stored(topology)
+    if (ledger.of(topology).stored != stored) ledger.change(topology)(_.copy(stored = stored))
+  }
+
+  /** The datasets of each topology, when the driver has not been told of them, or long ago. */
+  def inventory(): Option[String] = {
+    val now = table.inventory
+    quiet += 1
+    if (now == told && (now.isEmpty || quiet < Quiet)) None
+    else {
+      told = now
+      quiet = 0
+      val node = Json.obj()
+      now.foreach { case (topology, (shuffles, caches)) =>
+        val of = node.putObject(topology)
+        of.set[JsonNode]("shuffles", Json.numbers(shuffles))
+        of.set[JsonNode]("caches", Json.numbers(caches))
+      }
+      Some(Json.write(node))
+    }
+  }
+
+  /** The driver did not hear of it. */
+  def notTold(): Unit = told = Map("" -> (Set.empty[Int] -> Set.empty[Int]))
+
+  def isEmpty: Boolean = table.isEmpty
+
+  private def delete(topology: String, outputs: Seq[Output], bytes: Long): Unit = if (outputs.nonEmpty) {
+    outputs.foreach(remove)
+    count(topology, outputs.size.toLong, bytes)
+  }
+
+  private def count(topology: String, released: Long, bytes: Long): Unit =
+    ledger.change(topology)(c => c.copy(released = c.released + released, releasedBytes = c.releasedBytes + bytes))
+
+  private def remove(output: Output): Unit = Log.contained(s"deleting $output")(disk.delete(output))
+}
+
+object Partitions {
+  /** What a writer tells. */
+  private[stagecrew] trait Booking {
+    def finished(lengths: Array[Long]): Unit
+    def failed(): Unit
+
+    final def unlessItFails[T](f: => T): T =
+      try f catch { case error: Throwable => failed(); throw error }
+  }
+
+  /** Where outputs lie. */
+  private[stagecrew] trait Disk {
+    def delete(output: Output): Unit
+    /** Whatever is here of these shuffles, booked or not: another executor that was decommissioned may have sent it. */
+    def outputsOf(shuffles: Set[Int]): Seq[Output]
+  }
+
+  /** An inventory that did not change is told again after so many reports: the driver may have forgotten. */
+  private val Quiet = 10
+
+  // Spark makes the ShuffleDataIO by its name, in the same JVM; there is one executor in each.
+  @volatile private var current = Option.empty[Partitions]
+
+  def here: Option[Partitions] = current
+
+  private[stagecrew] def serve(partitions: Partitions): Unit = current = Some(partitions)
+  private[stagecrew] def stop(partitions: Partitions): Unit = if (current.contains(partitions)) current = None
+}

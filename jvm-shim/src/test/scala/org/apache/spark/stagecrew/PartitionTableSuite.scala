@@ -1,0 +1,243 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.OneInstancePerTest
+import org.scalatest.funsuite.AnyFunSuite
+import scala.util.Random
+
+/** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
+class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
+  private val table = new PartitionTable
+
+  private def write(attempt: Long, owner: String, shuffle: Int, bytes: Long = 10): Option[String] = {
+    table.setUp(attempt, owner, Output(shuffle, attempt))
+    table.finished(attempt, Output(shuffle, attempt), bytes)
+  }
+
+  test("what is set up is in progress until it is finished, given up, or its attempt is over") {
+    table.setUp(1, "a", Output(0, 1))
+    table.setUp(2, "a", Output(0, 2))
+    table.setUp(3, "a", Output(0, 3))
+    assert(table.stored("a") == Stored(inProgress = 3))
+    assert(table.inventory.isEmpty)
+    assert(table.finished(1, Output(0, 1), 10).isEmpty)
+    table.failed(2, Output(0, 2))
+    table.over(3)
+    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
+  }
+
+  test("an attempt that is over leaves what it finished, and cannot finish what it had set up") {
+    write(1, "a", 0)
+    table.setUp(1, "a", Output(1, 1))
+    table.over(1)
+    assert(table.finished(1, Output(1, 1), 10).isEmpty)
+    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+  }
+
+  test("two attempts of one partition, as in speculation, are two outputs; one that is written again is one") {
+    write(1, "a", 0)
+    write(2, "a", 0)
+    write(2, "a", 0, bytes = 30)
+    assert(table.stored("a") == Stored(outputs = 2, outputBytes = 40))
+  }
+
+  test("what is taken is all that is finished, and only it") {
+    write(1, "a", 0)
+    write(2, "a", 1)
+    write(3, "b", 2)
+    table.setUp(4, "a", Output(1, 4))
+    table.end("a", Ending(outputs = true))
+    assert(table.take("a") == Taken(Seq(Output(0, 1), Output(1, 2)), 20))
+    assert(table.stored("a") == Stored(inProgress = 1))
+    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.take("a") == Taken())
+  }
+
+  test("what finishes behind the end of its topology is its own thread's to delete") {
+    table.setUp(1, "a", Output(0, 1))
+    table.end("a", Ending(outputs = true))
+    assert(table.finished(1, Output(0, 1), 10).contains("a"))
+    assert(table.take("a") == Taken())
+    assert(table.isEmpty)
+  }
+
+  test("what others use passes on, also when it finishes behind the end; to the application it is forgotten") {
+    write(1, "a", 0)
+    write(2, "a", 1)
+    table.setUp(3, "a", Output(0, 3))
+    table.setUp(4, "a", Output(1, 4))
+    table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b"), 1 -> None)))
+    assert(table.finished(3, Output(0, 3), 10).isEmpty)
+    assert(table.finished(4, Output(1, 4), 10).isEmpty)
+    assert(table.take("a") == Taken())
+    assert(table.stored("b") == Stored(outputs = 2, outputBytes = 20))
+    table.end("b", Ending(outputs = true))
+    assert(table.take("b").outputs.toSet == Set(Output(0, 1), Output(0, 3)))
+    assert(table.isEmpty)
+  }
+
+  test("blocks are those that were stored last, wherever; they are released only by a topology that says so") {
+    table.block("a", CachedBlock(1, 0), Some(5))
+    table.block("a", CachedBlock(1, 0), Some(7))
+    table.block("a", CachedBlock(2, 0), Some(1))
+    table.block("a", CachedBlock(3, 0), Some(1))
+    table.block("b", CachedBlock(2, 0), None)
+    assert(table.stored("a") == Stored(blocks = 2, blockBytes = 8))
+    table.end("a", Ending(outputs = true, blocks = true, keptCaches = Set(3)))
+    assert(table.take("a") == Taken(caches = Set(1), blocks = 1, blockBytes = 7))
+    table.block("b", CachedBlock(4, 0), Some(5))
+    table.end("b", Ending(outputs = true))
+    assert(table.take("b") == Taken())
+    assert(table.isEmpty)
+  }
+
+  test("what Spark has deleted itself is forgotten; unknown ids are ignored") {
+    write(1, "a", 0)
+    write(2, "a", 1)
+    table.block("a", CachedBlock(1, 0), Some(5))
+    table.forget(Seq(0, 77), Seq(1, 77))
+    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    table.failed(9, Output(9, 9))
+    table.over(9)
+    assert(table.finished(9, Output(9, 9), 1).isEmpty)
+    assert(table.take("nobody") == Taken())
+    table.forget(Seq(1), Nil)
+    assert(table.isEmpty)
+  }
+
+  test("without a driver everything that is finished goes, and what finishes later") {
+    write(1, "a", 0)
+    table.setUp(2, "b", Output(0, 2))
+    assert(table.abandon() == Seq(Output(0, 1)))
+    assert(table.finished(2, Output(0, 2), 10).contains("b"))
+    table.block("a", CachedBlock(1, 0), Some(5))
+    assert(table.isEmpty)
+  }
+
+  test("the topologies that changed are told once") {
+    write(1, "a", 0)
+    assert(table.changed() == Set("a"))
+    assert(table.changed().isEmpty)
+    table.block("b", CachedBlock(1, 0), Some(5))
+    table.forget(Seq(0), Seq(1))
+    assert(table.changed() == Set("a", "b"))
+  }
+
+  // -- Beside a model
+
+  private val topologies = Seq("a", "b")
+  private type Operation = (PartitionTable, Model) => Unit
+
+  /** The same as plain sets of what is there. */
+  private final class Model {
+    var progress = Set.empty[(Long, String, Output)]
+    var outputs = Map.empty[(String, Output), Long]
+    var blocks = Map.empty[(String, CachedBlock), Long]
+    var endings = Map.empty[String, Ending]
+
+    def finished(attempt: Long, output: Output, bytes: Long): Option[String] =
+      progress.find(p => p._1 == attempt && p._3 == output).flatMap { found =>
+        progress -= found
+        endings.get(found._2) match {
+          case None => outputs += (found._2, output) -> bytes; None
+          case Some(Ending(_, _, heirs, _)) if heirs.contains(output.shuffle) =>
+            heirs(output.shuffle).foreach(heir => outputs += (heir, output) -> bytes)
+            None
+          case Some(ending) => if (ending.outputs) Some(found._2) else None
+        }
+      }
+
+    def take(topology: String): Taken = {
+      val ending = endings.getOrElse(topology, Ending(outputs = false))
+      endings -= topology
+      val (mine, others) = outputs.partition(_._1._1 == topology)
+      val (passed, alone) = mine.partition { case ((_, output), _) => ending.heirs.contains(output.shuffle) }
+      outputs = others ++ passed.flatMap { case ((_, output), bytes) => ending.heirs(output.shuffle).map(heir => (heir, output) -> bytes) }
+      val (blocked, otherBlocks) = blocks.partition(_._1._1 == topology)
+      blocks = otherBlocks
+      val gone = blocked.filter(b => ending.blocks && !ending.keptCaches(b._1._2.rdd))
+      Taken(
+        if (ending.outputs) alone.keys.map(_._2).toSeq else Nil, if (ending.outputs) alone.values.sum else 0,
+        gone.keySet.map(_._2.rdd), gone.size.toLong, gone.values.sum)
+    }
+
+    def stored(topology: String): Stored = {
+      val mine = outputs.filter(_._1._1 == topology)
+      val blocked = blocks.filter(_._1._1 == topology)
+      Stored(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
+    }
+  }
+
+  private def operations: IndexedSeq[Operation] = {
+    val writes = for ((attempt, owner, shuffle) <- Seq((1L, "a", 0), (2L, "a", 1), (3L, "b", 0))) yield {
+      val output = Output(shuffle, attempt)
+      Seq[Operation](
+        (t, m) => { t.setUp(attempt, owner, output); m.progress += ((attempt, owner, output)) },
+        (t, m) => assert(t.finished(attempt, output, attempt) == m.finished(attempt, output, attempt)),
+        (t, m) => { t.over(attempt); m.progress = m.progress.filterNot(_._1 == attempt) })
+    }
+    val ends = Seq[(String, Ending)](
+      "a" -> Ending(outputs = true, blocks = true, heirs = Map(0 -> Some("b")), keptCaches = Set(1)),
+      "a" -> Ending(outputs = false), "b" -> Ending(outputs = true, heirs = Map(0 -> None))).map { case (topology, ending) =>
+      ((t, m) => { t.end(topology, ending); m.endings += topology -> ending }): Operation
+    }
+    val takes = topologies.map { topology =>
+      ((t, m) => {
+        val (found, expected) = (t.take(topology), m.take(topology))
+        assert(found.copy(outputs = Nil) == expected.copy(outputs = Nil) && found.outputs.toSet == expected.outputs.toSet)
+        ()
+      }): Operation
+    }
+    val others = Seq[Operation](
+      (t, m) => {
+        t.block("a", CachedBlock(2, 0), Some(3))
+        if (!m.endings.contains("a")) m.blocks += ("a", CachedBlock(2, 0)) -> 3L
+      },
+      (t, m) => { t.block("b", CachedBlock(2, 0), None); m.blocks = m.blocks.filterNot(_._1._2 == CachedBlock(2, 0)) },
+      (t, m) => { t.forget(Seq(0), Seq(2)); m.outputs = m.outputs.filterNot(_._1._2.shuffle == 0); m.blocks = m.blocks.filterNot(_._1._2.rdd == 2) })
+    (writes.flatten ++ ends ++ takes ++ others).toIndexedSeq
+  }
+
+  private def run(order: Seq[Int]): Unit = {
+    val (table, model, all) = (new PartitionTable, new Model, every)
+    order.foreach { i =>
+      all(i)(table, model)
+      topologies.foreach(topology => assert(table.stored(topology) == model.stored(topology), order))
+      assert(table.inventory.keySet == model.outputs.keySet.map(_._1) ++ model.blocks.keySet.map(_._1), order)
+    }
+    assert(table.isEmpty == (model.progress.isEmpty && model.outputs.isEmpty && model.blocks.isEmpty && model.endings.isEmpty), order)
+  }
+  private lazy val every = operations
+
+  test("all orders of four operations do what plain sets do") {
+    val n = every.size
+    for (a <- 0 until n; b <- 0 until n; c <- 0 until n; d <- 0 until n) run(Seq(a, b, c, d))
+  }
+
+  test("20,000 random orders of thirty operations do what plain sets do") {
+    val random = new Random(5)
+    (0 until 20000).foreach(_ => run(Seq.fill(30)(random.nextInt(every.size))))
+  }
+
+  test("an operation takes as long in a table of 100,000 partitions as in one of 1,000") {
+    def nanos(size: Int): Double = (0 until 5).map { _ =>
+      val table = new PartitionTable
+      (0 until size).foreach { i =>
+        table.setUp(i.toLong, s"t${i % 100}", Output(i % 1000, i.toLong))
+        table.finished(i.toLong, Output(i % 1000, i.toLong), 1)
+      }
+      val started = System.nanoTime()
+      (0 until 1000).foreach { i =>
+        val attempt = size + i.toLong
+        table.setUp(attempt, s"t${i % 100}", Output(i % 1000, attempt))
+        table.finished(attempt, Output(i % 1000, attempt), 1)
+        table.over(attempt)
+      }
+      (System.nanoTime() - started) / 1000.0
+    }.min
+    nanos(1000) // warm
+    val times = Seq(1000, 10000, 100000).map(size => size -> nanos(size))
+    info(times.map { case (size, time) => f"$size%,d partitions: $time%.0f ns for each output" }.mkString("; "))
+    assert(times.last._2 < 50 * times.head._2) // a list would take a hundred times as long
+  }
+}

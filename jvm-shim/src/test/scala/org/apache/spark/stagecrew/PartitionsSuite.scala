@@ -1,0 +1,109 @@
+package org.apache.spark.stagecrew
+
+import java.util.concurrent.Executors
+import org.scalatest.{BeforeAndAfterEach, OneInstancePerTest}
+import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.mutable
+
+/** What an executor does with its table: deletes, counts, and tells. The disk is a list here. */
+class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAndAfterEach {
+  private val deleted = mutable.Buffer.empty[Output]
+  private val pool = Executors.newCachedThreadPool()
+  private val ledger = new Ledger
+  private val owners = mutable.Map.empty[Long, String]
+  private val partitions = new Partitions(owners.get, ledger, pool, new Partitions.Disk {
+    override def delete(output: Output): Unit = {
+      if (output.shuffle == 13) throw new java.io.IOException("a disk that fails")
+      deleted.synchronized { deleted += output; () }
+    }
+    override def outputsOf(shuffles: Set[Int]): Seq[Output] = shuffles.toSeq.sorted.map(Output(_, 99))
+  })
+
+  override def afterEach(): Unit = pool.shutdown()
+
+  private def write(attempt: Long, owner: String, shuffle: Int, bytes: Long = 10): Partitions.Booking = {
+    owners(attempt) = owner
+    val booking = partitions.setUp(attempt, Output(shuffle, attempt)).get
+    booking.finished(Array(bytes / 2, bytes - bytes / 2))
+    booking
+  }
+
+  test("attempts of no topology are not booked") {
+    assert(partitions.setUp(1, Output(0, 1)).isEmpty)
+    assert(partitions.isEmpty)
+  }
+
+  test("a release deletes, and counts what it deleted; a second one does nothing") {
+    write(1, "a", 0)
+    write(2, "a", 1)
+    partitions.end("a", Ending(outputs = true))
+    assert(partitions.release("a", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(partitions.release("a", Set.empty).get() == Taken())
+    assert(ledger.of("a").released == 2)
+    assert(ledger.of("a").releasedBytes == 20)
+    assert(partitions.isEmpty)
+  }
+
+  test("what finishes behind the end is deleted by its own thread before its writer returns") {
+    owners(1) = "a"
+    val booking = partitions.setUp(1, Output(0, 1)).get
+    partitions.end("a", Ending(outputs = true))
+    booking.finished(Array(10))
+    assert(deleted == Seq(Output(0, 1)))
+    assert(ledger.of("a").released == 1)
+  }
+
+  test("a file that cannot be deleted does not keep the others") {
+    write(1, "a", 13)
+    write(2, "a", 1)
+    partitions.end("a", Ending(outputs = true))
+    partitions.release("a", Set.empty).get()
+    assert(deleted == Seq(Output(1, 2)))
+    assert(partitions.isEmpty)
+  }
+
+  test("what came here from an executor that left goes too") {
+    partitions.release("a", Set(4, 5)).get()
+    assert(deleted == Seq(Output(4, 99), Output(5, 99)))
+  }
+
+  test("an open that fails is not in progress any more") {
+    owners(1) = "a"
+    val booking = partitions.setUp(1, Output(0, 1)).get
+    assertThrows[IllegalStateException](booking.unlessItFails(throw new IllegalStateException))
+    assert(partitions.isEmpty)
+  }
+
+  test("the ledger has what is stored, and is left alone when nothing changed") {
+    write(1, "a", 0)
+    partitions.over(1, Seq(CachedBlock(7, 0) -> Some(5L)))
+    partitions.tell()
+    assert(ledger.of("a").stored == Stored(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
+    val (number, _) = ledger.report().get
+    ledger.delivered(number)
+    partitions.tell()
+    assert(ledger.report().isEmpty)
+  }
+
+  test("an inventory is told when it changed, now and then, and again when it was not heard") {
+    assert(partitions.inventory().isEmpty)
+    write(1, "a", 0)
+    val told = partitions.inventory().get
+    assert(told == """{"a":{"shuffles":[0],"caches":[]}}""")
+    assert(partitions.inventory().isEmpty)
+    partitions.notTold()
+    assert(partitions.inventory().contains(told))
+    assert(Iterator.continually(partitions.inventory()).take(11).flatten.toSeq == Seq(told))
+  }
+
+  test("without a driver all goes") {
+    write(1, "a", 0)
+    owners(2) = "b"
+    val booking = partitions.setUp(2, Output(0, 2)).get
+    partitions.abandon()
+    assert(deleted == Seq(Output(0, 1)))
+    booking.finished(Array(1))
+    assert(deleted == Seq(Output(0, 1), Output(0, 2)))
+  }
+}

@@ -1,0 +1,440 @@
+"""What a topology leaves behind is known, and goes when it ends; who uses it again gets the same rows."""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+from pyspark import StorageLevel
+from pyspark.sql import functions as f
+
+import stagecrew
+from crewtools import eventually
+from stored import cached, files, outputs, ran, tracker
+
+
+@pytest.fixture
+def before(spark, tmp_path):
+    """What was stored before the test: nothing of it may go."""
+    return set(files(spark, tmp_path)), outputs(spark)
+
+
+def stored_since(spark, tmp_path, before):
+    """Files and outputs that came since."""
+    now = outputs(spark)
+    return set(files(spark, tmp_path)) - before[0], {s: n for s, n in now.items() if n != before[1].get(s)}
+
+
+def frame(spark, rows=1000, parts=4):
+    """A dataset with a shuffle whose rows come back in one order."""
+    return spark.range(0, rows, 1, parts).groupBy((f.col("id") % 7).alias("k")).agg(f.sum("id").alias("s"))
+
+
+def rows(dataset):
+    return sorted(map(tuple, dataset.collect()))
+
+
+def counted(spark, parts=4):
+    """An RDD with a shuffle."""
+    return spark.sparkContext.parallelize(range(100), parts).map(lambda n: (n % 5, n)).reduceByKey(operator.add)
+
+
+EXPECTED = sorted((k, sum(range(k, 100, 5))) for k in range(5))
+
+
+def test_nothing_is_left_after_the_exit(spark, crew, tmp_path, before):
+    """After the exit no file, no output in the tracker and no entry in a table is left, whichever writer wrote it."""
+    with crew.topology("t") as topology:
+        datasets = [frame(spark)]
+        bypass = spark.range(0, 1000, 1, 3).repartition(3)  # BypassMergeSortShuffleWriter
+        spark.conf.set("spark.sql.shuffle.partitions", 300)
+        unsafe = frame(spark)  # UnsafeShuffleWriter
+        unsafe.collect()
+        spark.conf.set("spark.sql.shuffle.partitions", 2)
+        sort = counted(spark)  # SortShuffleWriter, which combines
+        datasets += [bypass]
+        for dataset in datasets:
+            dataset.collect()
+        assert sorted(sort.collect()) == EXPECTED
+        found, tracked = stored_since(spark, tmp_path, before)
+        assert len(tracked) == 4
+        assert sum(name.endswith(".data") for name in found) == sum(tracked.values())
+        eventually(
+            lambda: sum(one.outputs for one in topology.partitions) == sum(tracked.values()), 20, "it is reported"
+        )
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    report = topology.report
+    assert report.released == sum(tracked.values())
+    assert report.released_bytes > 0
+    assert not [one for one in topology.partitions if one.outputs or one.in_progress or one.blocks]
+    assert {one.topology for one in crew.partitions()} >= {topology.id}
+    for dataset in (datasets[0], unsafe):  # held until here, or Spark's own cleaner might have taken them
+        assert rows(dataset) == sorted((k, sum(range(k, 1000, 7))) for k in range(7))
+
+
+def test_what_is_used_again_is_computed_again(spark, crew, tmp_path, before):
+    """A dataset gives the same rows after the release of its shuffles, of half of them, and again under another topology."""
+    with crew.topology("a"):
+        first = counted(spark)
+        assert sorted(first.collect()) == EXPECTED
+    second = first.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add)
+    expected = sorted({p: sum(v for k, v in EXPECTED if k % 2 == p) for p in (0, 1)}.items())
+    with crew.topology("b"):
+        assert sorted(second.collect()) == expected  # the first shuffle is gone, the second is new
+    with crew.topology("c"):
+        assert sorted(first.collect()) == EXPECTED
+        with crew.topology("d"):
+            assert sorted(second.collect()) == expected  # half of the lineage is there
+        assert sorted(second.collect()) == expected
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    assert sorted(second.collect()) == expected
+    adaptive = frame(spark)
+    with crew.topology("e"):
+        one = rows(adaptive)
+    assert rows(adaptive) == one  # AQE holds the plan, and its stages, that ran inside
+
+
+def test_what_the_application_uses_stays(spark, crew, tmp_path, before):
+    """What jobs of no topology wrote, or read, is theirs; what only one of two topologies that use it ends stays."""
+    mine = counted(spark)
+    mine.collect()
+    with crew.topology("reads"):
+        mine.collect()
+        shared = counted(spark)
+        shared.collect()
+        crew_thread = threading.Thread(target=shared.collect)  # no topology: a thread does not inherit it
+        crew_thread.start()
+        crew_thread.join(60)
+    assert len(stored_since(spark, tmp_path, before)[1]) == 2
+    with crew.topology("outer"):
+        with crew.topology("inner"):
+            passed = counted(spark)
+            passed.collect()
+        assert len(stored_since(spark, tmp_path, before)[1]) == 2
+        with crew.topology("inner"):
+            passed.collect()
+            other = threading.Thread(target=crew.marks.innermost.parent.wrap(passed.collect))
+            other.start()
+            other.join(60)
+        assert len(stored_since(spark, tmp_path, before)[1]) == 3  # the outer one has it
+        assert ran(spark, passed.collect)[1] == 4
+    assert len(stored_since(spark, tmp_path, before)[1]) == 2
+    assert sorted(mine.collect()) == sorted(shared.collect()) == sorted(passed.collect()) == EXPECTED
+
+
+def test_keep(spark, crew, tmp_path, before):
+    """What is kept stays, of RDDs and of DataFrames: it is read again, and not computed."""
+    with crew.topology("t", release="all") as topology:
+        kept, gone, data = counted(spark), counted(spark), frame(spark)
+        held = spark.range(100).cache()
+        for dataset in (kept, gone, data, held):
+            dataset.collect()
+        topology.keep(kept, data, held)
+    assert len(stored_since(spark, tmp_path, before)[1]) == 2
+    answer, tasks = ran(spark, kept.collect)
+    assert (sorted(answer), tasks) == (EXPECTED, 4)  # the reduce stage alone
+    assert ran(spark, lambda: rows(data))[1] <= 2
+    assert cached(spark) == 1
+    assert ran(spark, gone.collect)[1] == 8
+    held.unpersist(True)
+
+
+LEVELS = [StorageLevel.MEMORY_ONLY, StorageLevel.MEMORY_AND_DISK, StorageLevel.DISK_ONLY]
+
+
+def test_cached_datasets(spark, crew, tmp_path, before):
+    """Policy `all` unpersists what was cached inside, at every level; the others leave it; what was cached outside stays."""
+    outside = spark.sparkContext.parallelize(range(10), 2).cache()
+    outside.count()
+    already = cached(spark)
+
+    def cache_some() -> list[Any]:
+        some = [spark.range(100 + i).persist(level) for i, level in enumerate(LEVELS)]
+        more = [spark.sparkContext.parallelize(range(100), 2).persist(level) for level in LEVELS]
+        for dataset in (*some, *more):
+            assert dataset.count() >= 100
+        outside.count()
+        return [*some, *more]
+
+    with crew.topology("shuffles"):
+        some = cache_some()
+    assert cached(spark) == already + 6
+    with crew.topology("reads", release="all"):
+        some[0].count()
+    assert cached(spark) == already + 6
+    for dataset in some:
+        dataset.unpersist(True)
+    with crew.topology("all", release=stagecrew.Release.ALL) as topology:
+        some = cache_some()
+        local = spark.sparkContext.parallelize(list(range(10)), 2)
+        local.localCheckpoint()
+        assert local.count() == 10
+    assert cached(spark) == already + 1  # a local checkpoint has no lineage to be computed again from
+    assert local.count() == 10
+    assert topology.report.released >= 12
+    assert not [one for one in topology.partitions if one.blocks]
+    assert sum(dataset.count() for dataset in some) == 103 + 200 + 300
+    outside.unpersist(True)
+
+
+def test_policy_none(spark, crew, tmp_path, before):
+    """Policy `none` releases nothing, also when another topology that reads it ends."""
+    with crew.topology("t", release="none") as topology:
+        dataset = counted(spark)
+        dataset.collect()
+    with crew.topology("reads"):
+        dataset.collect()
+    assert sum(stored_since(spark, tmp_path, before)[1].values()) == 4
+    assert topology.report.released == 0
+    assert ran(spark, dataset.collect)[1] == 4
+
+
+def cancelled(dataset):
+    """Its action is cancelled."""
+    with pytest.raises(Exception, match="cancel"):
+        dataset.collect()
+
+
+def test_cancelled_while_it_writes(spark, crew, tmp_path, before, journal):
+    """Of a topology that is cancelled while its tasks write, no file and no entry is left."""
+
+    def slow(part):
+        journal.write(event="writes")
+        for n in part:
+            time.sleep(0.05)
+            yield n % 5, n
+
+    with pytest.raises(ZeroDivisionError), crew.topology("t") as topology:
+        dataset = spark.sparkContext.parallelize(range(400), 4).mapPartitions(slow).reduceByKey(operator.add)
+        thread = threading.Thread(target=topology.wrap(lambda: cancelled(dataset)))
+        thread.start()
+        eventually(lambda: len(journal.read(event="writes")) >= 2, 60, "they write")
+        raise ZeroDivisionError
+    thread.join(60)
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    assert not [one for one in topology.partitions if one.outputs or one.in_progress]
+
+
+def test_a_shared_map_stage(spark, crew, tmp_path, before, journal):
+    """A map stage that two jobs share survives the cancellation of the first, whose topology's tasks wrote it."""
+    gate = tmp_path / "gate"
+
+    def slow(part):
+        journal.write(event="writes")
+        eventually(gate.exists, 60, "the gate")
+        return part
+
+    dataset = (
+        spark.sparkContext.parallelize(range(100), 4)
+        .mapPartitions(slow)
+        .map(lambda n: (n % 5, n))
+        .reduceByKey(operator.add)
+    )
+    second: list[Any] = []
+    with pytest.raises(ZeroDivisionError), crew.topology("t") as topology:
+        first = threading.Thread(target=topology.wrap(lambda: cancelled(dataset)))
+        first.start()
+        eventually(lambda: journal.read(event="writes"), 60, "the map stage runs")
+        other = threading.Thread(target=lambda: second.append(dataset.collect()))
+        other.start()
+        status = spark.sparkContext.statusTracker()
+        eventually(lambda: len(status.getActiveJobsIds()) == 2, 60, "the second job waits for it")
+        opens = threading.Thread(
+            target=lambda: (
+                eventually(lambda: len(status.getActiveJobsIds()) == 1, 60, "it is cancelled"),
+                gate.touch(),
+            )
+        )
+        opens.start()
+        raise ZeroDivisionError
+    opens.join(60)
+    other.join(60)
+    first.join(60)
+    assert sorted(second[0]) == EXPECTED
+    assert list(stored_since(spark, tmp_path, before)[1].values()) == [4]
+    assert len(journal.read(event="writes")) == 4  # nothing was written twice
+
+
+@pytest.mark.parametrize("when", ["map", "reduce"])
+def test_a_release_in_the_middle_of_a_stage(spark, crew, tmp_path, before, journal, when):
+    """Outputs that go while somebody's job writes or reads that very shuffle do not fail it: what it misses is computed again."""
+    gate = tmp_path / "gate"
+
+    def at(stage, ready):
+        def wait(part):
+            part = list(part)
+            journal.write(event=stage, keys=len(part))
+            if when == stage and ready(part):
+                eventually(gate.exists, 60, "the gate")
+            return part
+
+        return wait
+
+    numbers = spark.sparkContext.parallelize(range(100), 4).mapPartitions(at("map", lambda part: 99 in part))
+    shuffled = numbers.map(lambda n: (n % 5, n)).partitionBy(4).mapPartitions(at("reduce", lambda part: bool(part)))
+    dataset = shuffled.reduceByKey(operator.add)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(dataset.collect()))
+    thread.start()
+    if when == "map":
+        eventually(lambda: sum(outputs(spark).values()) >= sum(before[1].values()) + 1, 60, "some are written")
+    else:
+        eventually(lambda: journal.read(event="reduce"), 60, "it is read")
+    new = [shuffle for shuffle, count in outputs(spark).items() if count != before[1].get(shuffle)]
+    assert new
+    jvm = spark.sparkContext._jvm.org.apache.spark.stagecrew
+    for shuffle in new:  # as the end of a topology does it
+        jvm.SparkInternals.dropOutputs(spark.sparkContext._jsc.sc(), shuffle)
+    delete(spark, tmp_path, new)
+    gate.touch()
+    thread.join(120)
+    assert sorted(found[0]) == EXPECTED
+    assert sorted(dataset.collect()) == EXPECTED
+
+
+def delete(spark, tmp_path, shuffles):
+    """Deletes the files of these shuffles."""
+    from pathlib import Path
+
+    from stored import folders
+
+    for folder in folders(spark, tmp_path):
+        for shuffle in shuffles:
+            for file in Path(folder).glob(f"*/shuffle_{shuffle}_*"):
+                file.unlink(missing_ok=True)
+
+
+def random_release(spark, crew, seed):
+    """A topology writes a shuffle and ends at some moment; somebody else uses the shuffle at another. All get their rows."""
+    chance = random.Random(seed)
+    parts = chance.choice([1, 2, 4])
+    dataset = counted(spark, parts)
+    whole = dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)
+    expected = sorted({p: sum(v for k, v in EXPECTED if k % 2 == p) for p in (0, 1)}.items())
+    problems: list[BaseException] = []
+    pauses = [chance.uniform(0, 0.25) for _ in range(3)]
+
+    def uses(pause, run, wanted):
+        def body():
+            time.sleep(pause)
+            try:
+                assert sorted(run()) == wanted
+            except BaseException as error:
+                problems.append(error)
+
+        return threading.Thread(target=body)
+
+    topology = crew.topology(f"random {seed}", release=chance.choice(["shuffles", "all"])).start()
+    if chance.random() < 0.5:
+        dataset.collect()
+    run = dataset.collect
+    if chance.random() < 0.5:  # another topology, which ends when it likes
+
+        def run():
+            with crew.topology("other"):
+                return dataset.collect()
+
+    threads = [uses(pauses[0], run, EXPECTED), uses(pauses[1], whole.collect, expected)]
+    for thread in threads:
+        thread.start()
+    if chance.random() < 0.5:
+        whole.collect()
+    time.sleep(pauses[2])
+    topology.close()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert not problems, (seed, problems)
+    assert sorted(whole.collect()) == expected
+
+
+@pytest.mark.parametrize("seeds", [10, pytest.param(200, marks=pytest.mark.long)])
+def test_releases_at_random_moments(spark, crew, seeds):
+    """No job of anybody fails, or gets other rows, whenever topologies release what it works on."""
+    for seed in range(seeds):
+        random_release(spark, crew, seed)
+
+
+def test_a_thousand_partitions_within_two_seconds(spark, crew, tmp_path, before):
+    """The exit of a topology with 1,000 map outputs takes less than two seconds, and leaves none."""
+    topology = crew.topology("t").start()
+    dataset = spark.range(0, 1000, 1, 1000).repartition(2)
+    assert len(dataset.collect()) == 1000
+    assert sum(stored_since(spark, tmp_path, before)[1].values()) == 1000
+    started = time.monotonic()
+    topology.close()
+    took = time.monotonic() - started
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    assert took < 2.0, took
+    assert dataset.columns == ["id"]  # it is held until here
+
+
+def test_a_closed_resource_names_keep(spark, crew):
+    """A dataset that is computed again needs its resource again: the error says that `keep` would have helped."""
+
+    @stagecrew.resource
+    def pool(context):
+        yield 7
+
+    port = pool()
+    with crew.topology("t", listeners=[port]) as topology:
+        lost = spark.sparkContext.parallelize(range(4), 2).map(lambda n: (n, port.get())).partitionBy(2)
+        kept = spark.sparkContext.parallelize(range(4), 2).map(lambda n: (n, port.get())).partitionBy(2)
+        assert lost.count() == kept.count() == 4
+        topology.keep(kept)
+    assert sorted(kept.collect()) == [(n, 7) for n in range(4)]
+    with pytest.raises(Exception, match=r"topology\.keep\(dataset\)"):
+        lost.collect()
+
+
+def test_what_is_released_twice_or_unknown(spark, crew, tmp_path, before):
+    """Shuffles that Spark's cleaner has taken, or another topology has released, harm no exit."""
+    with crew.topology("outer") as outer:
+        dataset = counted(spark)
+        dataset.collect()
+        (shuffle,) = stored_since(spark, tmp_path, before)[1]
+        tracker(spark).unregisterAllMapAndMergeOutput(shuffle)
+        delete(spark, tmp_path, [shuffle])
+        gone = counted(spark)
+        gone.collect()
+        (other,) = set(stored_since(spark, tmp_path, before)[1])
+        spark.sparkContext._jsc.sc().cleaner().get().doCleanupShuffle(other, True)
+        eventually(lambda: sum(one.outputs for one in outer.partitions) <= 4, 20, "what is gone is forgotten")
+        outer.close()
+        outer.close()
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    assert sorted(dataset.collect()) == EXPECTED
+
+
+def test_bad_input(spark, crew):
+    """A policy that is none, a dataset that is none and a topology that has ended are refused by name."""
+    with pytest.raises(stagecrew.ConfigurationError, match="release='some' is no policy.*'shuffles', 'all', 'none'"):
+        crew.topology("t", release="some")
+    topology = crew.topology("t")
+    with pytest.raises(stagecrew.TopologyError, match="topology.keep takes DataFrames and RDDs, and not int"):
+        topology.keep(7)
+    with pytest.raises(stagecrew.TopologyClosed, match="'t' is new: keep datasets inside the `with`"):
+        topology.keep(spark.range(3))
+
+
+def test_streaming_with_state(spark, crew, tmp_path, before, request):
+    """A stateful streaming query runs on while topologies around other queries end, and leaves nothing behind its own."""
+    source = tmp_path / "in"
+    source.mkdir()
+    with crew.topology("stream"):
+        query = (
+            spark.readStream.schema("n long").json(str(source)).groupBy((f.col("n") % 3).alias("k")).count()
+            .writeStream.outputMode("complete").format("memory").queryName(f"q{time.monotonic_ns()}").start()
+        )  # fmt: skip
+        for i in range(3):
+            (source / f"{i}.json").write_text("\n".join(f'{{"n": {n}}}' for n in range(30)))
+            query.processAllAvailable()
+            with crew.topology("beside"):
+                counted(spark).collect()
+        assert sorted(map(tuple, spark.table(query.name).collect())) == [(k, 30) for k in range(3)]
+        query.stop()
+    assert stored_since(spark, tmp_path, before) == (set(), {})

@@ -1,0 +1,81 @@
+"""What Spark has stored, as its own parts know it: files on the executors' disks, outputs in the tracker, cached datasets."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+from crewtools import slots, together
+
+# Executors do not have the tests: what is defined here travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+_FOLDERS: dict[tuple[str, int], set[str]] = {}
+
+
+def folders(spark: SparkSession, path: Path) -> set[str]:
+    """Where its executors keep blocks. All of them run a task at once to say so."""
+    context = spark.sparkContext
+    executors = context._jsc.sc().getExecutorMemoryStatus().size()
+    key = (context.applicationId, executors)
+    if key not in _FOLDERS:
+        many = slots(context.master)
+        meet = together(str(path / uuid.uuid4().hex), "where", many)
+
+        def where(rows: Any) -> Any:
+            list(meet(rows))
+            yield from os.environ["SPARK_LOCAL_DIRS"].split(",")
+
+        _FOLDERS[key] = set(context.parallelize(range(many), many).mapPartitions(where).collect())
+    return _FOLDERS[key]
+
+
+def files(spark: SparkSession, path: Path) -> list[str]:
+    """The names of shuffle files on the disks of its executors."""
+    return sorted(file.name for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
+
+
+def tracker(spark: SparkSession) -> Any:
+    """Spark's MapOutputTracker."""
+    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+    field = scheduler.getClass().getDeclaredField("mapOutputTracker")
+    field.setAccessible(True)
+    return field.get(scheduler)
+
+
+def outputs(spark: SparkSession) -> dict[int, int]:
+    """How many outputs of each shuffle the tracker has; none that has none."""
+    of = tracker(spark)
+    shuffles = of.shuffleStatuses().keysIterator()
+    found = {}
+    while shuffles.hasNext():
+        shuffle = shuffles.next()
+        if count := of.getNumAvailableOutputs(shuffle):
+            found[shuffle] = count
+    return found
+
+
+def cached(spark: SparkSession) -> int:
+    """How many datasets have blocks anywhere, by the driver's BlockManagerMaster."""
+    return sum(info.numCachedPartitions() > 0 for info in spark.sparkContext._jsc.sc().getRDDStorageInfo())
+
+
+def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:
+    """What this answers, and how many tasks Spark ran for it."""
+    context = spark.sparkContext
+    group = uuid.uuid4().hex
+    context.addJobTag(group)
+    try:
+        answer = run()
+    finally:
+        context.removeJobTag(group)
+    status = context._jsc.sc().statusStore()
+    jobs = context._jsc.sc().dagScheduler and status.jobsList(None)
+    mine = [jobs.apply(i) for i in range(jobs.size()) if group in str(jobs.apply(i).jobTags())]
+    return answer, sum(job.numCompletedTasks() for job in mine)
