@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -140,6 +141,8 @@ def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable
 
 def slots(master: str) -> int:
     """How many tasks run at once on one of the masters."""
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(cluster[1]) * int(cluster[2])
     return 2 if master.startswith("local[") else 4
 
 
@@ -227,9 +230,8 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
             process.wait()
 
 
-@contextlib.contextmanager
-def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
-    """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL."""
+def started(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A process of Spark's own; its output goes to a file of this name."""
     jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
     environment = {
         **os.environ,
@@ -244,14 +246,37 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
         f"--add-opens=java.base/{p}=ALL-UNNAMED"
         for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")
     ]
+    with open(folder / f"{name}.log", "wb") as log:
+        command = ["java", "-Xmx256m", *QUICK.split(), *options, "-cp", jars, *arguments]
+        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
+    """An external shuffle service of this host. Yields the settings with which executors use it."""
+    port = free_port()
+    settings = {"spark.shuffle.service.enabled": "true", "spark.shuffle.service.port": str(port)}
+    properties = [f"-D{key}={value}" for key, value in settings.items()]
+    service = started(folder, "shuffle service", *properties, "org.apache.spark.deploy.ExternalShuffleService")
+
+    def listens() -> bool:
+        with socket.socket() as connection:
+            return connection.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        eventually(listens, 60, "the shuffle service listens")
+        yield settings
+    finally:
+        ends(service)
+
+
+@contextlib.contextmanager
+def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
+    """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *arguments: str) -> None:
-        with open(folder / f"{name}.log", "wb") as log:
-            command = ["java", "-Xmx256m", *QUICK.split(), *options, "-cp", jars, *arguments]
-            running.append(
-                subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-            )
+        running.append(started(folder, name, *arguments))
 
     port = free_port()
     url = f"spark://127.0.0.1:{port}"

