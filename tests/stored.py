@@ -49,6 +49,11 @@ def files(spark: SparkSession, path: Path) -> list[str]:
     return sorted(file.name for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
 
 
+def size(spark: SparkSession, path: Path) -> int:
+    """How many bytes shuffle files take on the disks of its executors."""
+    return sum(file.stat().st_size for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
+
+
 def tracker(spark: SparkSession) -> Any:
     """Spark's MapOutputTracker."""
     scheduler = spark.sparkContext._jsc.sc().dagScheduler()

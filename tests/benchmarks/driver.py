@@ -6,6 +6,7 @@ It stays alive between rounds, so that `run.py` can take turns between one with 
 import contextlib
 import heapq
 import os
+import pathlib
 import random
 import sys
 import tempfile
@@ -13,10 +14,14 @@ import time
 from concurrent.futures import Future
 
 import pyarrow as pa
-from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession, functions
 from serving import serve
 
 import stagecrew
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import stored
 
 
 class NoOp(stagecrew.Listener):
@@ -116,6 +121,8 @@ class Driver:
         self.spark = builder.getOrCreate()
         self.sc = self.spark.sparkContext
         self.crew = stagecrew.crew(self.spark) if plugin else None
+        self.held = []
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix="stagecrew-bench-"))
 
     def jvm(self, tasks):
         """Seconds for this many tasks in which no Python runs, and no listener is registered."""
@@ -255,6 +262,23 @@ class Driver:
         partitioned = time.perf_counter() - started
         assert sorted(row.a for row in dynamic) == sorted(static) == list(range(count))
         return {"bound": max(ends), "dynamic": pulled, "static": partitioned}
+
+    def shuffle(self, megabytes):
+        """One shuffle of so much, written and read, in a topology where there is one; what is stored afterwards.
+
+        The dataset is held, as a notebook holds it: what nobody holds, Spark deletes when the driver collects garbage.
+        """
+        # A row takes 129 bytes, and is not compressed any further.
+        rows = self.spark.range(0, megabytes * 1_000_000 // 129, 1, 4)
+        wide = rows.select("id", functions.sha2(rows.id.cast("string"), 512).alias("text")).repartition(8)
+        self.held.append(wide)
+        around = self.crew.topology("shuffle") if self.crew is not None else contextlib.nullcontext()
+        started = time.perf_counter()
+        with around:
+            wide._jdf.queryExecution().toRdd().count()
+            seconds = time.perf_counter() - started
+        outputs = sum(stored.outputs(self.spark).values())
+        return {"seconds": seconds, "disk": stored.size(self.spark, self.folder), "outputs": outputs}
 
     def stop(self):
         """Ends Spark."""

@@ -9,6 +9,8 @@
 * requests: a request of 100 bytes from a task to its coordinator and back, beside a call of a Ray actor and of a Dask
   actor from a task; the three take turns in one run.
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
+* partitions: 100 topologies that shuffle 50 MB each, one after the other: what is on disk and in Spark's tracker after
+  each, with the plugin and without; and shuffles that take turns, for their throughput.
 * splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
 
@@ -44,7 +46,7 @@ WARM_UPS = {"jvm": 40, "python": 4}
 PAIRS = {"jvm": 30, "python": 10}
 #: How many jobs a round is.
 TURNS = 4
-FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits"]
+FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits", "partitions"]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -213,6 +215,33 @@ def splits():
     return found
 
 
+def partitions(topologies: int, rounds: int, megabytes: int):
+    """What stays of shuffles, and how quick they are."""
+    drivers = {name: Driver("driver.py", name, MASTER) for name in ("off", "on")}
+    left = {"off": [], "on": []}
+    for number in range(topologies):
+        for name, driver in drivers.items():
+            answer = driver("shuffle", megabytes=megabytes)
+            left[name].append({"disk": answer["disk"], "outputs": answer["outputs"]})
+        if number % 10 == 9:
+            console.print(f"shuffle {number + 1}: " + ", ".join(f"{n} {left[n][-1]}" for n in left))
+    # Both have run for long by now; where nothing is released the disk fills up, so in turns of few.
+    seconds = {"off": [], "on": []}
+    for number in range(rounds):
+        for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
+            seconds[name].append(drivers[name]("shuffle", megabytes=megabytes)["seconds"])
+    for driver in drivers.values():
+        driver("stop")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "megabytes": megabytes,
+        "left": left,
+        "seconds": seconds,
+        "throughput": {name: megabytes / value for name, value in medians.items()},
+        "throughput_ratio": medians["off"] / medians["on"],
+    }
+
+
 def demo():
     """What the demo says of itself, on SQLite and on a PostgreSQL server that is made for it."""
     found = {}
@@ -295,6 +324,19 @@ def show(results) -> None:
             f"{figures['dynamic'] / figures['bound']:.3f} of the bound",
             "<= 1.1",
         )
+    if "partitions" in results:
+        figures = results["partitions"]
+        last = {name: figures["left"][name][-1] for name in ("off", "on")}
+        words = f"after {len(figures['left']['on'])} topologies that shuffle {figures['megabytes']} MB"
+        table.add_row(f"on disk {words}", *(f"{last[n]['disk'] / 1e6:,.0f} MB" for n in last), "", "flat")
+        table.add_row(f"outputs in the tracker {words}", *(f"{last[n]['outputs']:,}" for n in last), "", "flat")
+        rates = [f"{figures['throughput'][name]:.0f} MB/s" for name in ("off", "on")]
+        table.add_row(
+            f"shuffle, written and read, median of {len(figures['seconds']['on'])}",
+            *rates,
+            f"{figures['throughput_ratio']:.3f}",
+            ">= 0.98",
+        )
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -305,6 +347,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="pairs of rounds; 30 of JVM tasks, 10 of Python tasks")
     parser.add_argument("--warm-ups", type=int, help="rounds before, not counted; 40 of JVM tasks, 4 of Python tasks")
     parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
+    parser.add_argument("--topologies", type=int, default=100, help="topologies that shuffle, one after the other")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of requests")
     parser.add_argument("--only", nargs="+", choices=FIGURES, help="some of the figures")
     parser.add_argument(
@@ -345,6 +388,8 @@ def main() -> None:
         results["events"] = events()
     if "splits" in chosen:
         results["splits"] = splits()
+    if "partitions" in chosen:
+        results["partitions"] = partitions(options.topologies, options.pairs or 30, 50)
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

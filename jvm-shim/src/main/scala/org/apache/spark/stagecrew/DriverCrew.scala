@@ -74,13 +74,24 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   /** Ends a topology, those inside it first. What it answers is done when every executor has answered, or is late. */
   def end(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
+    Log.contained("looking for what is kept")(partitions.lookForKept(related(id)))
+    endNow(id, timeoutMs)
+  }
+
+  /** A topology, those inside it, and those that it lies in, as far as is published. */
+  private def related(id: String): Seq[String] = {
+    val parents = published.topologies.iterator.flatMap(t => t.parent.map(t.id -> _)).toMap
+    def up(from: String): List[String] = from :: parents.get(from).map(up).getOrElse(Nil)
+    (up(id) ++ parents.keys.filter(up(_).contains(id))).distinct
+  }
+
+  private def endNow(id: String, timeoutMs: Long): CompletableFuture[Unit] = {
     val done = new CompletableFuture[Unit]()
-    Log.contained("looking for what is kept")(partitions.lookForKept())
     inLoop {
       val inside = topologies.values.filter(t => t.description.parent.contains(id) && t.state == "active").map(_.description.id).toSeq
       def itself(): Unit = endOne(id, timeoutMs, done)
       if (inside.isEmpty) itself()
-      else CompletableFuture.allOf(inside.map(end(_, timeoutMs)): _*).whenComplete((_, _) => inLoop(itself()))
+      else CompletableFuture.allOf(inside.map(endNow(_, timeoutMs)): _*).whenComplete((_, _) => inLoop(itself()))
       ()
     }
     done
@@ -244,7 +255,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   private def endExecution(id: String): Unit = {
-    if (topologies.get(id).exists(_.state == "active")) end(id, settings.closeTimeoutMs)
+    if (topologies.get(id).exists(_.state == "active")) endNow(id, settings.closeTimeoutMs)
     ()
   }
 
@@ -265,7 +276,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
       if (topology.state == "active") {
         topology.state = "closing"
         // Executions lie inside the application's topology: they end before it.
-        val released = release(topology)
+        val released = try release(topology) catch {
+          case Failure(error) =>
+            Log.log.warn(s"what topology '${topology.description.name}' has stored is not released", error)
+            DriverPartitions.Released(DriverPartitions.KeepsAll, Nil, Map.empty, Nil, Set.empty, Nil)
+        }
         // Outputs of executors that leave are sent to any other.
         val asked = if (migrates) executors.values.toSeq else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
         topology.pending ++= asked.map(_.id)
@@ -274,12 +289,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         asked.foreach { executor =>
           executor.peer.ask(message, timeoutMs + AnswerMs) {
             case Right(bytes) => inLoop {
-              val frame = Frames.decodeMessage(bytes)
-              val body = Json.parse(frame.text("body"))
-              reported(executor.id, frame.long("sequence"), body)
-              topology.unclosed ++= Json.strings(body.get("unclosed"))
-              topology.storedCaches ++= Json.integers(body.get("caches"))
-              partitions.drop(Json.integers(body.get("shuffles")).filterNot(released.shuffles.contains)) // of which no event told
+              Log.contained(s"the answer of executor ${executor.id}") {
+                val frame = Frames.decodeMessage(bytes)
+                val body = Json.parse(frame.text("body"))
+                reported(executor.id, frame.long("sequence"), body)
+                topology.unclosed ++= Json.strings(body.get("unclosed"))
+                topology.caches ++= Json.integers(body.get("caches"))
+                topology.left ++= partitions.drop(Json.integers(body.get("shuffles")).filterNot(released.shuffles.contains)) // of which no event told
+              }
               answered(topology, executor.id)
             }
             case Left(error) => inLoop {
@@ -301,9 +318,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     SparkInternals.shufflesInUse(sc, ExecutorCrew.TopologyProperty).foreach { case (of, shuffles) =>
       user(Some(of).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
     }
-    val released = partitions.end(id, topology.description.release)
+    val around = chainOf(topology).tail.filter(_.state == "active").map(_.description.id)
+    val released = partitions.end(id, topology.description.release, around)
     released.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
-    topology.released = Some(released)
+    topology.left ++= released.left
+    topology.caches ++= released.caches
     released
   }
 
@@ -323,19 +342,15 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   /** When every executor has answered: what the driver itself releases, then it is closed. */
-  private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty) {
-    val released = topology.released
-    topology.released = None
-    val caches = topology.storedCaches.toSeq.filterNot(rdd => released.exists(_.keptCaches(rdd)))
-    val left = released.toSeq.flatMap(_.left)
+  private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty && !topology.releasing) {
+    val caches = topology.caches.toSeq.filter(partitions.unused)
+    val left = topology.left.toSeq
+    topology.releasing = true
     if (caches.isEmpty && left.isEmpty) closed(topology)
-    else if (released.nonEmpty) CompletableFuture.runAsync(() => {
+    else CompletableFuture.runAsync(() => {
       caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
       left.foreach(one => Log.contained(s"deleting what executor ${one.executor} has left")(SparkInternals.deleteLeft(one, AnswerMs)))
-    }, pool).whenComplete((_, _) => inLoop {
-      topology.storedCaches.clear()
-      closed(topology)
-    })
+    }, pool).whenComplete((_, _) => inLoop(closed(topology)))
     ()
   }
 
@@ -358,7 +373,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
     coordination.lost(executor, s"executor $executor is lost")
-    val concerned = topologies.values.filter(t => t.executors(executor) && t.state != "closed").toSeq
+    val concerned = topologies.values.filter(t => (t.executors(executor) || t.pending(executor)) && t.state != "closed").toSeq
     concerned.foreach { topology =>
       topology.lostExecutors += executor
       if (topology.pending(executor)) answered(topology, executor)

@@ -31,47 +31,72 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   /** What a dataset stores stays when the topology ends. */
   def keep(topology: String, dataset: AnyRef): Unit = { datasets.merge(topology, List(dataset), (a, b) => b ++ a); () }
 
-  /** Looks what datasets that are to be kept have stored by now: their plans may be large, so not on the loop. */
-  def lookForKept(): Unit = datasets.asScala.foreach { case (topology, ones) =>
-    val stored = ones.map(one => SparkInternals.stored(sc, one))
-    kept.put(topology, (stored.flatMap(_._1).toSet, stored.flatMap(_._2).toSet))
+  /** Looks what datasets that these topologies keep have stored by now: their plans may be large, so not on the loop. */
+  def lookForKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
+    Option(datasets.get(topology)).foreach { ones =>
+      var shuffled, cached = Set.empty[Int]
+      ones.foreach(one => Log.contained("looking for what a dataset that is kept has stored") {
+        val (itsShuffles, itsCaches) = SparkInternals.stored(sc, one)
+        shuffled ++= itsShuffles
+        cached ++= itsCaches
+      })
+      kept.put(topology, (shuffled, cached))
+      if (!datasets.containsKey(topology)) kept.remove(topology) // it has ended meanwhile
+    }
   }
 
-  /** The topology ends: what nobody else uses is taken off the tracker. Answers what executors are told. */
-  def end(topology: String, policy: String): Released = {
+  /** The topology, which lies in these, ends: what nobody else uses is taken off the tracker. Answers what executors are told. */
+  def end(topology: String, policy: String, around: Seq[String]): Released = {
     datasets.remove(topology)
     Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
+    around.foreach(outer => Option(kept.get(outer)).foreach { case (shuffled, cached) => used(outer, shuffled, cached) })
     val (alone, heirs) = shuffles.end(topology)
     val (aloneCaches, cacheHeirs) = caches.end(topology)
     // What stays is the application's: the end of a topology that only reads it does not take it away.
-    if (policy == KeepsAll) shuffles.use(Description.Application, alone)
+    if (policy == KeepsAll) shuffles.use(Description.Application, alone ++ heirs.keys)
+    if (policy == KeepsAll) caches.use(Description.Application, cacheHeirs.keys)
     if (policy != ReleasesAll) caches.use(Description.Application, aloneCaches)
     val released = if (policy == KeepsAll) Nil else alone
-    Released(policy, released, heirs, cacheHeirs.keySet, drop(released))
+    Released(policy, released, heirs, if (policy == ReleasesAll) aloneCaches else Nil, cacheHeirs.keySet, drop(released))
   }
 
   /** Takes outputs off the tracker. Answers what executors that are gone have left. */
-  def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] =
-    shuffles.toSeq.flatMap(shuffle => SparkInternals.dropOutputs(sc, shuffle))
+  def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] = {
+    lazy val alive = SparkInternals.executorsAlive()
+    shuffles.toSeq.flatMap { shuffle =>
+      // Spark's own cleaner may take it at the same time.
+      try SparkInternals.dropOutputs(sc, shuffle, alive) catch {
+        case Failure(error) =>
+          Log.log.debug(s"the outputs of shuffle $shuffle could not be taken off the tracker", error)
+          Nil
+      }
+    }
+  }
+
+  /** Whether nobody uses a cached dataset now. */
+  def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
   /** What an executor has of each topology. Answers what of it is over: topologies that ended, datasets that are gone. */
   def inventory(told: ObjectNode, stateOf: String => String): ObjectNode = {
     val answer = Json.obj()
     val ended = answer.putObject("ended")
-    val goneShuffles, goneCaches = mutable.LinkedHashSet.empty[Int]
+    val goneShuffles, goneCaches, unclaimed = mutable.LinkedHashSet.empty[Int]
     told.properties.asScala.foreach { entry =>
       val shuffled = Json.integers(entry.getValue.get("shuffles"))
       val cached = Json.integers(entry.getValue.get("caches"))
       goneShuffles ++= shuffled.filterNot(SparkInternals.hasShuffle)
       goneCaches ++= cached.filterNot(SparkInternals.hasCache(sc, _))
       val state = stateOf(entry.getKey)
-      if (state == "active") used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
+      if (entry.getKey == Description.Application) unclaimed ++= shuffled.filter(shuffles.heir(_).isEmpty)
+      else if (state == "active") used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
       else if (state == "closed") {
         val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
         val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
-        ended.set[JsonNode](entry.getKey, Released(ReleasesShuffles, alone, heirs, Set.empty, drop(alone)).json)
+        ended.set[JsonNode](entry.getKey, Released(ReleasesShuffles, alone, heirs, Nil, Set.empty, drop(alone)).json)
       }
     }
+    drop(unclaimed)
+    answer.set[JsonNode]("unclaimed", Json.numbers(unclaimed))
     answer.set[JsonNode]("shuffles", Json.numbers(goneShuffles))
     answer.set[JsonNode]("caches", Json.numbers(goneCaches))
     answer
@@ -93,7 +118,7 @@ private[stagecrew] object DriverPartitions {
 
   /** What a topology's end releases. `left` is what executors that are gone have left with an external shuffle service. */
   final case class Released(
-      policy: String, shuffles: Seq[Int], heirs: Map[Int, String], keptCaches: collection.Set[Int],
+      policy: String, shuffles: Seq[Int], heirs: Map[Int, String], caches: Seq[Int], keptCaches: collection.Set[Int],
       left: Seq[SparkInternals.LeftBlocks]) {
 
     def json: ObjectNode = {

@@ -53,7 +53,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   })
   private val closings = new Closings(executor, table, processes, sides, pool, this)(release, closingReport, closed)
   private val migrates = SparkInternals.migrates(conf)
-  private val elsewhere = scala.collection.mutable.HashMap.empty[String, Set[Int]] // of the loop's thread
+  private val strays = ConcurrentHashMap.newKeySet[Long]() // attempts with the mark of a topology that had ended
+  private val releases = scala.collection.mutable.HashMap.empty[String, Set[Int]] // of the loop's thread
   @volatile private var abandoned = false // the driver is gone
   private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
     override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
@@ -78,6 +79,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
     val attempt = task.taskAttemptId()
     val booked = table.begin(attempt, wanted.map(_.id))
+    if (topology != null && !booked.contains(topology)) strays.add(attempt)
     val described = wanted.filter(description => booked.contains(description.id))
     val withListeners = described.exists(_.listeners.nonEmpty)
     var decorations = List.empty[(JvmListeners, List[(Entry, AutoCloseable)])]
@@ -86,6 +88,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       override def onTaskCompletion(context: TaskContext): Unit = {
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
         if (topology != null) partitions.over(attempt, SparkInternals.updatedBlocks(context))
+        strays.remove(attempt)
         val quiescent = table.finish(attempt)
         if (coordinated) {
           val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
@@ -337,7 +340,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
   }
 
-  override def disconnected(address: String): Unit = if (address == driver.address) {
+  override def disconnected(address: String): Unit = if (address == SparkInternals.driverAddress(conf)) {
     abandoned = true
     pool.execute(() => Log.contained("deleting what topologies have stored")(partitions.abandon()))
   }
@@ -346,16 +349,18 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private def end(topology: String, timeoutMs: Long, body: ObjectNode, reply: Option[Reply]): Unit = {
     partitions.end(topology, DriverPartitions.ending(body))
-    if (migrates) elsewhere(topology) = Json.integers(body.get("shuffles")).toSet
+    releases(topology) = Json.integers(body.get("shuffles")).toSet
     closings.end(topology, timeoutMs, reply)
   }
 
   private def release(topology: String): CompletableFuture[Taken] =
-    partitions.release(topology, elsewhere.remove(topology).getOrElse(Set.empty))
+    partitions.release(topology, releases.remove(topology).getOrElse(Set.empty), migrates)
 
-  /** The topology that a partition of this attempt belongs to: the innermost. */
+  /** The topology that a partition of this attempt belongs to: the innermost. What tasks of one that had ended write is the
+    * application's until nobody uses the shuffle. */
   private def ownerOf(attempt: Long): Option[String] = table.chainOf(attempt).lastOption
     .filterNot(topology => topology == Description.Application || topology.startsWith(Description.ExecutionPrefix))
+    .orElse(if (strays.contains(attempt)) Some(Description.Application) else None)
 
   // -- What the driver is told (the loop's thread)
 
@@ -397,7 +402,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case Right(answer) => inLoop {
         val orphans = Json.parse(Frames.decodeMessage(answer).text("body"))
         partitions.forget(Json.integers(orphans.get("shuffles")), Json.integers(orphans.get("caches")))
-        orphans.get("ended").asInstanceOf[ObjectNode].properties.asScala.toSeq.foreach { entry =>
+        partitions.unclaimed(Json.integers(orphans.get("unclaimed")))
+        orphans.get("ended").asInstanceOf[ObjectNode].properties.asScala.toSeq.filter(e => partitions.has(e.getKey)).foreach { entry =>
           end(entry.getKey, settings.closeTimeoutMs, entry.getValue.asInstanceOf[ObjectNode], None)
         }
       }

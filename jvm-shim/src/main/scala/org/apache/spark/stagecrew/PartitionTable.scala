@@ -120,7 +120,22 @@ final class PartitionTable {
   }
 
   /** The topology has ended: what finishes from now on goes, or passes on, at once. */
-  def end(topology: String, ending: Ending): Unit = synchronized { endings(topology) = ending }
+  def end(topology: String, ending: Ending): Unit = synchronized { endings.getOrElseUpdate(topology, ending); () }
+
+  /** Nobody uses these shuffles: takes what is booked of them for the application. */
+  def unclaimed(shuffles: Iterable[Int]): Taken = synchronized {
+    holdings.get(Description.Application) match {
+      case None => Taken()
+      case Some(holding) =>
+        touched += Description.Application
+        val taken = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).map(shuffle -> _))
+        prune()
+        Taken(taken.flatMap { case (shuffle, outputs) => outputs.maps.keysIterator.map(Output(shuffle, _)) }, taken.map(_._2.bytes).sum)
+    }
+  }
+
+  /** Whether anything of the topology is stored or being written. */
+  def has(topology: String): Boolean = synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
 
   /** Nothing of the topology is in progress any more. Answers what is to be deleted; what others use passes on. */
   def take(topology: String): Taken = synchronized {

@@ -38,17 +38,28 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** The topology has ended. */
   def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
 
-  /** No attempt of the topology is left: what it leaves is deleted, and whatever else is here of the shuffles `elsewhere`. */
-  def release(topology: String, elsewhere: Set[Int]): CompletableFuture[Taken] = {
-    val taken = table.take(topology)
+  /** No attempt of the topology is left: what it leaves is deleted, and what else is here of these shuffles,
+    * which nobody uses: booked for the application, or (`elsewhere`) come from executors that left. */
+  def release(topology: String, shuffles: Set[Int], elsewhere: Boolean): CompletableFuture[Taken] = {
+    val (mine, unclaimed) = (table.take(topology), table.unclaimed(shuffles))
+    val taken = mine.copy(outputs = mine.outputs ++ unclaimed.outputs, outputBytes = mine.outputBytes + unclaimed.outputBytes)
     if (taken.blocks > 0) count(topology, taken.blocks, taken.blockBytes)
-    if (taken.outputs.isEmpty && elsewhere.isEmpty) CompletableFuture.completedFuture(taken)
+    val others = if (elsewhere) shuffles else Set.empty[Int]
+    if (taken.outputs.isEmpty && others.isEmpty) CompletableFuture.completedFuture(taken)
     else CompletableFuture.supplyAsync(() => {
       delete(topology, taken.outputs, taken.outputBytes)
-      if (elsewhere.nonEmpty) disk.outputsOf(elsewhere).foreach(remove)
+      if (others.nonEmpty) disk.outputsOf(others).foreach(remove)
       taken
     }, pool)
   }
+
+  /** Nobody uses these shuffles: what is booked of them for the application goes. */
+  def unclaimed(shuffles: Iterable[Int]): Unit = {
+    val taken = table.unclaimed(shuffles)
+    if (taken.outputs.nonEmpty) pool.execute(() => delete(Description.Application, taken.outputs, taken.outputBytes))
+  }
+
+  def has(topology: String): Boolean = table.has(topology)
 
   /** The driver is gone: all that is finished is deleted, and what finishes from now on. */
   def abandon(): Unit = table.abandon().foreach(remove)

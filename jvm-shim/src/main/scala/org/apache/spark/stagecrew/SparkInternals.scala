@@ -171,8 +171,6 @@ package org.apache.spark {
         ref.askSync[Array[Byte]](message, new RpcTimeout(timeoutMs.millis, "stagecrew"))(ClassTag(classOf[Array[Byte]]))
 
       def send(message: Any): Unit = ref.send(message)
-
-      def address: String = String.valueOf(ref.address)
     }
 
     /** How an endpoint answers: from any thread, once. */
@@ -248,6 +246,10 @@ package org.apache.spark {
 
       def driver(name: String): Peer = new Peer(RpcUtils.makeDriverRef(name, SparkEnv.get.conf, SparkEnv.get.rpcEnv))
 
+      /** Where the driver is, as core/util/RpcUtils.scala finds it. */
+      def driverAddress(conf: SparkConf): String = String.valueOf(RpcAddress(
+        conf.get(internal.config.DRIVER_HOST_ADDRESS.key, "localhost"), conf.getInt(internal.config.DRIVER_PORT.key, 7077)))
+
       def withSender(sender: Peer, bytes: Array[Byte]): Any = (sender.ref, bytes)
 
       // -- Tasks: core/TaskContext.scala
@@ -303,12 +305,14 @@ package org.apache.spark {
       /** What an executor that is gone has left with the external shuffle service of its host. */
       final case class LeftBlocks(host: String, port: Int, executor: String, blocks: Seq[String])
 
+      /** The executors of which the driver's BlockManagerMaster knows: a message to it. */
+      def executorsAlive(): Set[String] = SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
+
       /** Takes all outputs of a shuffle off the tracker, and leaves it registered; its executors may be idle. */
-      def dropOutputs(sc: SparkContext, shuffle: Int): Seq[LeftBlocks] = tracker.shuffleStatuses.get(shuffle).toSeq.flatMap { status =>
+      def dropOutputs(sc: SparkContext, shuffle: Int, alive: => Set[String]): Seq[LeftBlocks] = tracker.shuffleStatuses.get(shuffle).toSeq.flatMap { status =>
         val manager = SparkEnv.get.blockManager
         val left = if (!manager.externalShuffleServiceEnabled) Nil else {
           val outputs = status.withMapStatuses(_.toSeq.filter(_ != null).map(s => s.location -> s.mapId))
-          val alive = manager.master.getMemoryStatus.keySet.map(_.executorId)
           val gone = outputs.filterNot { case (location, _) => alive(location.executorId) }
           gone.groupMap(_._1)(_._2).toSeq.map { case (location, maps) =>
             LeftBlocks(location.host, location.port, location.executorId, maps.flatMap { map =>

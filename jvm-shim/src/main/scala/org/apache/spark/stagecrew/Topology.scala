@@ -13,8 +13,9 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   val holders = mutable.LinkedHashSet.empty[String] // which have, or may have, something stored of it without having asked
   val pending = mutable.LinkedHashSet.empty[String] // which have not said that it is closed there
   val lostExecutors = mutable.LinkedHashSet.empty[String]
-  var released = Option.empty[DriverPartitions.Released]
-  val storedCaches = mutable.LinkedHashSet.empty[Int] // which the driver is to release
+  val caches = mutable.LinkedHashSet.empty[Int] // which the driver is to release
+  val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // with external shuffle services, to be deleted
+  var releasing = false
   val unclosed = mutable.ArrayBuffer.empty[String]
   var waiters = List.empty[CompletableFuture[Unit]]
   val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]

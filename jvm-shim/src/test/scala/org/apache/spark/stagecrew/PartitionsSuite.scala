@@ -37,9 +37,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 0)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    assert(partitions.release("a", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(partitions.release("a", Set.empty, elsewhere = false).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
-    assert(partitions.release("a", Set.empty).get() == Taken())
+    assert(partitions.release("a", Set.empty, elsewhere = false).get() == Taken())
     assert(ledger.of("a").released == 2)
     assert(ledger.of("a").releasedBytes == 20)
     assert(partitions.isEmpty)
@@ -58,14 +58,28 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 13)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    partitions.release("a", Set.empty).get()
+    partitions.release("a", Set.empty, elsewhere = false).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
   }
 
   test("what came here from an executor that left goes too") {
-    partitions.release("a", Set(4, 5)).get()
+    partitions.release("a", Set(4, 5), elsewhere = true).get()
     assert(deleted == Seq(Output(4, 99), Output(5, 99)))
+  }
+
+  test("what tasks of a topology that had ended wrote goes when nobody uses the shuffle") {
+    write(1, Description.Application, 0)
+    write(2, Description.Application, 1)
+    write(3, "b", 0)
+    partitions.end("b", Ending(outputs = true))
+    assert(partitions.has("b"))
+    assert(partitions.release("b", Set(0), elsewhere = false).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
+    assert(!partitions.has("b"))
+    assert(deleted.toSet == Set(Output(0, 1), Output(0, 3)))
+    partitions.unclaimed(Seq(1, 7))
+    org.scalatest.concurrent.Eventually.eventually(assert(deleted.contains(Output(1, 2))))
+    assert(partitions.isEmpty)
   }
 
   test("an open that fails is not in progress any more") {

@@ -1,0 +1,39 @@
+"""Python's view of stored partitions, without Spark."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+from stagecrew import ConfigurationError, PartitionReport, Release, TopologyError
+from stagecrew.partitions import java_dataset, policy
+
+
+@pytest.mark.parametrize("release", list(Release))
+def test_a_policy_is_itself_or_its_name(release):
+    """Both are taken."""
+    assert policy(release) is policy(release.value) is release
+
+
+@pytest.mark.parametrize("release", ["", "ALL", "shuffle", None, 3])
+def test_what_is_no_policy_is_refused(release):
+    """By what it is, and what would be one."""
+    with pytest.raises(ConfigurationError, match=r"release=.* is no policy .* 'shuffles', 'all', 'none'"):
+        policy(release)
+
+
+def test_datasets_are_known_by_what_the_jvm_has():
+    """A DataFrame's `_jdf`, an RDD's `_jrdd`, and nothing else."""
+    assert java_dataset(types.SimpleNamespace(_jdf="frame")) == "frame"
+    assert java_dataset(types.SimpleNamespace(_jrdd="rdd")) == "rdd"
+    with pytest.raises(TopologyError, match="DataFrames and RDDs, and not list"):
+        java_dataset([])
+
+
+def test_a_report_is_what_the_driver_says():
+    """Each number is the driver's."""
+    said = {
+        "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6, "releasedBytes": 7,
+    }  # fmt: skip
+    assert PartitionReport.of("t", "1", said) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7)
