@@ -11,7 +11,7 @@ from typing import Any
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from crewtools import slots, together
+from crewtools import eventually, slots, together
 
 # Executors do not have the tests: what is defined here travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -28,7 +28,8 @@ def executors(spark: SparkSession) -> list[str]:
 def folders(spark: SparkSession, path: Path) -> set[str]:
     """Where its executors keep blocks. All of them run a task at once to say so."""
     context = spark.sparkContext
-    here = executors(spark)
+    local = context.master.startswith("local[")
+    here = [] if local else eventually(lambda: executors(spark), 60, "an executor comes")
     key = (context.applicationId, frozenset(here))
     if key not in _FOLDERS:
         many = slots(context.master)
