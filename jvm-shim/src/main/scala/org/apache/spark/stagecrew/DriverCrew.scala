@@ -223,7 +223,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
           reply.answer(Frames.encode("OK"))
         case "INVENTORY" =>
-          val orphans = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).map(_.state).getOrElse("closed"))
+          val (orphans, left) = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).map(_.state).getOrElse("closed"))
+          if (left.nonEmpty) pool.execute(() => deleteLeft(left))
           reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
       }
@@ -349,10 +350,13 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     if (caches.isEmpty && left.isEmpty) closed(topology)
     else CompletableFuture.runAsync(() => {
       caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
-      left.foreach(one => Log.contained(s"deleting what executor ${one.executor} has left")(SparkInternals.deleteLeft(one, AnswerMs)))
+      deleteLeft(left)
     }, pool).whenComplete((_, _) => inLoop(closed(topology)))
     ()
   }
+
+  private def deleteLeft(left: Seq[SparkInternals.LeftBlocks]): Unit = left.foreach(one =>
+    Log.contained(s"deleting what executor ${one.executor} has left")(SparkInternals.deleteLeft(one, AnswerMs)))
 
   private def closed(topology: Topology): Unit = if (topology.state == "closing") {
     topology.state = "closed"

@@ -76,10 +76,12 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   /** Whether nobody uses a cached dataset now. */
   def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
-  /** What an executor has of each topology. Answers what of it is over: topologies that ended, datasets that are gone. */
-  def inventory(told: ObjectNode, stateOf: String => String): ObjectNode = {
+  /** What an executor has of each topology. Answers what of it is over, topologies that ended and datasets that are gone, and
+    * what executors that are gone have left of these topologies. */
+  def inventory(told: ObjectNode, stateOf: String => String): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
     val answer = Json.obj()
     val ended = answer.putObject("ended")
+    val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks]
     val goneShuffles, goneCaches, unclaimed = mutable.LinkedHashSet.empty[Int]
     told.properties.asScala.foreach { entry =>
       val shuffled = Json.integers(entry.getValue.get("shuffles"))
@@ -92,14 +94,16 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       else if (state == "closed") {
         val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
         val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
-        ended.set[JsonNode](entry.getKey, Released(ReleasesShuffles, alone, heirs, Nil, Set.empty, drop(alone)).json)
+        val released = Released(ReleasesShuffles, alone, heirs, Nil, Set.empty, drop(alone))
+        left ++= released.left
+        ended.set[JsonNode](entry.getKey, released.json)
       }
     }
-    drop(unclaimed)
+    left ++= drop(unclaimed)
     answer.set[JsonNode]("unclaimed", Json.numbers(unclaimed))
     answer.set[JsonNode]("shuffles", Json.numbers(goneShuffles))
     answer.set[JsonNode]("caches", Json.numbers(goneCaches))
-    answer
+    (answer, left.toSeq)
   }
 
   /** Forgets what Spark itself has deleted. */
@@ -107,8 +111,6 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     shuffles.prune(SparkInternals.hasShuffle)
     caches.prune(SparkInternals.hasCache(sc, _))
   }
-
-  def isEmpty: Boolean = shuffles.isEmpty && caches.isEmpty && datasets.isEmpty
 }
 
 private[stagecrew] object DriverPartitions {

@@ -11,7 +11,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   import Partitions._
 
   private val table = new PartitionTable
-  private var told = Map.empty[String, (Set[Int], Set[Int])] // of the loop's thread
+  private var told = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
   private var quiet = 0
 
   /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
@@ -79,9 +79,9 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   def inventory(): Option[String] = {
     val now = table.inventory
     quiet += 1
-    if (now == told && (now.isEmpty || quiet < Quiet)) None
+    if (told.contains(now) && (now.isEmpty || quiet < Quiet)) None
     else {
-      told = now
+      told = Some(now)
       quiet = 0
       val node = Json.obj()
       now.foreach { case (topology, (shuffles, caches)) =>
@@ -94,7 +94,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   }
 
   /** The driver did not hear of it. */
-  def notTold(): Unit = told = Map("" -> (Set.empty[Int] -> Set.empty[Int]))
+  def notTold(): Unit = told = None
 
   def isEmpty: Boolean = table.isEmpty
 
