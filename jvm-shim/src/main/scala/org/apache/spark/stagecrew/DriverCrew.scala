@@ -300,9 +300,10 @@ final class DriverCrew(sc: SparkContext) extends Handler {
               }
               answered(topology, executor.id)
             }
-            case Left(error) => inLoop {
+            // Its connection may be closed a moment before it is known to be lost: then that is said, and nobody waits here.
+            case Left(error) => schedule(if (error.isInstanceOf[TimeoutException]) 0 else LostMs) {
               if (topology.pending(executor.id)) {
-                if (!topology.lostExecutors(executor.id)) topology.unclosed += s"executor ${executor.id} did not answer: ${error.getMessage}"
+                topology.unclosed += s"executor ${executor.id} did not answer: ${error.getMessage}"
                 answered(topology, executor.id)
               }
             }
@@ -449,6 +450,9 @@ object DriverCrew {
 
   /** How much longer than a topology's own time-out the driver waits for the answer of an executor. */
   private val AnswerMs = 2000L
+
+  /** How long after its connection an executor is told to be lost at the latest, where it is. */
+  private val LostMs = 1000L
 
   /** How long an exit waits for the listener bus; a bus that is behind by more is not waited for. */
   private val HeardMs = 1000L
