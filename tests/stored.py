@@ -75,9 +75,9 @@ def outputs(spark: SparkSession) -> dict[int, int]:
     return found
 
 
-def cached(spark: SparkSession) -> int:
-    """How many datasets have blocks anywhere, by the driver's BlockManagerMaster."""
-    return sum(info.numCachedPartitions() > 0 for info in spark.sparkContext._jsc.sc().getRDDStorageInfo())
+def cached(spark: SparkSession) -> set[int]:
+    """The datasets that have blocks anywhere, by the driver's BlockManagerMaster. Spark may clean those that nobody holds."""
+    return {info.id() for info in spark.sparkContext._jsc.sc().getRDDStorageInfo() if info.numCachedPartitions() > 0}
 
 
 def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:

@@ -58,7 +58,7 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
                     assert sorted(held[-3].collect()) == EXPECTED
     eventually(lambda: nothing_stored(crew), 30, "tables are empty")
     eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "all is released")
-    assert cached(spark) == 0
+    assert not cached(spark)
 
 
 def test_removable_with_dynamic_allocation(sessions, tmp_path):
