@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from stagecrew._version import __version__
 from stagecrew.errors import (
+    AlignmentFailed,
     ChannelClosed,
     ChannelError,
     CheckpointCorrupt,
     CheckpointFailed,
+    CommitConflict,
+    CommitFailed,
+    CommitPending,
+    CommitSuperseded,
+    CommitUnknown,
     ConfigurationError,
     CoordinationError,
     CoordinatorFailed,
@@ -34,6 +40,7 @@ from stagecrew.errors import (
     ResourceNotOpen,
     SplitsFailed,
     StagecrewError,
+    SuperstepsFailed,
     TaskKilled,
     TopologyClosed,
     TopologyError,
@@ -51,6 +58,11 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
+    from stagecrew.operators.alignment import Aligner, Alignment, InEventTime
+    from stagecrew.operators.commits import CommitReport, Committer, Staging
+    from stagecrew.operators.decisions import Decisions, FileDecisions, MemoryDecisions
+    from stagecrew.operators.supersteps import Steps
+    from stagecrew.operators.watermarks import WatermarkGroup
     from stagecrew.partitions import PartitionReport, Release
     from stagecrew.reports import ListenerReport, TopologyReport
     from stagecrew.session import configure, crew, is_active
@@ -58,25 +70,38 @@ if TYPE_CHECKING:
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
+    "Aligner",
+    "Alignment",
+    "AlignmentFailed",
     "ChannelClosed",
     "ChannelError",
     "Checkpoint",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CommitConflict",
+    "CommitFailed",
+    "CommitPending",
+    "CommitReport",
+    "CommitSuperseded",
+    "CommitUnknown",
+    "Committer",
     "ConfigurationError",
     "CoordinationError",
     "Coordinator",
     "CoordinatorContext",
     "CoordinatorFailed",
     "Crew",
+    "Decisions",
     "Evaluation",
     "EvaluationOver",
     "EventNotPicklable",
     "EventTimeout",
     "EventTooLarge",
+    "FileDecisions",
     "FrameError",
     "Gateway",
     "HookTimeout",
+    "InEventTime",
     "JarMissing",
     "Lifetime",
     "Listener",
@@ -86,6 +111,7 @@ __all__ = [
     "ListenerNotPicklable",
     "ListenerReport",
     "LoggingContext",
+    "MemoryDecisions",
     "NotActive",
     "NotInitialised",
     "Operator",
@@ -99,6 +125,9 @@ __all__ = [
     "Scope",
     "SplitsFailed",
     "StagecrewError",
+    "Staging",
+    "Steps",
+    "SuperstepsFailed",
     "Task",
     "TaskGateway",
     "TaskKilled",
@@ -109,6 +138,7 @@ __all__ = [
     "UnsupportedSession",
     "UnsupportedSpark",
     "VersionMismatch",
+    "WatermarkGroup",
     "__version__",
     "configure",
     "crew",
@@ -125,6 +155,11 @@ _LAZY = {
     **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.coordinator"),
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
+    **dict.fromkeys(("Aligner", "Alignment", "InEventTime"), "stagecrew.operators.alignment"),
+    **dict.fromkeys(("CommitReport", "Committer", "Staging"), "stagecrew.operators.commits"),
+    **dict.fromkeys(("Decisions", "FileDecisions", "MemoryDecisions"), "stagecrew.operators.decisions"),
+    "Steps": "stagecrew.operators.supersteps",
+    "WatermarkGroup": "stagecrew.operators.watermarks",
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
     **dict.fromkeys(("ListenerReport", "TopologyReport"), "stagecrew.reports"),

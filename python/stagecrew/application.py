@@ -38,6 +38,9 @@ _log = logging.getLogger("stagecrew")
 
 #: What may travel in one frame with the largest event.
 _AROUND: Final = 3 << 20
+#: How long after its begin executors of an application may still come, and how long none came when all are there, in seconds.
+_COME: Final = 30.0
+_STABLE: Final = 3.0
 
 
 class Application:
@@ -142,6 +145,21 @@ class Crew:
         """Raises `NotActive` after the SparkContext has stopped."""
         if not self.running:
             raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
+
+    def await_slots(self, wanted: int) -> None:
+        """Waits until so many tasks can run at once, while executors still come: in the first seconds of an application.
+
+        It does not raise when they do not come.
+        """
+        began = self.context.startTime / 1000
+        last, since = self.facade.slots(), time.monotonic()
+        while last < wanted and not str(self.context.master).startswith("local[") and time.time() - began < _COME:
+            time.sleep(0.1)
+            now = self.facade.slots()
+            if now != last:
+                last, since = now, time.monotonic()
+            if last and time.monotonic() - since > _STABLE:
+                return
 
     @property
     def reports(self) -> list[TopologyReport]:

@@ -21,6 +21,13 @@
     │   ├── CheckpointFailed        a checkpoint was declined, or given up
     │   ├── CheckpointCorrupt       bytes that are no checkpoint
     │   ├── SplitsFailed            an enumerator of splits failed
+    │   ├── SuperstepsFailed        tasks that compute together have come apart
+    │   ├── AlignmentFailed         a source waits for a slower one that stands still
+    │   ├── CommitFailed            nothing was committed, and nothing is left of it
+    │   │   ├── CommitConflict      another commit is where this one would be
+    │   │   └── CommitSuperseded    another driver has taken the commit over
+    │   ├── CommitPending           it is decided, and could not be done yet
+    │   ├── CommitUnknown           nobody knows whether a record was written
     │   ├── EventNotPicklable       an event cannot travel
     │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
     │   ├── EvaluationOver          the evaluation is over, or was reset
@@ -39,10 +46,16 @@ Catch `StagecrewError` to catch them all; `TaskKilled` is not among them, as `Ke
 from __future__ import annotations
 
 __all__ = [
+    "AlignmentFailed",
     "ChannelClosed",
     "ChannelError",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CommitConflict",
+    "CommitFailed",
+    "CommitPending",
+    "CommitSuperseded",
+    "CommitUnknown",
     "ConfigurationError",
     "CoordinationError",
     "CoordinatorFailed",
@@ -64,6 +77,7 @@ __all__ = [
     "ResourceNotOpen",
     "SplitsFailed",
     "StagecrewError",
+    "SuperstepsFailed",
     "TaskKilled",
     "TopologyClosed",
     "TopologyError",
@@ -163,6 +177,34 @@ class CheckpointCorrupt(CoordinationError):
 
 class SplitsFailed(CoordinationError):
     """The enumerator of splits raised, is late, or gave one split twice. The message names it and the remedy."""
+
+
+class SuperstepsFailed(CoordinationError):
+    """Tasks that compute together have come apart: one ended or reduced otherwise, is late, or runs without the others."""
+
+
+class AlignmentFailed(CoordinationError):
+    """A source waits in event time for a slower one that stands still, or their event times cannot be compared."""
+
+
+class CommitFailed(CoordinationError):
+    """Nothing of the commit is visible, and nothing that was staged is left. The message says why."""
+
+
+class CommitConflict(CommitFailed):
+    """Another commit is where this one would be, for good. Commit elsewhere, or make room."""
+
+
+class CommitSuperseded(CommitFailed):
+    """Another driver has taken the commit over: that one goes on, this one has changed nothing."""
+
+
+class CommitPending(CoordinationError):
+    """The commit is decided, but could not be done yet: what was staged stays. Commit with the same id again."""
+
+
+class CommitUnknown(CoordinationError):
+    """Nobody knows whether a record of a commit was written: nothing is deleted. Commit with the same id again."""
 
 
 class EventNotPicklable(CoordinationError):

@@ -78,6 +78,8 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
             ("number", "q"),
             ("stage", "q"),
             ("partition", "q"),
+            ("stage_attempt", "q"),  # these two by the executor: a Python task knows neither
+            ("partitions", "q"),
         ),
     ),
     "EVENTS": (65, (("evaluation", "q"), ("first", "q"), ("payloads", "l"))),

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from stagecrew.coordination.coordinator import Coordinator
     from stagecrew.coordination.host import Host
     from stagecrew.coordination.operator import Operator
+    from stagecrew.operators.alignment import Alignment
+    from stagecrew.operators.commits import CommitReport, Committer
+    from stagecrew.operators.decisions import Decisions
+    from stagecrew.operators.supersteps import Steps
 
 __all__ = ["Topology"]
 
@@ -272,6 +276,94 @@ class Topology:
         return read_splits(
             self, self._crew.context, enumerator, read, schema, parallelism, self.operators.free_name(name)
         )
+
+    def supersteps(
+        self,
+        dataset: DataFrame,
+        work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
+        schema: StructType | str,
+        name: str = "supersteps",
+        stop_when: Callable[[int, Any], bool] | None = None,
+        timeout: float = 600.0,
+    ) -> DataFrame:
+        """A DataFrame whose tasks compute together, step by step: an iteration without a job for each step.
+
+        `work(steps, batches)` runs once for each partition of the dataset, all at the same time, and yields
+        `pyarrow.RecordBatch`es of `schema`. `steps.reduce(value, op)` gives every task the one value that is made of all of
+        theirs. Values are reduced in the order of subtasks: the result is that of a single process, also in its last bit, where
+        the reducer is associative or there are as many partitions.
+
+        `stop_when(step, value)`, on the driver, looks at each step's result until it says True: then `steps.stopped` is, in every
+        task. `timeout` is how many seconds a step may wait for its last task.
+
+        A task that fails has the whole stage run again from step 0, as often as `spark.stage.maxConsecutiveAttempts` allows; so has
+        output of it that Spark lost. All partitions need a slot at the same time: Spark refuses more, and dynamic allocation.
+        A shuffle follows, which keeps the rows of a subtask together and in order.
+
+        Raises `OperatorMisused` and `TopologyClosed`; its actions fail by `SuperstepsFailed` when tasks reduce differently.
+
+        Source: Flink's iterations with supersteps (PR #10483); Spark's barrier execution.
+        """
+        from stagecrew.operators.supersteps import run_supersteps
+
+        self._require_active("run supersteps")
+        return run_supersteps(
+            self, dataset, work, schema, self.operators.free_name(name), stop_when, timeout, self._crew.await_slots
+        )
+
+    def commit(
+        self,
+        dataset: DataFrame,
+        sink: Committer,
+        commit_id: str | None = None,
+        decisions: Decisions | None = None,
+        name: str = "commit",
+    ) -> CommitReport:
+        """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
+
+        Tasks stage what they write where nobody reads. What is committed is exactly what the attempts staged that Spark accepted:
+        failed, speculative, lost and repeated ones leave nothing. See `stagecrew.operators.sinks` for Parquet files, objects with a
+        manifest, databases and Iceberg tables, and what readers see in between; `Committer` for one of your own.
+
+        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`), a driver that dies at any point may be followed by
+        another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
+        written anew, and what is done stays as it is. Without, each call is a commit of its own.
+
+        Raises `CommitFailed` when nothing is visible, and nothing left, or what the job raised; `CommitPending` when it is decided but
+        could not be done yet, `CommitUnknown`; `OperatorMisused`, `TopologyClosed`.
+
+        Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
+        """
+        from stagecrew.operators.commits import commit_dataset
+        from stagecrew.operators.decisions import MemoryDecisions
+
+        self._require_active("commit datasets")
+        id_ = uuid.uuid4().hex if commit_id is None else commit_id
+        name = self.operators.free_name(name)
+        return commit_dataset(self, dataset, sink, name, id_, decisions or MemoryDecisions(), self._crew.close_timeout)
+
+    def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:
+        """Tasks that advance in event time together: who is ahead of the slowest by more than `drift` waits.
+
+        Map datasets with it: `work(aligner, batches)` calls `aligner.advance(watermark)` as it goes. Sources take part from their
+        first watermark until they finish, their task ends, or they are silent for `idle_after` seconds. Event times are numbers,
+        or `datetime` with a `timedelta` as drift.
+
+        Not promised: that sources wait for one whose task has not begun; give all their tasks a slot, or read them as splits, with
+        `InEventTime`. Raises `OperatorMisused` and `TopologyClosed`; a source that waits for too long gets `AlignmentFailed`.
+
+        Source: Flink's watermark alignment (FLIP-182).
+        """
+        from stagecrew.operators.alignment import align
+
+        self._require_active("align sources")
+        self.operators.name_operator(name)
+        return align(self, name, drift, idle_after)
+
+    @property
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """What its coordinators reported of their progress, by operator and use: `{"supersteps/1": {"step": 12}}`."""
+        return self.operators.progress()
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
         """The states of all coordinators of this topology, as of one cut of each.

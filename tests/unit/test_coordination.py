@@ -117,7 +117,7 @@ class World:
     def ready(self, evaluation, subtask=0, executor="1", attempt=None):
         self.say(
             "READY", executor, evaluation=evaluation, binding="b", subtask=subtask, attempt=attempt or evaluation, number=0,
-            stage=1, partition=7,
+            stage=1, partition=7, stage_attempt=0, partitions=8,
         )  # fmt: skip
 
     def events(self, evaluation, first, *events):

@@ -79,7 +79,7 @@ def test_send_and_fail_while_it_is_reset():
             return coordinators[-1]
 
         scope, operators, host, binding = made(factory)
-        host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0))  # fmt: skip
+        host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
         cause = KeyError(number)
         begin = threading.Barrier(2)
 
@@ -144,7 +144,7 @@ def test_an_exit_while_a_callback_blocks(caplog):
             go.wait(30)
 
     _, operators, host, binding = made(Blocking)
-    host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0))  # fmt: skip
+    host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
     host.received("1", encode("EVENTS", evaluation=1, first=1, payloads=[b"\0x"]))
     operators._close_timeout = lambda: 0.2
     try:

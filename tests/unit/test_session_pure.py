@@ -146,7 +146,7 @@ def jvm(monkeypatch):
         monkeypatch.setattr(pyspark.SparkContext, name, None)
 
 
-class Started(Exception):  # noqa: N818
+class Started(Exception):
     """Stands for the start of Spark."""
 
 

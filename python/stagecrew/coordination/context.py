@@ -31,12 +31,19 @@ class CoordinatorContext:
         self.topology = topology
         #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
         self.store = store
+        #: What was reported; replaced as a whole, so that any thread may read it.
+        self.progress: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._state = "uninitialised"
         self._loop: CallsInOrder | None = None
         self._fail: Callable[[BaseException], None] = lambda _: None
         self._make_background = background
         self._background: InBackground | None = None
+
+    def report(self, **values: Any) -> None:
+        """What people see of the coordinator's progress: names and numbers or texts, beside those of before."""
+        if self._may("report"):
+            self.progress = self.progress | values
 
     @property
     def state(self) -> str:

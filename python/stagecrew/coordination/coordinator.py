@@ -34,6 +34,9 @@ class Evaluation:
     stage: int
     partition: int
     executor: str
+    stage_attempt: int
+    #: How many partitions its stage has.
+    partitions: int
 
 
 class Coordinator:

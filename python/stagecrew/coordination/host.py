@@ -241,6 +241,8 @@ class Host:
                     attempt_number=frame["number"],
                     stage=frame["stage"],
                     partition=frame["partition"],
+                    stage_attempt=frame["stage_attempt"],
+                    partitions=frame["partitions"],
                     executor=executor,
                 )
                 gateway = Gateway(evaluation, self.limit, lambda: self._clock() + self._ack_timeout, self.wire.dirty)

@@ -80,7 +80,7 @@ class Operator:
 
         if not hasattr(dataset, "mapInArrow"):
             raise OperatorMisused(f"operator {self.name!r} maps a DataFrame, not {type(dataset).__name__}")
-        bound = self._bound(work, subtask=SUBTASK)
+        bound = self.bound(work, subtask=SUBTASK)
 
         def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             rows: Iterator[pa.RecordBatch] = evaluate(bound, work, batches)
@@ -97,9 +97,10 @@ class Operator:
 
         Raises `OperatorMisused` for work that cannot be called, and `TopologyClosed`.
         """
-        return BoundFunction(self._bound(work, subtask=None), work)
+        return BoundFunction(self.bound(work, subtask=None), work)
 
-    def _bound(self, work: Any, subtask: str | None) -> Bound:
+    def bound(self, work: Any, subtask: str | None) -> Bound:
+        """One more use of the operator, and the coordinator for it: what `work` carries to its tasks."""
         if not callable(work):
             raise OperatorMisused(
                 f"operator {self.name!r} binds a function work(gateway, ...), not {type(work).__name__}"

@@ -53,6 +53,7 @@ class Operators:
         self._names: set[str] = set()
         self._uses: dict[str, int] = {}
         self._bindings: list[Binding] = []
+        self._ended: list[Binding] = []
         #: Made before the session ran, by their keys; taken by the binding that comes first.
         self._prepared: dict[str, Binding] = {}
         self._closing = self._closed = False
@@ -213,11 +214,18 @@ class Operators:
             assert host is not None
             host.reset(binding, *(checkpoint or NOTHING).of(binding.key), self._close_timeout())
 
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """See `Topology.progress`."""
+        with self._lock:
+            bindings = self._all() or self._ended
+        return {binding.key: dict(binding.instance.context.progress) for binding in bindings}
+
     def close(self, reason: str) -> None:
         """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""
         with self._lock:
             bindings, host = self._all(), self._host
             self._closing = True
+            self._ended = bindings or self._ended
             self._bindings.clear()
             self._prepared.clear()
         seconds = self._close_timeout()

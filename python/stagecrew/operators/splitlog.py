@@ -13,7 +13,10 @@ from pyspark import cloudpickle
 
 from stagecrew.errors import SplitsFailed
 
-__all__ = ["SplitLog"]
+__all__ = ["HELD", "SplitLog"]
+
+#: There is a split, which may not be given yet.
+HELD: Final = b""
 
 #: How many splits are read ahead where the enumerator knows locations, so that there is something to choose from.
 _AHEAD: Final = 64
@@ -34,6 +37,7 @@ class SplitLog:
         self.name = name
         self._enumerator = enumerator
         self._splits: Iterator[Any] | None = None
+        self._event_time: Callable[[Any], Any] | None = getattr(enumerator, "event_time", None)
         self._locations: Callable[[Any], Iterable[str]] | None = getattr(enumerator, "locations", None)
         self._logs: dict[int, list[bytes]] = {}
         self._ahead: collections.deque[tuple[bytes, frozenset[str]]] = collections.deque()
@@ -43,9 +47,10 @@ class SplitLog:
         self._exhausted = False
         self._failure: BaseException | None = None
 
-    def at(self, subtask: int, index: int, host: str) -> bytes | None:
+    def at(self, subtask: int, index: int, host: str, allows: Callable[[Any], bool] | None = None) -> bytes | None:
         """The split at this place of the subtask's log, pickled; None at its end, when there are no more.
 
+        `allows` says of the event time of a split that was given to nobody whether it may be given now: `HELD` when it may not.
         Raises `SplitsFailed` from what the enumerator raised, and ever after, and for a place beyond the log's end.
         """
         log = self._logs.setdefault(subtask, [])
@@ -58,10 +63,14 @@ class SplitLog:
             )
         if self._failure is not None:
             raise SplitsFailed(str(self._failure)) from self._failure
-        split = self._take(host)
-        if split is not None:
+        split = self._take(host, allows)
+        if split is not None and split is not HELD:
             log.append(split)
         return split
+
+    def event_time(self, split: bytes) -> Any:
+        """The event time of a pickled split, where the enumerator knows it."""
+        return None if self._event_time is None else self._event_time(pickle.loads(split))
 
     @property
     def given(self) -> int:
@@ -82,12 +91,14 @@ class SplitLog:
         self._logs = pickle.loads(state)["logs"]
         self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
 
-    def _take(self, host: str) -> bytes | None:
+    def _take(self, host: str, allows: Callable[[Any], bool] | None) -> bytes | None:
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
         if not self._ahead:
             return None
+        if allows is not None and not allows(self.event_time(self._ahead[0][0])):
+            return HELD
         chosen = next((i for i, (_, hosts) in enumerate(self._ahead) if host in hosts), 0)
         split, _ = self._ahead[chosen]
         del self._ahead[chosen]

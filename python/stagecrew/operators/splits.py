@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
 from stagecrew.coordination.coordinator import Coordinator, Evaluation
 from stagecrew.errors import OperatorMisused, RequestTimeout, SplitsFailed
-from stagecrew.operators.splitlog import SplitLog
+from stagecrew.operators.splitlog import HELD, SplitLog
+from stagecrew.operators.watermarks import WatermarkGroup
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -26,6 +29,10 @@ __all__ = ["Enumerator", "SplitCoordinator", "read_splits"]
 
 #: How often it is looked whether the enumerator is late, in seconds.
 _WATCH: Final = 1.0
+#: How often it is looked who is idle, where splits have event times.
+_LOOK: Final = 0.2
+#: How long a request for a split that may not be given yet is held before its task asks again: far below its time-out.
+_HOLD: Final = 5.0
 
 
 class Enumerator(Protocol):
@@ -38,6 +45,17 @@ class Enumerator(Protocol):
         """Picklable splits, each once, in the order in which they should be begun: the largest first, if that is known."""
 
 
+@dataclasses.dataclass
+class _Held:
+    """Who waits for a split that may not be given yet; after a while it is told to ask again."""
+
+    evaluation: Evaluation
+    index: int
+    host: str
+    until: float
+    later: Future[bytes | None]
+
+
 class SplitCoordinator(Coordinator):
     """Gives splits to subtasks by their logs. Its enumerator is read on its thread, one split at a time."""
 
@@ -47,24 +65,82 @@ class SplitCoordinator(Coordinator):
         self._is_there = isinstance(enumerator, Sequence)
         self._log = SplitLog(enumerator, f"operator {context.operator!r}")
         self._since: float | None = None
+        #: Where splits have event times: what evaluations are reading, and those that wait for the slowest of them.
+        self._reading: WatermarkGroup[int] | None = None
+        self._held: dict[int, _Held] = {}
+        if hasattr(enumerator, "event_time"):
+            self._reading = WatermarkGroup(enumerator.drift, enumerator.idle_after)
 
     def start(self) -> None:
         """See `Coordinator`."""
         if not self._is_there:
             self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
+        if self._reading is not None:
+            self.context.call_async(_look, lambda _result, _error: self._let_go(), period=_LOOK)
 
-    def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | None:
-        """A task asks for the split at a place of its subtask's log; None at its end."""
+    def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
+        """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""
         index, host = request
+        if self._reading is None:
+            return self._at(evaluation, index, host)
+        self._reading.remove(evaluation.id)
+        split = self._at(evaluation, index, host, self._reading)
+        if split != HELD:
+            self._let_go()
+            return split
+        held = self._held[evaluation.id] = _Held(evaluation, index, host, time.monotonic() + _HOLD, Future())
+        return held.later
+
+    def failed(self, evaluation: Evaluation, reason: str) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def finished(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def cut(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def _over(self, evaluation: Evaluation) -> None:
+        if self._reading is not None:
+            self._reading.remove(evaluation.id)
+            self._held.pop(evaluation.id, None)
+            self._let_go()
+
+    def _at(
+        self, evaluation: Evaluation, index: int, host: str, reading: WatermarkGroup[int] | None = None
+    ) -> bytes | None:
         assert evaluation.subtask is not None
         self._since = time.monotonic()
         try:
-            return self._log.at(evaluation.subtask, index, host)
+            if reading is None:
+                return self._log.at(evaluation.subtask, index, host)
+            split = self._log.at(evaluation.subtask, index, host, reading.allows)
+            if split is not None and split != HELD:
+                reading.report(evaluation.id, self._log.event_time(split))
+            return split
         except SplitsFailed as error:
             self.context.fail(error)
             raise
         finally:
             self._since = None
+
+    def _let_go(self) -> None:
+        """Gives those that wait what they may have now."""
+        assert self._reading is not None
+        now = time.monotonic()
+        for id_, held in list(self._held.items()):
+            try:
+                split = self._at(held.evaluation, held.index, held.host, self._reading)
+            except SplitsFailed as error:
+                held.later.set_exception(error)
+            else:
+                if split == HELD and now < held.until:
+                    continue
+                held.later.set_result(split)
+            del self._held[id_]
 
     def checkpoint(self, checkpoint_id: int) -> bytes | None:
         """See `Coordinator`."""
@@ -84,6 +160,10 @@ class SplitCoordinator(Coordinator):
                     f"Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )
+
+
+def _look() -> None:
+    """Only the coordinator's thread may look."""
 
 
 def _nothing(_result: Any, _error: BaseException | None) -> None:
@@ -156,6 +236,8 @@ def read_subtask(
             raise SplitsFailed(f"no split came: {error}") from error
         if packed is None:
             return
+        if packed == HELD:
+            continue
         index += 1
         split = pickle.loads(packed)
         for batch in read(split):

@@ -81,9 +81,17 @@ class CoordinatorHarness:
         return self.failure is None
 
     def evaluation(
-        self, subtask: int | None = None, executor: str = "1", attempt_number: int = 0
+        self,
+        subtask: int | None = None,
+        executor: str = "1",
+        attempt_number: int = 0,
+        stage_attempt: int = 0,
+        partitions: int = 1,
     ) -> ScriptedEvaluation:
-        """A task begins to evaluate the bound function: the coordinator hears `ready`."""
+        """A task begins to evaluate the bound function: the coordinator hears `ready`.
+
+        Its stage has so many partitions; the others are as in `Evaluation`.
+        """
         number = next(self._numbers)
         made = ScriptedEvaluation(self, number, executor)
         self._evaluations[number] = made
@@ -95,6 +103,8 @@ class CoordinatorHarness:
             number=attempt_number,
             stage=0,
             partition=0 if subtask is None else subtask,
+            stage_attempt=stage_attempt,
+            partitions=partitions,
         )
         return made
 

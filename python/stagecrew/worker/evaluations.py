@@ -26,7 +26,10 @@ from stagecrew.frames import encode
 from stagecrew.worker.connection import Connection, connected
 from stagecrew.worker.process import PLACE
 
-__all__ = ["Bound", "TaskGateway", "evaluate"]
+__all__ = ["PARTITION", "Bound", "TaskGateway", "evaluate"]
+
+#: In the place of a column: the partition of the task is the subtask, which an empty one has too.
+PARTITION: Final = ""
 
 #: What is sent is kept back for at most so long, or until so much waits.
 _PAUSE: Final = 0.001
@@ -44,7 +47,7 @@ class Bound:
     binding: str
     operator: str
     topology: str
-    #: The column with the subtask, or None for a binding without.
+    #: The column with the subtask, or `PARTITION`; None for a binding without.
     subtask: str | None
     max_event: int
     request_timeout: float
@@ -91,6 +94,8 @@ class TaskGateway:
                 number=context.attemptNumber(),
                 stage=context.stageId(),
                 partition=context.partitionId(),
+                stage_attempt=0,
+                partitions=0,
             )
         )
 
@@ -361,7 +366,10 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
         )
     connection = connected(place)
     subtask: int | None = None
-    if bound.subtask is not None:
+    if bound.subtask == PARTITION:
+        assert context is not None  # there is a place
+        subtask = context.partitionId()
+    elif bound.subtask is not None:
         subtask, batches = _identified(bound.subtask, args[0])
         args = (batches,)
     gateway = TaskGateway(connection, bound, subtask, context)

@@ -145,6 +145,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     }
   }
 
+  def slots: Int = SparkInternals.slots(sc)
+
   def stopQueries(id: String): Unit = call(topologies.get(id).toSeq.flatMap(_.queries)).foreach { run =>
     Log.contained(s"stopping streaming query $run")(SparkInternals.stopQuery(run))
   }

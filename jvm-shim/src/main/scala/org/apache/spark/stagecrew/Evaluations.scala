@@ -30,7 +30,9 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
       synchronized(book(id) = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes)))
-      batch.add(frame)
+      val (stageAttempt, partitions) = attempts.stageOf(attempt)
+      batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt, ready.long("number"), ready.long("stage"),
+        ready.long("partition"), stageAttempt.toLong, partitions.toLong)
       batch.flush() // the driver hears of its begin before it hears of its end
       // Its end may have been told before it was booked.
       if (attempts.interrupted(attempt)) end(_.id == id, "failed", Killed)
@@ -116,6 +118,8 @@ object Evaluations {
     def runs(attempt: Long): Boolean
     /** Whether Spark has asked it to end. */
     def interrupted(attempt: Long): Boolean
+    /** Which attempt at its stage it belongs to, and how many partitions that has: a Python task knows neither. */
+    def stageOf(attempt: Long): (Int, Int)
   }
 
   /** Those of this executor, which hear of the driver by an endpoint of their own. */

@@ -24,6 +24,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val table = new TopologyTable
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
   private val interrupted = ConcurrentHashMap.newKeySet[Long]() // attempts that Spark asked to end
+  private val stages = new ConcurrentHashMap[Long, (Int, Int)]() // attempts that may talk -> the attempt at their stage, its partitions
   private val ending = new AtomicBoolean(false)
   private val ended = new CountDownLatch(1)
 
@@ -59,6 +60,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
     override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
     override def interrupted(attempt: Long): Boolean = ExecutorCrew.this.interrupted.contains(attempt)
+    override def stageOf(attempt: Long): (Int, Int) = stages.getOrDefault(attempt, (0, 0))
   })
   @volatile private var coordinated = false // whether a bound function ever ran here
   private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
@@ -89,6 +91,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
         if (topology != null) partitions.over(attempt, SparkInternals.updatedBlocks(context))
         strays.remove(attempt)
+        stages.remove(attempt)
         val quiescent = table.finish(attempt)
         if (coordinated) {
           val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
@@ -105,7 +108,10 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val properties = SparkInternals.localProperties(task)
     // A bound function finds its channel by it: which tasks call one, nobody knows before they do.
     val talks = (topology != null && booked.contains(topology)) || wanted.head.coordinated
-    if (talks) properties.setProperty(PlaceProperty, place.toString)
+    if (talks) {
+      properties.setProperty(PlaceProperty, place.toString)
+      stages.put(attempt, (task.stageAttemptNumber(), task.numPartitions()))
+    }
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     } else try {

@@ -51,7 +51,7 @@ object Frames {
     kind("INVENTORY", 39, "executor" -> 's', "body" -> 's'),
     kind("ORPHANS", 40, "body" -> 's'),
     kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
-      "stage" -> 'q', "partition" -> 'q'),
+      "stage" -> 'q', "partition" -> 'q', "stage_attempt" -> 'q', "partitions" -> 'q'),
     kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),
     kind("REQUEST", 66, "evaluation" -> 'q', "sequence" -> 'q', "payload" -> 'b'),
     kind("FINISH", 67, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "reason" -> 's'),

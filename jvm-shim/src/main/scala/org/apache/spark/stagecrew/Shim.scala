@@ -212,6 +212,9 @@ final class DriverFacade(crew: DriverCrew) {
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)
 
+  /** How many tasks run at once on the executors that are here now. */
+  def slots(): Int = crew.slots
+
   def drain(timeoutMs: Long): Unit = crew.drain(timeoutMs)
 
   def activity(id: String): String = {

@@ -381,6 +381,8 @@ package org.apache.spark {
 
       def conf(sc: SparkContext): SparkConf = sc.conf
 
+      def slots(sc: SparkContext): Int = sc.maxNumConcurrentTasks(sc.resourceProfileManager.defaultResourceProfile)
+
       /** The environment of executors; the keys spark.executorEnv.* were read before plugins: core/SparkContext.scala. */
       def executorEnvironment(sc: SparkContext): scala.collection.mutable.Map[String, String] = sc.executorEnvs
 

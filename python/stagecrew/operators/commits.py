@@ -1,0 +1,363 @@
+"""Commits: what tasks stage becomes visible all at once, or not at all, whatever fails and whoever repeats it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import pyarrow as pa
+
+from stagecrew.coordination.coordinator import Coordinator, Evaluation
+from stagecrew.errors import (
+    CommitConflict,
+    CommitPending,
+    CommitSuperseded,
+    CommitUnknown,
+    OperatorMisused,
+)
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.gateway import Gateway
+    from stagecrew.coordination.operator import Scope
+    from stagecrew.operators.decisions import Decisions, Record
+    from stagecrew.worker.evaluations import TaskGateway
+
+__all__ = ["CommitCoordinator", "CommitReport", "Committer", "Message", "Staging", "commit", "commit_dataset"]
+
+_log = logging.getLogger("stagecrew")
+
+#: What a task says of what it staged: what JSON can say. `rows` and `bytes` are summed up for the report.
+Message = dict[str, Any]
+
+#: How often what is decided is tried, and how many seconds lie before the second try; twice as many before each further one.
+_TRIES: Final = 4
+_PAUSE: Final = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """One driver's run at a commit: what it stages lies apart from that of all other runs."""
+
+    commit_id: str
+    run: str
+    schema: pa.Schema
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitReport:
+    """What was committed; `repeated` when it was found decided, by this driver or one before.
+
+    The numbers are 0 when the sink alone remembers the commit.
+    """
+
+    commit_id: str
+    parts: int
+    rows: int
+    bytes: int
+    repeated: bool
+
+
+class Committer(Protocol):
+    """A sink. It is pickled to tasks, which call `stage`; the rest is called on the driver, one call at a time.
+
+    Each call may be repeated, by another driver too, and may have been cut short at any point before.
+    """
+
+    def begin(self, staging: Staging) -> None:
+        """Makes the place where tasks stage. Raises `CommitFailed` when what has this schema cannot be committed."""
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """In a task: writes its rows where nobody reads, and says what `commit` needs to know; None when there are none.
+
+        Several attempts may write for one partition, also when nobody waits for them any more: the place of a run is not made
+        anew by who stages.
+        """
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """Makes visible what these messages name, all at once, together with the commit's id; does nothing when that id is there.
+
+        Raises `CommitConflict` when that can never be, for good.
+        """
+
+    def done(self, commit_id: str) -> bool:
+        """Whether a commit with this id is visible."""
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """Deletes what the run staged, but for what these messages name, which is visible."""
+
+
+# -- The driver's procedure: without Spark
+
+
+class _States:
+    """The states of a commit's record.
+
+        open(run) --decide--> decided(run, messages) --> applied
+           |   \\--another driver: open(its run)     \\--> refused (it can never be)
+           \\--> aborted
+
+    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after.
+    """
+
+    OPEN = "open"
+    DECIDED = "decided"
+    APPLIED = "applied"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+
+
+def commit(
+    sink: Committer,
+    decisions: Decisions,
+    commit_id: str,
+    schema: pa.Schema,
+    execute: Callable[[Staging], Sequence[Message]],
+    quiet: Callable[[], None] = lambda: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> CommitReport:
+    """Commits once what `execute` stages and answers the messages of; what was decided before is finished instead.
+
+    The record is the decision: before it is written, a driver that takes over only aborts; after it, it only goes forward.
+    `quiet` returns when nobody stages any more, or after a while.
+    """
+    known = decisions.read(commit_id)
+    if known is not None and known[1]["state"] in (_States.DECIDED, _States.APPLIED):
+        return _forward(sink, decisions, commit_id, known, sleep)
+    if known is None and sink.done(commit_id):  # the sink remembers longer than the decisions
+        return CommitReport(commit_id, 0, 0, 0, repeated=True)
+    staging = Staging(commit_id, uuid.uuid4().hex, schema)
+    # None of the runs before can decide any more. One may be paused and stage yet: it is cleaned up by whoever comes behind.
+    before = [*known[1]["before"], known[1]["run"]] if known else []
+    opened = {"state": _States.OPEN, "run": staging.run, "before": before, "schema": _text(schema)}
+    version = decisions.write(commit_id, opened, known[0] if known else 0)
+    try:
+        _clean(sink, commit_id, opened)
+        sink.begin(staging)
+        messages = list(execute(staging))
+        quiet()
+    except BaseException as error:
+        _abort(sink, decisions, staging, opened, version, error, quiet)
+        raise
+    decided = opened | {"state": _States.DECIDED, "messages": messages}
+    try:
+        version = decisions.write(commit_id, decided, version)
+    except CommitSuperseded:
+        _discard(sink, staging, ())  # nobody will ever commit it
+        raise
+    return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
+
+
+def _forward(
+    sink: Committer, decisions: Decisions, commit_id: str, known: tuple[int, Record], sleep: Callable[[float], None]
+) -> CommitReport:
+    """Has what was decided done, as often as it takes."""
+    version, record = known
+    staging, messages = _staging_of(commit_id, record), record["messages"]
+    report = CommitReport(
+        commit_id,
+        len(messages),
+        sum(message.get("rows", 0) for message in messages),
+        sum(message.get("bytes", 0) for message in messages),
+        repeated=True,
+    )
+    _clean(sink, commit_id, record)
+    if record["state"] == _States.APPLIED:
+        _discard(sink, staging, messages)
+        return report
+    pause = _PAUSE
+    for number in range(1, _TRIES + 1):
+        try:
+            sink.commit(staging, messages)
+            break
+        except CommitConflict as error:
+            if sink.done(commit_id):
+                break
+            _written(decisions, commit_id, record | {"state": _States.REFUSED, "reason": str(error)}, version)
+            _discard(sink, staging, ())
+            raise
+        except Exception as error:
+            if number == _TRIES:
+                raise CommitPending(
+                    f"commit {commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. What was staged stays; "
+                    f"committing with this id and the same decisions again goes on with it"
+                ) from error
+            _log.warning("commit %r is decided and will be tried again: %s: %s", commit_id, type(error).__name__, error)
+            sleep(pause)
+            pause *= 2
+    _discard(sink, staging, messages)
+    _written(decisions, commit_id, record | {"state": _States.APPLIED}, version)
+    return report
+
+
+def _abort(
+    sink: Committer,
+    decisions: Decisions,
+    staging: Staging,
+    opened: Record,
+    version: int,
+    error: BaseException,
+    quiet: Callable[[], None],
+) -> None:
+    """An abort is a write: only behind it is anything deleted. It never hides why."""
+    try:
+        record = opened | {"state": _States.ABORTED, "reason": str(error)[:1000]}
+        decisions.write(staging.commit_id, record, version)
+    except CommitSuperseded:
+        pass  # then nobody will decide for this run either
+    except Exception:
+        _log.warning("commit %r is not known to be aborted: what was staged stays", staging.commit_id, exc_info=True)
+        return
+    with contextlib.suppress(Exception):
+        quiet()
+    _discard(sink, staging, ())
+
+
+def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
+    try:
+        decisions.write(commit_id, record, version)
+    except CommitSuperseded:
+        pass  # another driver has done the same
+    except CommitUnknown:
+        _log.warning("that commit %r is done is not known to be written down; a repeat finds out", commit_id)
+
+
+def _clean(sink: Committer, commit_id: str, record: Record) -> None:
+    """Deletes what runs before have left."""
+    for run in record["before"]:
+        _discard(sink, Staging(commit_id, run, _schema_of(record)), ())
+
+
+def _discard(sink: Committer, staging: Staging, kept: Sequence[Message]) -> None:
+    try:
+        sink.discard(staging, kept)
+    except Exception:
+        _log.warning("what commit %r has staged could not be deleted", staging.commit_id, exc_info=True)
+
+
+def _text(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize()).decode("ascii")
+
+
+def _staging_of(commit_id: str, record: Record) -> Staging:
+    return Staging(commit_id, record["run"], _schema_of(record))
+
+
+def _schema_of(record: Record) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["schema"])))
+
+
+# -- With Spark
+
+
+class CommitCoordinator(Coordinator):
+    """Hears what tasks stage. What they offer is a hint: what is committed is what the action's result names."""
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        super().__init__(context)
+        self._live: set[int] = set()
+        self._offered: set[int] = set()
+        self._changed = threading.Condition()
+
+    def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._live.add(evaluation.id)
+        self._report()
+
+    def failed(self, evaluation: Evaluation, reason: str) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def finished(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def cut(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._over(evaluation)
+
+    def handle_event(self, evaluation: Evaluation, event: Any) -> None:
+        """A task has staged all of its rows."""
+        self._offered.add(evaluation.id)
+        self._report()
+
+    def close(self) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._live.clear()
+            self._changed.notify_all()
+
+    def quiet(self, seconds: float) -> bool:
+        """Waits, in another thread, until nobody stages any more; answers whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._live, seconds)
+
+    def _over(self, evaluation: Evaluation) -> None:
+        with self._changed:
+            self._live.discard(evaluation.id)
+            self._changed.notify_all()
+        self._report()
+
+    def _report(self) -> None:
+        self.context.report(staging=len(self._live), staged=len(self._offered))
+
+
+def commit_dataset(
+    scope: Scope, dataset: DataFrame, sink: Committer, name: str, commit_id: str, decisions: Decisions, patience: float
+) -> CommitReport:
+    """See `Topology.commit`."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    from stagecrew.coordination.operator import Operator
+
+    if not hasattr(dataset, "mapInArrow"):
+        raise OperatorMisused(f"commit() takes a DataFrame, not {type(dataset).__name__}")
+    missing = [
+        part for part in ("begin", "stage", "commit", "done", "discard") if not callable(getattr(sink, part, None))
+    ]
+    if missing:
+        raise OperatorMisused(f"{type(sink).__name__} is no Committer: it has no {', '.join(missing)}")
+    made: list[CommitCoordinator] = []
+
+    def coordinator(context: CoordinatorContext) -> Coordinator:
+        made.append(CommitCoordinator(context))
+        return made[-1]
+
+    operator = Operator(scope, name, coordinator)
+
+    def execute(staging: Staging) -> Sequence[Message]:
+        def stage(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            assert context is not None
+            message = sink.stage(staging, context.partitionId(), context.taskAttemptId(), batches)
+            for _ in batches:  # a sink need not have read all
+                pass
+            if message is not None:
+                gateway.send(context.taskAttemptId())
+                yield pa.record_batch({"message": [json.dumps(message)]})
+
+        rows = operator.map(dataset, stage, "message string").collect()
+        # Whatever attempts offered: Spark took these.
+        return [json.loads(row.message) for row in rows]
+
+    def quiet() -> None:
+        if made and not made[-1].quiet(patience):
+            _log.warning("commit %r: tasks whose rows are not needed still stage after %g s", commit_id, patience)
+
+    schema = to_arrow_schema(dataset.schema)
+    return commit(sink, decisions, commit_id, schema, execute, quiet)

@@ -1,0 +1,228 @@
+"""A table of a database: staged in a table beside it, committed by one transaction that records the commit's id."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import sqlite3
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from stagecrew.errors import CommitFailed, OperatorMisused
+
+if TYPE_CHECKING:
+    from stagecrew.operators.commits import Message, Staging
+
+__all__ = ["DatabaseSink"]
+
+#: Where the ids of commits are recorded.
+_COMMITS: Final = "stagecrew_commits"
+_ATTEMPT: Final = "stagecrew_attempt"
+#: How long one waits for another's transaction, in seconds.
+_BUSY: Final = 60
+
+
+class DatabaseSink:
+    """Rows of a table that exists, in SQLite or PostgreSQL; its columns are those of the dataset, in any order.
+
+    Readers see all rows of a commit or none: one transaction adds them, and the commit's id to `stagecrew_commits`. Two commits to one
+    table both land. Tasks stage in a table of the run, `stagecrew_stage_…`, which is gone behind the commit.
+
+    `url` is `sqlite:///relative.db`, `sqlite:////absolute.db` (a file that all executors see: one host), or `postgresql://…` (with
+    `stagecrew[postgres]`). It is pickled to tasks and stands in no log; a password is better in `PGPASSFILE` or a service file.
+
+    Raises `OperatorMisused` for another url, or a table's name that is none.
+    """
+
+    def __init__(self, url: str, table: str) -> None:
+        scheme = urllib.parse.urlsplit(url).scheme
+        if scheme not in ("sqlite", "postgresql", "postgres"):
+            raise OperatorMisused(f"a database is sqlite:///file or postgresql://..., not {scheme or 'this'}")
+        if not re.fullmatch(r"\w+(\.\w+)?", table):
+            raise OperatorMisused(f"a table is a name, or schema.name, not {table!r}")
+        self._url, self._table = url, table
+        self._lite = scheme == "sqlite"
+
+    def __repr__(self) -> str:
+        return f"<table {self._table} of {urllib.parse.urlsplit(self._url).scheme}>"
+
+    def begin(self, staging: Staging) -> None:
+        """See `Committer`."""
+        try:
+            with self._transaction() as database:
+                cursor = database.execute(f"SELECT * FROM {self._table} WHERE 1 = 0")  # noqa: S608 (a checked name)
+                theirs = {column[0] for column in cursor.description}
+                ours = set(staging.schema.names)
+                if ours != theirs:
+                    different = [f"{name} is not there" for name in sorted(ours - theirs)]
+                    different += [f"{name} is missing" for name in sorted(theirs - ours)]
+                    raise CommitFailed(
+                        f"the dataset does not fit table {self._table}: {'; '.join(different)}. Select and cast its columns first"
+                    )
+                self._make_stage(database, staging)
+        except self._errors() as error:
+            raise CommitFailed(f"table {self._table} cannot be written: {type(error).__name__}: {error}") from error
+
+    def _make_stage(self, database: Any, staging: Staging) -> None:
+        stage = self._stage_of(staging)
+        if self._lite:
+            # A strict table keeps SQLite from taking text for a number.
+            kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA table_info({self._table})")}
+            columns = ", ".join(f'"{name}" {_strict(kinds[name])}' for name in staging.schema.names)
+            database.execute(f"CREATE TABLE {stage} ({_ATTEMPT} INTEGER, {columns}) STRICT")
+        else:
+            columns = ", ".join(f'"{name}"' for name in staging.schema.names)
+            database.execute(
+                f"CREATE UNLOGGED TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {_ATTEMPT}, {columns} "  # noqa: S608
+                f"FROM {self._table} WHERE 1 = 0"
+            )
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """See `Committer`. One transaction for each batch: nobody waits for a slow task."""
+        names = staging.schema.names
+        rows = size = 0
+        stage = self._stage_of(staging)
+        try:
+            first = next((batch for batch in batches if batch.num_rows), None)
+            if first is None:
+                return None
+            with self._connected() as database:
+                insert = self._inserting(database, stage, names)
+                for batch in itertools.chain([first], batches):
+                    columns = [batch.column(name).to_pylist() for name in names]
+                    with self._within(database):
+                        insert([(attempt, *row) for row in zip(*columns, strict=True)])
+                    rows += batch.num_rows
+                    size += batch.nbytes
+        except self._errors() as error:
+            raise CommitFailed(
+                f"rows for table {self._table} could not be staged: {type(error).__name__}: {error}"
+            ) from error
+        return {"attempt": attempt, "rows": rows, "bytes": size}
+
+    def _inserting(self, database: Any, stage: str, names: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+        columns = ", ".join([_ATTEMPT, *(f'"{name}"' for name in names)])
+        if self._lite:
+            marks = ", ".join("?" * (len(names) + 1))
+            text = f"INSERT INTO {stage} ({columns}) VALUES ({marks})"  # noqa: S608 (checked names)
+            return lambda rows: database.executemany(text, rows)
+
+        def copy(rows: list[tuple[Any, ...]]) -> None:
+            with database.cursor().copy(f"COPY {stage} ({columns}) FROM STDIN") as into:
+                for row in rows:
+                    into.write_row(row)
+
+        return copy
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """See `Committer`."""
+        columns = ", ".join(f'"{name}"' for name in staging.schema.names)
+        mark = "?" if self._lite else "%s"
+        with self._transaction() as database:
+            # Who comes second waits here for the first, and finds its id. Nothing was changed before.
+            added = database.execute(
+                f"INSERT INTO {_COMMITS} (id) VALUES ({mark}) ON CONFLICT DO NOTHING",  # noqa: S608
+                (staging.commit_id,),
+            )
+            if added.rowcount == 0:
+                return
+            stage = self._stage_of(staging)
+            for message in messages:
+                database.execute(
+                    f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} WHERE {_ATTEMPT} = {mark}",  # noqa: S608
+                    (message["attempt"],),
+                )
+
+    def done(self, commit_id: str) -> bool:
+        """See `Committer`."""
+        mark = "?" if self._lite else "%s"
+        try:
+            with self._connected() as database:
+                self._make_commits(database)
+                found = database.execute(f"SELECT 1 FROM {_COMMITS} WHERE id = {mark}", (commit_id,))  # noqa: S608
+                return found.fetchone() is not None
+        except self._errors() as error:
+            raise CommitFailed(
+                f"the database of table {self._table} is not there: {type(error).__name__}: {error}"
+            ) from error
+
+    def _make_commits(self, database: Any) -> None:
+        text = f"CREATE TABLE IF NOT EXISTS {_COMMITS} (id VARCHAR(512) PRIMARY KEY)"
+        if self._lite:
+            database.execute(text)
+            return
+        from psycopg import errors
+
+        with contextlib.suppress(errors.UniqueViolation, errors.DuplicateTable):  # another makes it at the same time
+            database.execute(text)
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """See `Committer`. What is kept is in the table."""
+        with self._transaction() as database:
+            database.execute(f"DROP TABLE IF EXISTS {self._stage_of(staging)}")
+
+    def _stage_of(self, staging: Staging) -> str:
+        schema, _, _ = self._table.rpartition(".")
+        return f"{schema}{'.' if schema else ''}stagecrew_stage_{staging.run}"
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[Any]:
+        if self._lite:
+            path = urllib.parse.unquote(self._url.partition("sqlite:///")[2])
+            lite = sqlite3.connect(path, timeout=_BUSY, isolation_level=None)
+            try:
+                yield lite
+            finally:
+                lite.close()
+            return
+        import psycopg
+
+        with psycopg.connect(self._url, autocommit=True) as database:
+            yield database
+
+    @contextlib.contextmanager
+    def _within(self, database: Any) -> Iterator[None]:
+        """A transaction, which is committed at the end, or rolled back."""
+        if not self._lite:
+            with database.transaction():
+                yield
+            return
+        database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
+            raise
+        database.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[Any]:
+        """A connection with one transaction."""
+        with self._connected() as database, self._within(database):
+            yield database
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        if self._lite:
+            return (sqlite3.Error,)
+        import psycopg
+
+        return (psycopg.Error,)
+
+
+def _strict(kind: str) -> str:
+    """The type of a strict table that takes what a column of this type would, as SQLite finds its affinity."""
+    kind = kind.upper()
+    if "INT" in kind:
+        return "INTEGER"
+    if any(part in kind for part in ("CHAR", "CLOB", "TEXT")):
+        return "TEXT"
+    if any(part in kind for part in ("REAL", "FLOA", "DOUB")):
+        return "REAL"
+    return "ANY"

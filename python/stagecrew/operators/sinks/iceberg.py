@@ -1,0 +1,131 @@
+"""An Iceberg table: files are staged in the table's own folder, and added by one snapshot that carries the commit's id."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from stagecrew.errors import CommitConflict, CommitFailed
+from stagecrew.operators.sinks.staged import differing, file_system, list_files, quoted, write_part
+
+if TYPE_CHECKING:
+    from pyiceberg.table import Table
+
+    from stagecrew.operators.commits import Message, Staging
+
+__all__ = ["IcebergSink"]
+
+#: The property of a snapshot that says which commit it is.
+_PROPERTY: Final = "stagecrew.commit-id"
+
+
+class IcebergSink:
+    """Rows of an Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`).
+
+    Readers see all rows of a commit or none: one snapshot adds its files, with the commit's id in its properties. Two commits at once
+    both land. A commit is known as long as its snapshot is: do not expire snapshots of commits that may be repeated.
+
+    `identifier` is the table's, `catalog` its catalogue's name, and `properties` how to reach it, as in `pyiceberg.catalog.
+    load_catalog`; they are pickled to no task. `options` are those of `pyarrow.parquet.ParquetWriter`.
+    """
+
+    def __init__(
+        self, identifier: str, catalog: str = "default", properties: dict[str, str] | None = None, **options: Any
+    ) -> None:
+        self._identifier, self._catalog, self._options = identifier, catalog, options
+        self._properties = dict(properties or {})
+        self._folder: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Iceberg table {self._identifier}>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_properties": {}}  # tasks write files, and need no catalogue
+
+    def begin(self, staging: Staging) -> None:
+        """See `Committer`."""
+        table = self._table()
+        if (error := differing(staging.schema, table.schema().as_arrow(), f"table {self._identifier}")) is not None:
+            raise error
+        if table.spec().fields:
+            raise CommitFailed(
+                f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: Spark's own writer "
+                f"for Iceberg knows where rows belong"
+            )
+        filesystem, path = file_system(self._location(staging), None)
+        try:
+            filesystem.create_dir(path)
+        except OSError as error:
+            raise CommitFailed(f"{self._location(staging)} cannot be written: {error}") from error
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """See `Committer`."""
+        filesystem, path = file_system(self._location(staging), None)
+        return write_part(filesystem, path, partition, attempt, batches, staging.schema, self._options)
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """See `Committer`."""
+        from pyiceberg.exceptions import CommitFailedException
+
+        for _ in range(_TRIES):
+            table = self._table()
+            if _has(table, staging.commit_id):
+                return
+            location = self._location(staging)
+            try:
+                # The catalogue takes it only if the table is as it was read: who comes second reads again, and finds the id.
+                table.add_files(
+                    [f"{location}/{message['file']}" for message in messages],
+                    snapshot_properties={_PROPERTY: staging.commit_id},
+                )
+            except CommitFailedException as error:
+                conflict = error
+            else:
+                return
+        raise CommitConflict(
+            f"table {self._identifier} was changed by others again and again: {conflict}"
+        ) from conflict
+
+    def done(self, commit_id: str) -> bool:
+        """See `Committer`."""
+        return _has(self._table(), commit_id)
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """See `Committer`."""
+        filesystem, path = file_system(self._location(staging), None)
+        stay = {f"{path}/{message['file']}" for message in kept}
+        for file in list_files(filesystem, path):
+            if file not in stay:
+                filesystem.delete_file(file)
+        if not stay:
+            with contextlib.suppress(FileNotFoundError):
+                filesystem.delete_dir(path)
+
+    def _location(self, staging: Staging) -> str:
+        if self._folder is None:
+            self._folder = self._table().location().rstrip("/")
+        return f"{self._folder}/data/stagecrew-{quoted(staging.commit_id)}-{staging.run}"
+
+    def _table(self) -> Table:
+        from pyiceberg.catalog import load_catalog
+
+        try:
+            return load_catalog(self._catalog, **self._properties).load_table(self._identifier)
+        except Exception as error:
+            raise CommitFailed(f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+#: How often a commit is tried that others came before.
+_TRIES: Final = 20
+
+
+def _has(table: Table, commit_id: str) -> bool:
+    return any(
+        snapshot.summary is not None and snapshot.summary.additional_properties.get(_PROPERTY) == commit_id
+        for snapshot in table.snapshots()
+    )

@@ -1,0 +1,119 @@
+"""Parquet objects and manifests, for stores that cannot rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+
+from stagecrew.errors import CommitFailed
+from stagecrew.operators.sinks.staged import differing, file_system, list_files, quoted, write_part, write_whole
+
+if TYPE_CHECKING:
+    from stagecrew.operators.commits import Message, Staging
+
+__all__ = ["ObjectSink", "read_committed"]
+
+_MANIFESTS: Final = "_stagecrew"
+
+
+class ObjectSink:
+    """Parquet objects, each commit's named by a manifest that is written at once: for object stores, where nothing is renamed.
+
+    Readers that use `read_committed(path)` see all of a commit or nothing of it. Others, which list objects, may see part of one,
+    and what failed attempts left until it is deleted. A `path` holds many commits.
+
+    Objects lie below `data/<commit id>/<run>/`, manifests below `_stagecrew/`. `path` is a URI for `pyarrow.fs`, or comes with a
+    `filesystem`; `options` are those of `pyarrow.parquet.ParquetWriter`. The credentials are those of `pyarrow.fs` in each process:
+    what is in a URI travels with tasks.
+    """
+
+    def __init__(self, path: Any, filesystem: pyarrow.fs.FileSystem | None = None, **options: Any) -> None:
+        self._options = options
+        self._filesystem, self._path = file_system(path, filesystem)
+
+    def __repr__(self) -> str:
+        return f"<objects in {self._path}>"
+
+    def begin(self, staging: Staging) -> None:
+        """See `Committer`."""
+        try:
+            for manifest in _manifests(self._filesystem, self._path):
+                there = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(manifest["schema"])))
+                if (error := differing(staging.schema, there, self._path)) is not None:
+                    raise error
+                break
+            self._filesystem.create_dir(self._folder(staging))  # where folders are
+            self._filesystem.create_dir(f"{self._path}/{_MANIFESTS}")
+        except OSError as error:
+            raise CommitFailed(f"{self._path} cannot be written: {error}") from error
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """See `Committer`."""
+        folder = self._folder(staging)
+        return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """See `Committer`. Each run that decided writes the same manifest."""
+        if self.done(staging.commit_id):
+            return
+        base = f"data/{quoted(staging.commit_id)}/{staging.run}"
+        manifest = {
+            "commit": staging.commit_id,
+            "schema": staging.schema.serialize().to_pybytes().hex(),
+            "files": [f"{base}/{message['file']}" for message in messages],
+        }
+        write_whole(self._filesystem, self._manifest(staging.commit_id), json.dumps(manifest).encode())
+
+    def done(self, commit_id: str) -> bool:
+        """See `Committer`."""
+        info = self._filesystem.get_file_info(self._manifest(commit_id))
+        return bool(info.type == pyarrow.fs.FileType.File)
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """See `Committer`."""
+        folder = self._folder(staging)
+        stay = {f"{folder}/{message['file']}" for message in kept}
+        for file in list_files(self._filesystem, folder):
+            if file not in stay:
+                self._filesystem.delete_file(file)
+        if not stay:
+            for empty in (folder, f"{self._path}/data/{quoted(staging.commit_id)}"):
+                if not list_files(self._filesystem, empty):
+                    with contextlib.suppress(FileNotFoundError):
+                        self._filesystem.delete_dir(empty)
+
+    def _folder(self, staging: Staging) -> str:
+        return f"{self._path}/data/{quoted(staging.commit_id)}/{staging.run}"
+
+    def _manifest(self, commit_id: str) -> str:
+        return f"{self._path}/{_MANIFESTS}/{quoted(commit_id)}.json"
+
+
+def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -> pyarrow.dataset.Dataset:
+    """What is committed at a path, as an Arrow dataset; of commits that end meanwhile all or nothing.
+
+    Raises `FileNotFoundError` when nothing was ever committed there.
+    """
+    found, inner = file_system(path, filesystem)
+    manifests = list(_manifests(found, inner))
+    if not manifests:
+        raise FileNotFoundError(f"{path}: nothing is committed there")
+    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(manifests[0]["schema"])))
+    files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
+    return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")
+
+
+def _manifests(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[dict[str, Any]]:
+    for file in sorted(list_files(filesystem, f"{path}/{_MANIFESTS}")):
+        if not file.endswith(".json"):  # one that is being written
+            continue
+        with filesystem.open_input_stream(file) as stream:
+            yield json.loads(stream.read())

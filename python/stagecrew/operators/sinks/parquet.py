@@ -1,0 +1,176 @@
+"""Parquet files in a folder that appears by one rename."""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+from stagecrew.errors import CommitConflict, CommitFailed, OperatorMisused
+from stagecrew.operators.decisions import sync
+from stagecrew.operators.sinks.staged import (
+    differing,
+    exists,
+    file_system,
+    is_local,
+    list_files,
+    quoted,
+    remove_folder,
+    write_empty,
+    write_part,
+)
+
+if TYPE_CHECKING:
+    from stagecrew.operators.commits import Message, Staging
+
+__all__ = ["ParquetSink"]
+
+#: In a committed folder: which commit it is. Readers skip names that begin so.
+_MARK: Final = "_stagecrew.json"
+
+
+class ParquetSink:
+    """Parquet files on a file system that renames folders at once: local disks, and HDFS through `pyarrow.fs`.
+
+    Readers see all files of a commit or none: its folder appears by one rename, with the commit's id in it.
+
+    * `mode="create"`: `path` is that folder. It must not be there yet, or be empty: else `CommitConflict`.
+    * `mode="append"`: `path` is a table of many commits, each in a folder `stagecrew_commit=<id>` of its own, which Spark and Arrow
+      read as a partition column.
+
+    Tasks stage beside the folder, in `_stagecrew-…`, which readers skip and which is gone behind the commit. On a local disk what
+    is committed has reached the disk. On HDFS a task whose commit is over may make its staging folder anew, as HDFS does.
+
+    `path` is a path, or a URI for `pyarrow.fs`; `filesystem` says where, if it is not in the URI. `options` are those of
+    `pyarrow.parquet.ParquetWriter`, such as `compression`. Raises `OperatorMisused` for another mode.
+
+    Source: Spark's FileOutputCommitter, whose rename is one for each file.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        mode: Literal["create", "append"] = "create",
+        filesystem: pyarrow.fs.FileSystem | None = None,
+        **options: Any,
+    ) -> None:
+        if mode not in ("create", "append"):
+            raise OperatorMisused(f"mode is 'create' or 'append', not {mode!r}")
+        self._mode, self._options = mode, options
+        self._filesystem, self._path = file_system(path, filesystem)
+
+    def __repr__(self) -> str:
+        return f"<Parquet files in {self._path}>"
+
+    def begin(self, staging: Staging) -> None:
+        """See `Committer`."""
+        try:
+            self._make_room(staging)
+        except OSError as error:
+            raise CommitFailed(f"{self._path} cannot be written: {error}") from error
+
+    def _make_room(self, staging: Staging) -> None:
+        if self._mode == "append":
+            for file in list_files(self._filesystem, self._path):
+                if file.endswith(".parquet") and "/_" not in file[len(self._path) :]:
+                    there = pq.read_schema(file, filesystem=self._filesystem)
+                    if (error := differing(staging.schema, there, self._path)) is not None:
+                        raise error
+                    break
+            self._filesystem.create_dir(self._path)
+        elif not self._is_free():
+            raise self._conflict()
+        else:
+            self._filesystem.create_dir(posixpath.dirname(self._path) or ".")
+        self._filesystem.create_dir(self._staged(staging), recursive=False)
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """See `Committer`."""
+        folder = self._staged(staging)
+        return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """See `Committer`."""
+        if self.done(staging.commit_id):
+            return
+        staged, folder = self._staged(staging), self._assembled(staging)
+        self._filesystem.create_dir(folder, recursive=False)
+        for message in messages:
+            self._bring(f"{staged}/{message['file']}", f"{folder}/{message['file']}", staging)
+        if not messages:
+            write_empty(self._filesystem, f"{folder}/part-empty.parquet", staging.schema)
+        with self._filesystem.open_output_stream(f"{folder}/{_MARK}") as mark:
+            mark.write(json.dumps({"commit": staging.commit_id}).encode())
+        if is_local(self._filesystem):
+            sync(f"{folder}/{_MARK}")
+            sync(folder)
+        self._appear(folder, staging)
+
+    def _bring(self, source: str, destination: str, staging: Staging) -> None:
+        """Moves a staged file among those that will appear. It may be there already, by a commit that was cut short."""
+        try:
+            self._filesystem.move(source, destination)
+        except OSError:
+            if not exists(self._filesystem, destination) and not self.done(staging.commit_id):
+                raise
+
+    def _appear(self, folder: str, staging: Staging) -> None:
+        target = self._target(staging.commit_id)
+        try:
+            if not is_local(self._filesystem) and exists(self._filesystem, target):
+                raise FileExistsError(target)  # where a rename onto a folder moves into it
+            self._filesystem.move(folder, target)
+        except OSError as error:
+            if self.done(staging.commit_id):
+                return
+            if self._mode == "create" and not self._is_free():
+                raise self._conflict() from error
+            raise
+        if is_local(self._filesystem):
+            sync(posixpath.dirname(target) or ".")
+
+    def done(self, commit_id: str) -> bool:
+        """See `Committer`."""
+        try:
+            with self._filesystem.open_input_stream(f"{self._target(commit_id)}/{_MARK}") as mark:
+                return bool(json.loads(mark.read())["commit"] == commit_id)
+        except FileNotFoundError:
+            return False
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """See `Committer`."""
+        for folder in (self._staged(staging), self._assembled(staging)):
+            remove_folder(self._filesystem, folder)
+
+    def _target(self, commit_id: str) -> str:
+        return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"
+
+    def _staged(self, staging: Staging) -> str:
+        parent, name = posixpath.split(self._target(staging.commit_id))
+        return posixpath.join(parent, f"_stagecrew-{staging.run}-{name}")
+
+    def _assembled(self, staging: Staging) -> str:
+        return f"{self._staged(staging)}-whole"
+
+    def _is_free(self) -> bool:
+        """Whether nothing is where the folder will be, or an empty one."""
+        info = self._filesystem.get_file_info(self._path)
+        if info.type == pyarrow.fs.FileType.NotFound:
+            return True
+        return (
+            info.type == pyarrow.fs.FileType.Directory
+            and is_local(self._filesystem)
+            and not self._filesystem.get_file_info(pyarrow.fs.FileSelector(self._path))
+        )
+
+    def _conflict(self) -> CommitConflict:
+        return CommitConflict(
+            f"{self._path} is there already: mode 'create' makes it. Write elsewhere, remove it, or append"
+        )

@@ -1,0 +1,223 @@
+"""Sinks at real servers: PostgreSQL, and an S3 server."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import psycopg
+import pyarrow as pa
+import pyarrow.fs
+import pytest
+
+from postgres import postgresql
+from sinks import SCHEMA, Driver, Tasks, Trial, seeded, watch_files, watch_transactions
+from stagecrew.errors import CommitFailed, CommitPending
+from stagecrew.operators.commits import Staging, commit
+from stagecrew.operators.decisions import FileDecisions
+from stagecrew.operators.sinks import DatabaseSink, ObjectSink, read_committed
+
+
+@pytest.fixture(scope="module")
+def server():
+    with postgresql() as found:
+        yield found
+
+
+def at_postgresql(server, folder, number):
+    """A table of its own."""
+    table = f"target_{folder.name.replace('-', '_')}_{number}".lower()
+
+    def query(text):
+        with psycopg.connect(server.url) as database:
+            return database.execute(text).fetchall()
+
+    with psycopg.connect(server.url, autocommit=True) as database:
+        database.execute(f'CREATE TABLE {table} (id BIGINT, "text" TEXT)')
+        with contextlib.suppress(psycopg.Error):
+            database.execute("TRUNCATE stagecrew_commits")
+    return Trial(
+        lambda: DatabaseSink(server.url, table),
+        FileDecisions(folder / f"log-{number}"),
+        lambda: query(f"SELECT id, text FROM {table}"),
+        lambda: [name for (name,) in query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew_stage%'")],
+        watch_transactions,
+    )
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A file system with a bucket, at a server of the tests' own."""
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    filesystem = pyarrow.fs.S3FileSystem(
+        access_key="test", secret_key="test", endpoint_override=f"http://{host}:{port}", region="us-east-1",
+        allow_bucket_creation=True,
+    )  # fmt: skip
+    filesystem.create_dir("bucket")
+    yield filesystem
+    moto.stop()
+
+
+def at_s3(s3, folder, number):
+    """A prefix of its own."""
+    path = f"bucket/{folder.name}/{number}"
+
+    def visible():
+        try:
+            table = read_committed(path, s3).to_table()
+        except FileNotFoundError:
+            return []
+        return [(row["id"], row["text"]) for row in table.to_pylist()]
+
+    def left():
+        infos = s3.get_file_info(pyarrow.fs.FileSelector(path, recursive=True, allow_not_found=True))
+        try:
+            known = set(read_committed(path, s3).files)
+        except FileNotFoundError:
+            known = set()
+        names = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
+        return [name for name in names if name not in known and "/_stagecrew/" not in name]
+
+    return Trial(lambda: ObjectSink(path, s3), FileDecisions(folder / f"log-{number}"), visible, left, watch_files)
+
+
+@pytest.fixture(params=["postgresql", "s3"])
+def make(request, tmp_path):
+    """Makes trials."""
+    if request.param == "postgresql":
+        server = request.getfixturevalue("server")
+        return lambda number: at_postgresql(server, tmp_path, number)
+    filesystem = request.getfixturevalue("s3")
+    return lambda number: at_s3(filesystem, tmp_path, number)
+
+
+def test_once(make):
+    """All rows are there once, and a repeat changes nothing."""
+    trial, tasks = make(0), Tasks(1)
+    assert trial.drive(Driver(), tasks).rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.drive(Driver(), Tasks(2)).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults(make, seed):
+    """Drivers die, pause and go on at random."""
+    seeded(make(seed), seed, zombies=False)
+
+
+@pytest.mark.long
+def test_random_faults_at_length(make):
+    """At least a hundred for each."""
+    for seed in range(100, 210):
+        seeded(make(seed), seed, zombies=False)
+
+
+def test_two_at_once(make):
+    """Both land."""
+    trial, reports = make(0), []
+
+    def run(name):
+        reports.append(trial.drive(Driver(), Tasks(1), name))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(reports) == 2
+    assert len(trial.visible()) == 80
+    assert trial.left() == []
+
+
+def test_types_that_do_not_fit(server, tmp_path):
+    """Rows that a column does not take: the error says so, nothing is visible, nothing left."""
+    trial = at_postgresql(server, tmp_path, 0)
+    sink = trial.make_sink()
+
+    def stage(staging):
+        wrong = pa.record_batch({"id": ["one"], "text": ["a"]})
+        return [sink.stage(staging, 0, 1, iter([wrong]))]
+
+    with pytest.raises(CommitFailed, match="could not be staged: InvalidTextRepresentation"):
+        commit(sink, trial.decisions, "c", SCHEMA, stage)
+    assert trial.visible() == []
+    assert trial.left() == []
+
+
+def test_a_connection_that_is_lost(server, tmp_path):
+    """While it stages: abort, a clear error, nothing visible or left. While it commits: tried again."""
+    trial = at_postgresql(server, tmp_path, 0)
+    sink, tasks = trial.make_sink(), Tasks(1)
+
+    def end_all():
+        with psycopg.connect(server.url, autocommit=True) as database:
+            database.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+    def cut_off(batches):
+        yield next(batches)
+        end_all()
+        yield from batches
+
+    def stage(staging):
+        batches = [pa.record_batch({"id": [n], "text": ["a"]}, schema=SCHEMA) for n in range(3)]
+        return [sink.stage(staging, 0, 1, cut_off(iter(batches)))]
+
+    with pytest.raises(CommitFailed, match="could not be staged: AdminShutdown"):
+        commit(sink, trial.decisions, "c", SCHEMA, stage)
+    assert trial.visible() == []
+    assert trial.left() == []
+
+    within, times = sink._within, []
+
+    @contextlib.contextmanager
+    def cut_once(database):
+        with within(database):
+            yield
+            if len(times) == 1:
+                end_all()
+            times.append(1)
+
+    def staged(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        sink._within = cut_once
+        times.append(1)
+        return messages
+
+    report = commit(sink, trial.decisions, "d", SCHEMA, staged, sleep=lambda _: None)
+    assert report.rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_a_server_that_is_gone(tmp_path):
+    """Before anything runs; and behind the decision, when what was staged stays."""
+    with postgresql() as server:
+        trial = at_postgresql(server, tmp_path, 0)
+        sink = trial.make_sink()
+        staging: list[Staging] = []
+
+        def run(given):
+            staging.append(given)
+            return Tasks(1).run(trial.make_sink(), given)
+
+        class Gone(DatabaseSink):
+            def commit(self, staging, messages):
+                raise psycopg.OperationalError("the server is gone")
+
+        sink.__class__ = Gone
+        with pytest.raises(CommitPending, match="the server is gone"):
+            commit(sink, trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        assert trial.left() != []
+        assert trial.drive(Driver(), Tasks(2), "c").repeated
+        assert len(trial.visible()) == 40
+        assert trial.left() == []
+        trial.make_sink()
+    with pytest.raises(CommitFailed, match="is not there: OperationalError") as failed:
+        commit(trial.make_sink(), trial.decisions, "e", SCHEMA, lambda staging: [])
+    assert server.password not in str(failed.value)

@@ -1,0 +1,239 @@
+"""Drivers that die and pause at any write, and tasks that go on writing: for the tests of sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from stagecrew.errors import CommitFailed
+from stagecrew.operators.commits import commit
+
+SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
+
+
+class Killed(BaseException):
+    """The driver died here; nothing that it does has an effect any more."""
+
+
+class Driver:
+    """One driver: its writes are counted, and it dies, or pauses, before or after one of them."""
+
+    def __init__(
+        self, dies_at: int | None = None, pauses_at: int | str | None = None, raises_at: int | None = None
+    ) -> None:
+        self.dies_at, self.pauses_at, self.raises_at = dies_at, pauses_at, raises_at
+        self.moments = 0
+        self.dead = False
+        self.paused, self.goes_on = threading.Event(), threading.Event()
+
+    def moment(self, name: str = "") -> None:
+        """Something is about to be written, or was."""
+        if self.dead:
+            raise Killed
+        self.moments += 1
+        if self.moments == self.dies_at:
+            self.dead = True
+            raise Killed
+        if self.moments == self.raises_at:
+            raise OSError("something is in the way")
+        if self.pauses_at in (self.moments, name or self.moments):
+            self.paused.set()
+            assert self.goes_on.wait(60)
+
+    def watched(self, object_: Any, names: Sequence[str]) -> Any:
+        """The object, with these methods as moments: before and after."""
+        return Watched(self, object_, names)
+
+
+class Watched:
+    """Looks like what it watches, also to `isinstance`."""
+
+    def __init__(self, driver: Driver, object_: Any, names: Sequence[str]) -> None:
+        self._driver, self._object, self._names = driver, object_, frozenset(names)
+
+    @property
+    def __class__(self) -> Any:
+        return self._object.__class__
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._object, name)
+        if not callable(found):
+            return found
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            if self._driver.dead:
+                raise Killed
+            if name in self._names:
+                self._driver.moment()
+            answer = found(*args, **kwargs)
+            if name in self._names:
+                self._driver.moment()
+            return answer
+
+        return called
+
+
+class Tasks:
+    """Tasks that stage rows: some attempts fail in the middle, some run twice, some go on when nobody needs them."""
+
+    def __init__(self, seed: int, rows: int = 40, partitions: int = 4, zombies: bool = True) -> None:
+        self._with_zombies = zombies
+        self._random = random.Random(seed)
+        self._rows, self._partitions = rows, partitions
+        self._attempts = 0
+        self.zombies: list[Callable[[], None]] = []
+        self.expected = [(number, f"text {number}") for number in range(rows)]
+
+    def run(self, sink: Any, staging: Any) -> list[dict[str, Any]]:
+        """What Spark accepted."""
+        messages = []
+        for partition in range(self._partitions):
+            mine = self.expected[partition :: self._partitions]
+            if self._random.random() < 0.3:
+                with contextlib.suppress(RuntimeError):
+                    self._attempt(sink, staging, partition, self._broken(mine))
+            if self._random.random() < 0.3:  # a speculative one, which nobody takes
+                self._attempt(sink, staging, partition, self._batches(mine))
+            if self._random.random() < 0.3 and self._with_zombies:  # one that goes on later
+                number = self._number()
+                self.zombies.append(
+                    lambda partition=partition, mine=mine, number=number: sink.stage(
+                        staging, partition, number, self._batches(mine)
+                    )
+                )
+            message = self._attempt(sink, staging, partition, self._batches(mine))
+            if message is not None:
+                messages.append(message)
+        return messages
+
+    def _number(self) -> int:
+        self._attempts += 1
+        return self._attempts
+
+    def _attempt(self, sink: Any, staging: Any, partition: int, batches: Iterator[pa.RecordBatch]) -> Any:
+        return sink.stage(staging, partition, self._number(), batches)
+
+    @staticmethod
+    def _batches(rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
+        for some in (rows[:3], rows[3:]):
+            yield pa.RecordBatch.from_arrays(
+                [pa.array([row[0] for row in some], pa.int64()), pa.array([row[1] for row in some], pa.string())],
+                schema=SCHEMA,
+            )
+
+    @classmethod
+    def _broken(cls, rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
+        yield next(cls._batches(rows))
+        raise RuntimeError("the task was killed")
+
+
+class Trial:
+    """A sink of a test, its store of decisions, and what is to be seen there."""
+
+    def __init__(
+        self,
+        make_sink: Callable[[], Any],
+        decisions: Any,
+        visible: Callable[[], list[Any]],
+        left: Callable[[], list[str]],
+        watch: Callable[[Driver, Any], None],
+    ) -> None:
+        self.watch = watch  # has the writes within one call of a sink be moments too
+        self.make_sink, self.decisions, self.visible, self.left = make_sink, decisions, visible, left
+
+    def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
+        """One driver's run."""
+        plain, own = self.make_sink(), self.make_sink()
+        self.watch(driver, own)
+        sink = driver.watched(own, ("begin", "commit", "discard"))
+        decisions = driver.watched(self.decisions, ("write",))
+
+        def execute(staging: Any) -> list[Any]:
+            driver.moment()
+            messages = tasks.run(plain, staging)
+            driver.moment("staged")
+            return messages
+
+        return commit(sink, decisions, commit_id, SCHEMA, execute, sleep=lambda _: None)
+
+    def check(self, tasks: Tasks, seen: Sequence[Any]) -> None:
+        assert sorted(seen) in ([], tasks.expected), "half of it is visible"
+
+
+def seeded(trial: Trial, seed: int, zombies: bool = True) -> None:
+    """A random story: drivers die, pause and go on, tasks write when nobody needs them; at its end all is there, once."""
+    randomly = random.Random(seed)
+    tasks = Tasks(seed, zombies=zombies)
+    paused: list[tuple[Driver, threading.Thread]] = []
+    for _ in range(randomly.randrange(1, 4)):
+        kind = randomly.choice(["dies", "pauses", "raises"])
+        driver = Driver(**{f"{kind}_at": randomly.randrange(1, 30)})
+        outcome: list[BaseException] = []
+
+        def run(driver: Driver = driver, outcome: list[BaseException] = outcome) -> None:
+            try:
+                trial.drive(driver, tasks)
+            except (Killed, OSError, CommitFailed) as error:
+                outcome.append(error)
+
+        if kind == "pauses":
+            thread = threading.Thread(target=run)
+            thread.start()
+            while thread.is_alive() and not driver.paused.wait(0.01):
+                pass
+            paused.append((driver, thread))
+        else:
+            run()
+        trial.check(tasks, trial.visible())
+        if tasks.zombies and randomly.random() < 0.5:
+            _late(tasks.zombies.pop())
+        if paused and randomly.random() < 0.3:
+            _go_on(paused.pop(randomly.randrange(len(paused))))
+            trial.check(tasks, trial.visible())
+    trial.drive(Driver(), tasks)
+    assert sorted(trial.visible()) == tasks.expected
+    for one in paused:
+        _go_on(one)
+    while tasks.zombies:
+        _late(tasks.zombies.pop())
+    assert trial.drive(Driver(), tasks).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def _late(zombie: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        zombie()
+
+
+def _go_on(one: tuple[Driver, threading.Thread]) -> None:
+    driver, thread = one
+    driver.goes_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def watch_files(driver: Driver, sink: Any) -> None:
+    """Each write to its file system is a moment."""
+    sink._filesystem = driver.watched(
+        sink._filesystem, ("create_dir", "move", "open_output_stream", "delete_dir", "delete_file")
+    )
+
+
+def watch_transactions(driver: Driver, sink: Any) -> None:
+    """The begin and the end of each transaction is a moment."""
+    within = sink._within
+
+    @contextlib.contextmanager
+    def watched(database: Any) -> Iterator[None]:
+        driver.moment()
+        with within(database):
+            yield
+        driver.moment()
+
+    sink._within = watched

@@ -1,0 +1,178 @@
+"""Alignment in event time on real Spark: nobody is ahead by more than the drift and a batch, whoever fails or is idle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+
+import stagecrew
+from crewtools import LOCAL_CLUSTER, Journal
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+DRIFT = 20
+
+
+@pytest.fixture
+def cluster(sessions):
+    """A session on a cluster of two executors, in which attempts may fail often."""
+    return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
+
+
+def reading(path: str, pace: dict[int, float], dies: int | None = None, mark: str = "") -> Any:
+    """Work that goes through a hundred event times at its subtask's pace, and writes down each when it may read it."""
+
+    def work(aligner, batches):
+        for _ in batches:
+            pass
+        journal = Journal(path)
+        for event in range(100):
+            aligner.advance(event)
+            journal.write(subtask=aligner.subtask, at=event, pid=os.getpid())
+            time.sleep(pace[aligner.subtask])
+            if event == dies and aligner.subtask == 0 and not os.path.exists(mark):
+                Path(mark).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        yield pa.record_batch({"subtask": [aligner.subtask]})
+
+    return work
+
+
+def spreads(entries: list[dict[str, Any]]) -> list[int]:
+    """How far each read was ahead of what the other task had come to, while both read."""
+    at: dict[int, int] = {}
+    found = []
+    for entry in entries:
+        at[entry["subtask"]] = entry["at"]
+        if len(at) == 2 and min(at.values()) < 99:
+            found.append(entry["at"] - min(at.values()))
+    return found
+
+
+def test_the_fast_one_waits(cluster, journal):
+    """Two tasks at different paces stay within the drift and one event."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+        alignment = topology.align("a", DRIFT)
+        rows = alignment.map(
+            cluster.range(0, 2, 1, 2), reading(journal.path, {0: 0.01, 1: 0.0}), "subtask long"
+        ).collect()
+        assert sorted(row.subtask for row in rows) == [0, 1]
+        assert "slowest" in topology.progress["a/1"]
+    entries = journal.read()
+    assert len(entries) == 200
+    first = next(n for n, entry in enumerate(entries) if entry["subtask"] == 0)  # it takes part from here
+    apart = spreads(entries[first:])
+    assert max(apart) <= DRIFT + 1
+    assert max(apart) >= DRIFT - 2  # it did wait
+
+
+def test_a_task_dies(cluster, journal, tmp_path):
+    """The others do not wait for one that is dead; the next attempt begins anew, and holds them again."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+        alignment = topology.align("a", DRIFT)
+        work = reading(journal.path, {0: 0.005, 1: 0.005}, dies=30, mark=str(tmp_path / "died"))
+        assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+    assert len([entry for entry in journal.read() if entry["subtask"] == 0]) == 131
+
+
+def test_idle_and_finished(cluster):
+    """A source that has nothing for now, or ever, holds nobody; a silent one only for a while."""
+
+    def work(aligner, batches):
+        for _ in batches:
+            pass
+        aligner.advance(0)
+        if aligner.subtask == 0:
+            aligner.advance(0, "second")
+            aligner.idle()
+            aligner.finish("second")
+            time.sleep(3)
+        elif aligner.subtask == 1:
+            time.sleep(3)  # silent
+        else:
+            started = time.monotonic()
+            aligner.advance(1000)
+            assert time.monotonic() - started < 2.8
+        yield pa.record_batch({"subtask": [aligner.subtask]})
+
+    with stagecrew.crew(cluster).topology("t") as topology:
+        alignment = topology.align("a", DRIFT, idle_after=1.0)
+        assert alignment.map(cluster.range(0, 3, 1, 3), work, "subtask long").count() == 3
+
+
+def test_one_that_stands_still(cluster):
+    """Who waits for it too long is told so, with what to do."""
+
+    def work(aligner, batches):
+        for _ in batches:
+            pass
+        aligner.advance(0)
+        if aligner.subtask == 0:
+            time.sleep(4)
+        else:
+            with pytest.raises(stagecrew.AlignmentFailed, match="set idle_after"):
+                aligner.advance(1000, timeout=0.5)
+            with pytest.raises(stagecrew.AlignmentFailed, match="cannot be compared"):
+                aligner.advance("noon")
+        yield pa.record_batch({"subtask": [aligner.subtask]})
+
+    with stagecrew.crew(cluster).topology("t") as topology:
+        assert topology.align("a", DRIFT).map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+
+
+def test_merged_sources(cluster, journal):
+    """Splits of several sources, one of them skewed: no new split is further ahead of what is read than the drift; all rows are there."""
+    sources = {"a": list(range(0, 200, 5)), "b": list(range(0, 200, 50)), "c": [199]}
+    path = journal.path
+
+    def read(split):
+        source, at = split
+        log = Journal(path)
+        log.write(event="begin", at=at, pid=os.getpid())
+        time.sleep(0.05 if source == "b" else 0.005)
+        log.write(event="end", at=at, pid=os.getpid())
+        yield pa.record_batch({"source": [source], "at": [at]})
+
+    merged = stagecrew.InEventTime(sources, lambda at: at, DRIFT)
+    with stagecrew.crew(cluster).topology("t") as topology:
+        splits = topology.splits(merged, read, "source string, at long", parallelism=3)
+        rows = sorted((row.source, row["at"]) for row in splits.collect())
+        assert rows == sorted((name, at) for name, of in sources.items() for at in of)
+        assert splits.count() == len(rows)  # replayed
+        one = topology.splits(merged, read, "source string, at long", parallelism=1)
+        order = [row["at"] for row in one.collect()]
+        assert order == sorted(order)
+    began: dict[int, int] = {}
+    for entry in journal.read()[: 2 * len(rows)]:
+        if entry["event"] == "begin":
+            assert all(entry["at"] <= other + DRIFT for other in began.values())
+            began[entry["pid"]] = entry["at"]
+        else:
+            del began[entry["pid"]]
+
+
+def test_bad_input(cluster):
+    """What is no function, no time, no mapping."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+        with pytest.raises(stagecrew.OperatorMisused, match="idle_after is after how many seconds"):
+            topology.align("a", DRIFT, idle_after=0)
+        with pytest.raises(stagecrew.OperatorMisused, match="maps a function work"):
+            topology.align("b", DRIFT).map(cluster.range(2), 7, "a long")
+        with pytest.raises(stagecrew.OperatorMisused, match="event_time is a function"):
+            stagecrew.InEventTime({"a": []}, 7, DRIFT)
+        with (
+            pytest.raises(stagecrew.CoordinatorFailed, match="source 'a' goes back in time"),
+            stagecrew.crew(cluster).topology("inner") as inner,
+        ):
+            back = stagecrew.InEventTime({"a": [5, 1]}, lambda at: at, DRIFT)
+            inner.splits(back, lambda split: [], "a long", parallelism=1).collect()
+    with pytest.raises(stagecrew.TopologyClosed):
+        topology.align("c", DRIFT)

@@ -1,0 +1,421 @@
+"""Commits with real Spark: what is committed is what Spark accepted, whatever attempts and drivers do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow.dataset as ds
+import pytest
+from pyspark import cloudpickle
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as f
+
+import stagecrew
+from coordinators import executor_of_this_worker
+from crewtools import LOCAL_CLUSTER, eventually, kill
+from drivers import driver
+from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+ROWS = [(number, f"text {number}") for number in range(40)]
+
+
+class Place:
+    """A sink, what is visible there, and what is left beside that."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self.conf: dict[str, str] = {}
+        if name == "sqlite":
+            with contextlib.closing(sqlite3.connect(folder / "data.db")) as database:
+                database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
+        if name == "iceberg":
+            from pyiceberg.catalog import load_catalog
+            from pyiceberg.schema import Schema
+            from pyiceberg.types import LongType, NestedField, StringType
+
+            self.conf = {"type": "sql", "uri": f"sqlite:///{folder}/c.db", "warehouse": f"file://{folder}/w"}
+            catalog = load_catalog("default", **self.conf)
+            catalog.create_namespace_if_not_exists("db")
+            fields = NestedField(1, "id", LongType()), NestedField(2, "text", StringType())
+            catalog.create_table("db.target", Schema(*fields))
+
+    def sink(self) -> Any:
+        if self.name == "parquet":
+            return ParquetSink(self.folder / "table")
+        if self.name == "objects":
+            return ObjectSink(self.folder / "objects")
+        if self.name == "sqlite":
+            return DatabaseSink(f"sqlite:///{self.folder}/data.db", "target")
+        return IcebergSink("db.target", properties=self.conf)
+
+    def _files(self, below: str) -> set[str]:
+        return {str(path) for path in (self.folder / below).rglob("*") if path.is_file()}
+
+    def visible(self) -> list[tuple[int, str]]:
+        if self.name == "sqlite":
+            with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
+                return sorted(database.execute("SELECT id, text FROM target").fetchall())
+        if self.name == "parquet":
+            table = ds.dataset(str(self.folder / "table")).to_table() if (self.folder / "table").exists() else None
+        elif self.name == "objects":
+            try:
+                table = read_committed(self.folder / "objects").to_table()
+            except FileNotFoundError:
+                table = None
+        else:
+            table = self._table().scan().to_arrow()
+        return sorted((row["id"], row["text"]) for row in table.to_pylist()) if table is not None else []
+
+    def _table(self) -> Any:
+        from pyiceberg.catalog import load_catalog
+
+        return load_catalog("default", **self.conf).load_table("db.target")
+
+    def left(self) -> list[str]:
+        """What was staged and is not visible."""
+        if self.name == "sqlite":
+            with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
+                return [
+                    name
+                    for (name,) in database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")
+                ]
+        if self.name == "parquet":
+            return [path.name for path in self.folder.iterdir() if path.name.startswith("_stagecrew")]
+        if self.name == "objects":
+            with contextlib.suppress(FileNotFoundError):
+                return sorted(self._files("objects/data") - set(read_committed(self.folder / "objects").files))
+            return sorted(self._files("objects/data"))
+        known = {task.file.file_path.removeprefix("file://") for task in self._table().scan().plan_files()}
+        return sorted(file for file in self._files("w") if "/stagecrew-" in file and file not in known)
+
+
+@pytest.fixture(
+    params=["parquet", *(pytest.param(name, marks=pytest.mark.long) for name in ("objects", "sqlite", "iceberg"))]
+)
+def place(request, tmp_path):
+    (tmp_path / "sink").mkdir()
+    return Place(request.param, tmp_path / "sink")
+
+
+@pytest.fixture
+def cluster(sessions):
+    """A session on a cluster of two executors, in which attempts may fail often."""
+    return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
+
+
+@pytest.fixture
+def strict(sessions):
+    """A session in which attempts may fail twice."""
+    return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "2"})
+
+
+def rows_of(spark: Any, parts: int = 4) -> Any:
+    return spark.range(0, 40, 1, parts).select("id", f.format_string("text %d", "id").alias("text"))
+
+
+def through(dataset: Any, work: Any) -> Any:
+    """The dataset, with something done to its tasks."""
+    return dataset.mapInArrow(work, dataset.schema)
+
+
+def test_what_spark_accepted(cluster, place, tmp_path):
+    """Tasks that are killed at their end, executors that die between an offer and its acceptance: each row is there once."""
+    (tmp_path / "n").mkdir()
+    folder = str(tmp_path / "n")
+    sink = place.sink()
+    stage = type(sink).stage
+
+    class Dies(type(sink)):
+        """Its first attempts at two partitions have staged all, and die then."""
+
+        def stage(self, staging, partition, attempt, batches):
+            message = stage(self, staging, partition, attempt, batches)
+            if partition in (1, 2):
+                with contextlib.suppress(FileExistsError):
+                    os.close(os.open(f"{folder}/{partition}", os.O_CREAT | os.O_EXCL))
+                    if partition == 1:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    kill(executor_of_this_worker())
+                    time.sleep(60)
+            return message
+
+    sink.__class__ = Dies
+    with stagecrew.crew(cluster).topology("t") as topology:
+        report = topology.commit(rows_of(cluster), sink)
+        assert (report.rows, report.parts) == (40, 4)
+        assert topology.progress["commit/1"]["staged"] >= 4
+    assert place.visible() == ROWS
+    assert place.left() == []
+
+
+def test_upstream_with_other_output(cluster, place, tmp_path):
+    """A map stage that runs again and writes other rows: each row is committed once, or Spark fails the job and none is."""
+    mark = str(tmp_path / "first")
+
+    def salted(batches):
+        import pyarrow as pa
+
+        salt = os.urandom(4).hex()
+        for batch in batches:
+            ids = batch.column(0)
+            yield pa.record_batch({"id": ids, "text": [f"{salt} {one}" for one in ids.to_pylist()]})
+
+    def dies(batches):
+        yield from batches
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+            kill(executor_of_this_worker())
+            time.sleep(60)
+
+    shuffled = through(rows_of(cluster), salted).repartition(4, "id")
+    with stagecrew.crew(cluster).topology("t") as topology:
+        try:
+            topology.commit(through(shuffled, dies), place.sink())
+        except Exception as error:  # where Spark took a row before, and finds out that the stage gives others now
+            if "indeterminate output" not in str(error):
+                raise
+    assert [number for number, _ in place.visible()] in ([], list(range(40)))
+    assert place.left() == []
+
+
+def test_ctrl_c(cluster, place):
+    """Ctrl-C while tasks stage: nothing is visible, nothing left."""
+    import threading
+
+    sink = place.sink()
+    stage = type(sink).stage
+
+    class Slow(type(sink)):
+        """Its tasks have staged all, and go on for long."""
+
+        def stage(self, staging, partition, attempt, batches):
+            message = stage(self, staging, partition, attempt, batches)
+            time.sleep(60)
+            return message
+
+    sink.__class__ = Slow
+
+    def interrupts():
+        with contextlib.suppress(AssertionError):
+            eventually(lambda: topology.progress.get("commit/1", {}).get("staging", 0) >= 2, 20, "tasks stage")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), stagecrew.crew(cluster).topology("t") as topology:
+        threading.Thread(target=interrupts).start()
+        topology.commit(rows_of(cluster), sink)
+    assert place.visible() == []
+    assert place.left() == []
+
+
+DRIVER = """
+import os, signal
+sys.path.insert(0, {spark!r})
+from test_commits import Place, ROWS, rows_of
+from sinks import Driver, Killed
+
+class Kills(Driver):
+    def moment(self):
+        self.moments += 1
+        if self.moments == {at}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+place = Place.__new__(Place)
+place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({folder!r}), {conf!r}
+spark = stagecrew.configure(base({master!r})).getOrCreate()
+watcher = Kills()
+sink = place.sink()
+decisions = watcher.watched(stagecrew.FileDecisions({log!r}), ("write",))
+
+class Watches(type(sink)):
+    def begin(self, staging):
+        watcher.moment(); super().begin(staging); watcher.moment()
+    def commit(self, staging, messages):
+        watcher.moment(); super().commit(staging, messages); watcher.moment()
+    def discard(self, staging, kept):
+        watcher.moment(); super().discard(staging, kept); watcher.moment()
+    def __reduce__(self):
+        return (type(sink).__mro__[1].__new__, (type(sink).__mro__[1],), self.__getstate__())
+
+sink.__class__ = Watches
+with stagecrew.crew(spark).topology("t") as topology:
+    report = topology.commit(rows_of(spark), sink, "one", decisions)
+journal.write(event="done", repeated=report.repeated)
+spark.stop()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("parquet", 5),
+        *(
+            pytest.param(name, at, marks=pytest.mark.long)
+            for name in ("parquet", "sqlite", "iceberg", "objects")
+            for at in range(2, 9)
+            if (name, at) != ("parquet", 5)
+        ),
+    ],
+)
+def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
+    """A driver that dies by SIGKILL; another that runs the same program brings all rows, once, and leaves nothing."""
+    sessions.stop()
+    (tmp_path / "sink").mkdir()
+    place = Place(name, tmp_path / "sink")
+
+    def script(moment: int) -> str:
+        values = {
+            "spark": str(Path(__file__).parent), "at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
+            "log": str(tmp_path / "log"),
+        }  # fmt: skip
+        text = DRIVER
+        for key, value in values.items():
+            text = text.replace(f"{{{key}!r}}", repr(value)).replace(f"{{{key}}}", str(value))
+        return text
+
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    with driver(tmp_path / "one", journal, "local[2]", script(at)) as process:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(120)
+        assert process.returncode == -signal.SIGKILL
+    assert place.visible() in ([], ROWS)
+    with driver(tmp_path / "two", journal, "local[2]", script(0)) as process:
+        assert process.wait(120) == 0
+    assert len(journal.read(event="done")) == 1
+    assert place.visible() == ROWS
+    assert place.left() == []
+
+
+def test_two_topologies_at_once(cluster, place):
+    """Two that commit to one place: both land, or one says that it cannot."""
+    import threading
+
+    outcomes: list[Any] = []
+
+    def run(name):
+        try:
+            with stagecrew.crew(cluster).topology(name) as topology:
+                outcomes.append(topology.commit(rows_of(cluster), place.sink()))
+        except stagecrew.CommitConflict as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    conflicts = [one for one in outcomes if isinstance(one, stagecrew.CommitConflict)]
+    assert len(outcomes) == 2
+    assert len(conflicts) == (1 if place.name == "parquet" else 0)
+    assert len(place.visible()) == 40 * (2 - len(conflicts))
+    assert place.left() == []
+
+
+def test_a_failed_job(strict, place):
+    """Its exception comes through, nothing is visible, nothing left."""
+
+    def fails(batches):
+        for batch in batches:
+            yield batch
+            if batch.column(0)[0].as_py() >= 30:
+                raise ValueError("the last partition is bad")
+
+    with (
+        pytest.raises(PySparkException, match="the last partition is bad"),
+        stagecrew.crew(strict).topology("t") as topology,
+    ):
+        topology.commit(through(rows_of(strict), fails), place.sink())
+    assert place.visible() == []
+    assert place.left() == []
+
+
+def test_a_file_that_cannot_grow(strict, place, tmp_path):
+    """A task that cannot write all of its rows: the error says so, nothing is visible, nothing left."""
+    sink = place.sink()
+    stage = type(sink).stage
+
+    class Small(type(sink)):
+        """Its tasks write files of 512 bytes at most."""
+
+        def stage(self, staging, partition, attempt, batches):
+            import resource
+
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+            try:
+                return stage(self, staging, partition, attempt, batches)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    sink.__class__ = Small
+    with pytest.raises(PySparkException), stagecrew.crew(strict).topology("t") as topology:
+        topology.commit(rows_of(strict), sink)
+    assert place.visible() == []
+    assert place.left() == []
+
+
+@pytest.mark.long
+def test_a_full_disk(strict, tmp_path):
+    """A small tmpfs: the error says so, nothing is visible, nothing left."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        large = strict.range(0, 40_000, 1, 4).select(f.sha2(f.col("id").cast("string"), 512).alias("text"))
+        with (
+            pytest.raises(PySparkException, match="No space left on device"),
+            stagecrew.crew(strict).topology("t") as topology,
+        ):
+            topology.commit(large, ParquetSink(disk / "table"))
+        assert list(disk.rglob("*")) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_where_nothing_can_be_written(strict):
+    """It is said before anything runs."""
+    with (
+        pytest.raises(stagecrew.CommitFailed, match="/proc/nowhere/table cannot be written"),
+        stagecrew.crew(strict).topology("t") as topology,
+    ):
+        topology.commit(rows_of(strict), ParquetSink("/proc/nowhere/table"))
+
+
+@pytest.mark.long
+def test_a_read_only_directory(strict, tmp_path):
+    """It is said before anything runs."""
+    disk = tmp_path / "fixed"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,ro", "tmpfs", str(disk)], check=True)
+    try:
+        with (
+            pytest.raises(stagecrew.CommitFailed, match="cannot be written.*Read-only file system"),
+            stagecrew.crew(strict).topology("t") as topology,
+        ):
+            topology.commit(rows_of(strict), ParquetSink(disk / "table"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_bad_input(strict, tmp_path):
+    """What is no DataFrame, no Committer; a table that is not there."""
+    with stagecrew.crew(strict).topology("t") as topology:
+        with pytest.raises(stagecrew.OperatorMisused, match="takes a DataFrame, not int"):
+            topology.commit(7, ParquetSink(tmp_path / "t"))
+        with pytest.raises(
+            stagecrew.OperatorMisused, match="str is no Committer: it has no begin, stage, commit, done, discard"
+        ):
+            topology.commit(rows_of(strict), "a path")
+        with pytest.raises(stagecrew.CommitFailed, match="no such table: target"):
+            topology.commit(rows_of(strict), DatabaseSink(f"sqlite:///{tmp_path}/new.db", "target"))
+    with pytest.raises(stagecrew.TopologyClosed):
+        topology.commit(rows_of(strict), ParquetSink(tmp_path / "t"))

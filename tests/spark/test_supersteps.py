@@ -1,0 +1,237 @@
+"""Supersteps: tasks that compute together get the result of a single process, whatever fails, on real Spark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark import cloudpickle
+
+import stagecrew
+from coordinators import executor_of_this_worker
+from crewtools import LOCAL, LOCAL_CLUSTER, eventually, kill
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SCHEMA = "subtask long, value double"
+
+
+def batch(subtask: int, value: float) -> pa.RecordBatch:
+    return pa.record_batch({"subtask": [subtask], "value": [float(value)]})
+
+
+def numbers(batches: Any) -> list[int]:
+    return [value for one in batches for value in one.column("id").to_pylist()]
+
+
+def mean_by_steps(steps: Any, batches: Any) -> Any:
+    """A mean that is found by halving the way to it, step by step."""
+    mine = numbers(batches)
+    _, count = steps.reduce(np.array([float(sum(mine)), float(len(mine))]))
+    guess = 0.0
+    while not steps.stopped:
+        missing = steps.reduce(float(sum(mine)) - guess * len(mine), "sum") / count
+        guess += missing / 2
+    yield batch(steps.subtask, guess)
+
+
+def alone(subtasks: int) -> float:
+    """The same in a single process."""
+    parts = [list(range(n * 100 // subtasks, (n + 1) * 100 // subtasks)) for n in range(subtasks)]
+    guess = 0.0
+    while True:
+        missing = 0.0
+        for number, part in enumerate(parts):
+            value = float(sum(part)) - guess * len(part)
+            missing = value if number == 0 else missing + value
+        guess += missing / 100 / 2
+        if abs(missing) < 1e-6:
+            return guess
+
+
+def close_enough(step: int, value: Any) -> bool:
+    return step > 0 and abs(value) < 1e-6
+
+
+@pytest.fixture
+def cluster(sessions):
+    """A session on a cluster of two executors."""
+    return sessions.get(LOCAL_CLUSTER)
+
+
+def test_the_result_of_a_single_process(spark):
+    """To the last bit, also in a second action, above other operations, and in the part that take and first need."""
+    with stagecrew.crew(spark).topology("t") as topology:
+        means = topology.supersteps(spark.range(0, 100, 1, 2), mean_by_steps, SCHEMA, stop_when=close_enough)
+        expected = [(subtask, alone(2)) for subtask in range(2)]
+        assert sorted(map(tuple, means.collect())) == expected
+        assert sorted(map(tuple, means.collect())) == expected
+        assert means.first()[1] == expected[0][1]
+        assert len(means.take(2)) == 2
+        assert means.groupBy().sum("subtask").collect()[0][0] == 1
+        assert means.union(means).count() == 4
+        assert means.coalesce(1).count() == 2
+        assert topology.progress["supersteps/1"]["stopped"] is True
+
+
+def test_a_partition_without_rows(cluster):
+    """It takes part like the others."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+        few = cluster.range(0, 2, 1, 3)
+
+        def work(steps, batches):
+            found = steps.reduce(numbers(batches), "concat")
+            yield batch(steps.subtask, len(found))
+
+        rows = topology.supersteps(few, work, SCHEMA).collect()
+        assert sorted(map(tuple, rows)) == [(0, 2.0), (1, 2.0), (2, 2.0)]
+
+
+def test_rows_stay_together_and_in_order(cluster):
+    """The rows of a subtask come in the order in which it yielded them."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+
+        def work(steps, batches):
+            steps.reduce(1)
+            for number in range(50):
+                yield pa.table({"subtask": [steps.subtask] * 10, "value": [float(number * 10 + i) for i in range(10)]})
+
+        rows = topology.supersteps(cluster.range(0, 4, 1, 4), work, SCHEMA).collect()
+        for subtask in range(4):
+            assert [row.value for row in rows if row.subtask == subtask] == list(map(float, range(500)))
+
+
+def test_large_values(cluster):
+    """64 MB from each of two tasks."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+
+        def work(steps, batches):
+            mine = np.full(8 << 20, steps.subtask + 1, np.int64)
+            both = steps.reduce(mine)
+            assert both.nbytes == 64 << 20
+            yield batch(steps.subtask, float(both.min() + both.max()))
+
+        rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
+        assert [row.value for row in rows] == [6.0, 6.0]
+
+
+def failing(path: str, how: str, times: int) -> Any:
+    """Work of which subtask 1 fails in its third step, the first so many times."""
+
+    def work(steps, batches):
+        total = 0
+        for number in range(5):
+            total += steps.reduce(1)
+            if number == 2 and steps.subtask == 1:
+                seen = len(os.listdir(path))
+                if seen < times:
+                    Path(path, str(seen)).touch()
+                    if how == "worker":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    if how == "executor":
+                        kill(executor_of_this_worker())
+                    raise ValueError("the third step went wrong")
+        yield batch(steps.subtask, total)
+
+    return work
+
+
+@pytest.mark.parametrize("how", ["raises", "worker", "executor"])
+def test_a_task_fails(sessions, tmp_path, how):
+    """The whole stage runs again from its first step, and nothing of the attempt before is in the result."""
+    cluster = sessions.get(LOCAL_CLUSTER)
+    (tmp_path / "n").mkdir()
+    with stagecrew.crew(cluster).topology("t") as topology:
+        work = failing(str(tmp_path / "n"), how, 2)
+        rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
+        assert sorted(map(tuple, rows)) == [(0, 10.0), (1, 10.0)]
+        assert len(os.listdir(tmp_path / "n")) == 2
+
+
+def test_up_to_spark_s_own_limit(cluster, tmp_path):
+    """A task that fails each time fails the job with its own error, after as many attempts at the stage as Spark allows."""
+    (tmp_path / "n").mkdir()
+    with stagecrew.crew(cluster).topology("t") as topology:
+        work = failing(str(tmp_path / "n"), "raises", 100)
+        with pytest.raises(Exception, match="the third step went wrong"):
+            topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
+    assert len(os.listdir(tmp_path / "n")) == 4
+
+
+def test_output_that_is_lost_between_two_actions(sessions):
+    """Spark runs some of the tasks again, which cannot go on without the others: all run again, and the rows are the same."""
+    cluster = sessions.get(LOCAL_CLUSTER)
+    with stagecrew.crew(cluster).topology("t") as topology:
+
+        def work(steps, batches):
+            yield batch(steps.subtask, steps.reduce(float(sum(numbers(batches)))))
+
+        sums = topology.supersteps(cluster.range(0, 100, 1, 2), work, SCHEMA).select("subtask", "value")
+        rdd = sums._jdf.queryExecution().toRdd()
+        assert rdd.count() == 2
+        pids = cluster.range(0, 8, 1, 8).mapInArrow(pids_of_executors, "id long").distinct().collect()
+        kill(pids[0].id)
+        eventually(lambda: executors(cluster) == 2, what="another executor")
+        assert rdd.count() == 2
+
+
+def pids_of_executors(batches: Any) -> Any:
+    for one in batches:
+        yield pa.record_batch({"id": [executor_of_this_worker()] * one.num_rows})
+
+
+def executors(spark: Any) -> int:
+    return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda steps: steps.reduce(1) if steps.subtask == 0 else None, "each has to call reduce"),
+        (lambda steps: steps.reduce(1, "sum" if steps.subtask else "max"), "reduces by"),
+        (lambda steps: steps.reduce(1 if steps.subtask else [1]), "values that differ"),
+    ],
+)
+def test_tasks_that_differ(cluster, work, words):
+    """A task that reduces less often, by another reducer, or another kind of value: the error names it, and nobody hangs."""
+
+    def work_(steps, batches):
+        work(steps)
+        yield batch(steps.subtask, 0)
+
+    with pytest.raises(stagecrew.CoordinatorFailed, match=words), stagecrew.crew(cluster).topology("t") as topology:
+        topology.supersteps(cluster.range(0, 2, 1, 2), work_, SCHEMA).collect()
+
+
+def test_too_few_slots(sessions):
+    """More partitions than slots: Spark's error, which says so, instead of a wait without end."""
+    spark = sessions.get(LOCAL)
+    with stagecrew.crew(spark).topology("t") as topology:
+        many = topology.supersteps(spark.range(0, 8, 1, 8), mean_by_steps, SCHEMA)
+        with pytest.raises(Exception, match="requires more slots"):
+            many.collect()
+
+
+def test_bad_input(sessions):
+    """What is no DataFrame, no function, no timeout; dynamic allocation, which Spark refuses."""
+    spark = sessions.get(LOCAL)
+    with stagecrew.crew(spark).topology("t") as topology:
+        some = spark.range(2)
+        with pytest.raises(stagecrew.OperatorMisused, match="over a DataFrame, not int"):
+            topology.supersteps(7, mean_by_steps, SCHEMA)
+        with pytest.raises(stagecrew.OperatorMisused, match="supersteps run a function"):
+            topology.supersteps(some, 7, SCHEMA)
+        with pytest.raises(stagecrew.OperatorMisused, match="stop_when is a function"):
+            topology.supersteps(some, mean_by_steps, SCHEMA, stop_when=7)
+        with pytest.raises(stagecrew.OperatorMisused, match="how many seconds a step may wait"):
+            topology.supersteps(some, mean_by_steps, SCHEMA, timeout=0)
+        with pytest.raises(Exception, match="yields pyarrow.RecordBatch"):
+            topology.supersteps(some, lambda steps, batches: iter([7]), SCHEMA).collect()
+    with pytest.raises(stagecrew.TopologyClosed):
+        topology.supersteps(some, mean_by_steps, SCHEMA)

@@ -1,0 +1,421 @@
+"""Commits, without Spark: whatever dies, pauses, fails or goes on, a sink shows all rows once or none, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+
+from sinks import SCHEMA, Driver, Killed, Tasks, Trial, seeded, watch_files, watch_transactions
+from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitSuperseded, OperatorMisused
+from stagecrew.operators.commits import Staging, commit
+from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
+from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def rows_of(dataset):
+    return [(row["id"], row["text"]) for row in dataset.to_table().to_pylist()]
+
+
+def parquet(tmp_path):
+    target = tmp_path / "out" / "table"
+
+    def visible():
+        if not target.exists():
+            return []
+        assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
+        return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
+
+    def left():
+        return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
+            path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("_stagecrew-")
+        ]
+
+    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+
+
+def appended(tmp_path):
+    target = tmp_path / "table"
+
+    def visible():
+        if not any(target.rglob("*.parquet")):
+            return []
+        return rows_of(pyarrow.dataset.dataset(str(target), partitioning="hive"))
+
+    def left():
+        return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
+            path.name for path in target.iterdir() if path.name.startswith("_")
+        ]
+
+    return Trial(
+        lambda: ParquetSink(target, mode="append"), FileDecisions(tmp_path / "log"), visible, left, watch_files
+    )
+
+
+def objects(tmp_path):
+    target = tmp_path / "objects"
+
+    def visible():
+        try:
+            return rows_of(read_committed(target))
+        except FileNotFoundError:
+            return []
+
+    def left():
+        try:
+            known = {str(file)[len(str(target)) + 1 :] for file in read_committed(target).files}
+        except FileNotFoundError:
+            known = set()
+        return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
+
+    return Trial(lambda: ObjectSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+
+
+def sqlite(tmp_path):
+    path = tmp_path / "data.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
+
+    def query(text):
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            return database.execute(text).fetchall()
+
+    return Trial(
+        lambda: DatabaseSink(f"sqlite:///{path}", "target"),
+        FileDecisions(tmp_path / "log"),
+        lambda: query("SELECT id, text FROM target"),
+        lambda: [name for (name,) in query("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")],
+        watch_transactions,
+    )
+
+
+def iceberg(tmp_path):
+    from pyiceberg.catalog import load_catalog
+
+    where = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/warehouse"}
+    catalog = load_catalog("default", **where)
+    catalog.create_namespace_if_not_exists("db")
+    catalog.create_table("db.target", SCHEMA)
+
+    def table():
+        return load_catalog("default", **where).load_table("db.target")
+
+    def left():
+        known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
+        return [
+            name
+            for name in files(tmp_path / "warehouse")
+            if "stagecrew-" in name and not any(one.endswith(name) for one in known)
+        ]
+
+    return Trial(
+        lambda: IcebergSink("db.target", properties=where),
+        FileDecisions(tmp_path / "log"),
+        lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
+        left,
+        lambda driver, sink: None,
+    )
+
+
+SINKS = [parquet, appended, objects, sqlite, iceberg]
+
+
+@pytest.fixture(
+    params=[parquet, sqlite, *(pytest.param(make, marks=pytest.mark.long) for make in (appended, objects, iceberg))],
+    ids=lambda make: make.__name__,
+)
+def shaken(request, tmp_path):
+    """For what takes long: three of the sinks in `make test-long`."""
+    return request.param(tmp_path)
+
+
+@pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
+def trial(request, tmp_path):
+    return request.param(tmp_path)
+
+
+def test_once(trial):
+    """All rows are there, whatever attempts failed, were speculative or late; a repeat changes nothing and runs nothing."""
+    tasks = Tasks(1)
+    report = trial.drive(Driver(), tasks)
+    assert sorted(trial.visible()) == tasks.expected
+    assert (report.rows, report.parts, report.repeated) == (40, 4, False)
+    assert report.bytes > 0
+    for zombie in tasks.zombies:
+        with contextlib.suppress(Exception):
+            zombie()
+    again = trial.drive(Driver(), Tasks(2))
+    assert again.repeated
+    assert (again.rows, again.parts) == (40, 4)
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_no_rows(trial):
+    """A dataset without rows is committed too."""
+    tasks = Tasks(1, rows=0)
+    assert trial.drive(Driver(), tasks).rows == 0
+    assert trial.visible() == []
+    assert trial.drive(Driver(), tasks).repeated
+    assert trial.left() == []
+
+
+def test_the_driver_is_killed_at_each_moment(shaken):
+    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
+    moment = 0
+    while True:
+        moment += 1
+        driver, tasks = Driver(dies_at=moment), Tasks(moment)
+        commit_id = f"c{moment}"
+        before = len(shaken.visible())
+        try:
+            shaken.drive(driver, tasks, commit_id)
+        except Killed:
+            assert len(shaken.visible()) in (before, before + 40)
+        except CommitConflict:
+            assert shaken.make_sink.__qualname__.startswith("parquet")  # there is room for one
+            break
+        shaken.drive(Driver(), tasks, commit_id)
+        assert len(shaken.visible()) == before + 40
+        assert shaken.left() == []
+        if not driver.dead:
+            break
+        if shaken.make_sink.__qualname__.startswith("parquet"):
+            import shutil
+
+            sink = shaken.make_sink()
+            shutil.rmtree(sink._path)
+    assert moment > 8
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_faults(shaken, seed):
+    """Drivers die, pause and go on at random, tasks write when nobody needs them."""
+    seeded(shaken, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
+@pytest.mark.parametrize("make", SINKS, ids=lambda make: make.__name__)
+def test_random_faults_at_length(make, seeds, tmp_path):
+    """At least a hundred for each sink."""
+    for seed in seeds:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        seeded(make(folder), seed)
+
+
+def test_two_commits_at_once(trial):
+    """Both land, or one says that it cannot, and leaves nothing."""
+    outcomes = {}
+    ready = threading.Barrier(2)
+
+    class Together(Tasks):
+        def run(self, sink, staging):
+            messages = super().run(sink, staging)
+            ready.wait(30)
+            return messages
+
+    def run(name):
+        try:
+            outcomes[name] = trial.drive(Driver(), Together(1), name)
+        except CommitConflict as error:
+            outcomes[name] = error
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    conflicts = [outcome for outcome in outcomes.values() if isinstance(outcome, CommitConflict)]
+    assert len(trial.visible()) == 40 * (2 - len(conflicts))
+    if trial.make_sink.__qualname__.startswith("parquet"):
+        assert len(conflicts) == 1
+        assert "is there already" in str(conflicts[0])
+    else:
+        assert not conflicts
+    assert trial.left() == []
+
+
+def test_an_old_driver_goes_on(trial):
+    """One that pauses before its decision, and goes on when another has committed or aborted, changes nothing, and says so."""
+    for ends in (True, False):
+        commit_id = f"c{ends}"
+        before = len(trial.visible())
+        if before and trial.make_sink.__qualname__.startswith("parquet"):
+            return
+        old, tasks = Driver(pauses_at="staged"), Tasks(3)
+        raised = []
+
+        def run(old=old, tasks=tasks, commit_id=commit_id, raised=raised):
+            try:
+                trial.drive(old, tasks, commit_id)
+            except CommitFailed as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        assert old.paused.wait(30)
+        if ends:
+            trial.drive(Driver(), tasks, commit_id)
+        else:
+            with pytest.raises(ZeroDivisionError):
+                commit(trial.make_sink(), trial.decisions, commit_id, SCHEMA, lambda staging: 1 / 0)
+        seen = sorted(trial.visible())
+        old.goes_on.set()
+        thread.join(60)
+        assert isinstance(raised[0], CommitSuperseded)
+        assert sorted(trial.visible()) == seen
+        assert len(seen) == before + (40 if ends else 0)
+        assert trial.left() == []
+
+
+def test_a_failure_aborts(trial):
+    """What the job raises comes through; nothing is visible, nothing left; the same id may be tried again."""
+    tasks = Tasks(1)
+
+    def fails(staging):
+        tasks.run(trial.make_sink(), staging)
+        raise ValueError("the job failed")
+
+    with pytest.raises(ValueError, match="the job failed"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails)
+    assert trial.visible() == []
+    assert trial.left() == []
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+
+
+def test_a_commit_that_raises_once(trial):
+    """It is tried again; when it raises for good, what was staged stays, and a later driver goes on with it."""
+    tasks = Tasks(1)
+    times = {"left": 1}
+
+    class Raises:
+        def __init__(self, sink):
+            self._sink = sink
+
+        def __getattr__(self, name):
+            return getattr(self._sink, name)
+
+        def commit(self, staging, messages):
+            if times["left"]:
+                times["left"] -= 1
+                raise OSError("the network is down")
+            self._sink.commit(staging, messages)
+
+    sink = Raises(trial.make_sink())
+    pauses = []
+    report = commit(sink, trial.decisions, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s), sleep=pauses.append)
+    assert report.rows == 40
+    assert len(pauses) == 1
+    if trial.make_sink.__qualname__.startswith("parquet"):
+        return
+    times["left"] = 100
+    with pytest.raises(CommitPending, match="is decided, but could not be done: OSError: the network is down"):
+        commit(sink, trial.decisions, "d", SCHEMA, lambda s: tasks.run(trial.make_sink(), s), sleep=pauses.append)
+    assert len(trial.visible()) == 40
+    times["left"] = 0
+    assert commit(sink, trial.decisions, "d", SCHEMA, lambda s: 1 / 0).repeated
+    assert len(trial.visible()) == 80
+    assert trial.left() == []
+
+
+def test_a_schema_that_does_not_fit(trial):
+    """It is said by the columns, before anything runs."""
+    trial.drive(Driver(), Tasks(1), "first")
+    other = pa.schema([("id", pa.int64()), ("name", pa.string())])
+    with pytest.raises(
+        CommitFailed,
+        match="name is not there; text is missing"
+        if "parquet" not in trial.make_sink.__qualname__
+        else "there already",
+    ):
+        commit(trial.make_sink(), trial.decisions, "second", other, lambda staging: 1 / 0)
+    assert len(trial.visible()) == 40
+    assert trial.left() == []
+
+
+def test_decisions(tmp_path):
+    """Compare-and-set: who comes second is told; a write that finds itself there is done."""
+    for make in (MemoryDecisions, lambda: FileDecisions(tmp_path / "log")):
+        decisions = make()
+        assert decisions.read("a/b") is None
+        assert decisions.write("a/b", {"state": "open"}, 0) == 1
+        assert decisions.read("a/b") == (1, {"state": "open"})
+        with pytest.raises(CommitSuperseded, match="another driver has written the record of commit 'a/b'"):
+            decisions.write("a/b", {"state": "other"}, 0)
+        assert decisions.write("a/b", {"state": "decided"}, 1) == 2
+    assert decisions.write("a/b", {"state": "decided"}, 1) == 2
+    assert FileDecisions(tmp_path / "log").read("a/b") == (2, {"state": "decided"})
+
+
+def test_many_writers_of_decisions(tmp_path):
+    """Of many that write at once, one wins each version."""
+    won = []
+
+    def write(number):
+        try:
+            FileDecisions(tmp_path).write("c", {"by": number}, 0)
+        except CommitSuperseded:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert FileDecisions(tmp_path).read("c") == (1, {"by": won[0]})
+    assert [path.name for path in tmp_path.iterdir()] == [".lock", "c.json"] or sorted(files(tmp_path)) == [
+        ".lock",
+        "c.json",
+    ]
+
+
+def test_a_zombie_makes_no_folder(tmp_path):
+    """An attempt that stages for a run that is over fails, and leaves nothing."""
+    sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
+    sink.begin(staging)
+    sink.discard(staging, ())
+    with pytest.raises(CommitFailed, match="the commit that this task stages for is over"):
+        sink.stage(staging, 0, 1, iter([pa.record_batch({"id": [1], "text": ["a"]}, schema=SCHEMA)]))
+    assert files(tmp_path) == []
+
+
+def test_bad_input(tmp_path):
+    """Each says what to write."""
+    with pytest.raises(OperatorMisused, match="mode is 'create' or 'append', not 'overwrite'"):
+        ParquetSink(tmp_path, mode="overwrite")
+    with pytest.raises(OperatorMisused, match="sqlite:///file or postgresql"):
+        DatabaseSink("mysql://x", "t")
+    with pytest.raises(OperatorMisused, match="a table is a name"):
+        DatabaseSink("sqlite:///x", "t; DROP TABLE t")
+
+
+def test_a_password_is_not_shown():
+    """The url of a database is in no text of the sink."""
+    sink = DatabaseSink("postgresql://user:secret@host/db", "t")
+    assert "secret" not in repr(sink)
+    assert "secret" not in str(sink)
+
+
+def test_readers_of_parquet(tmp_path):
+    """What a commit leaves is a folder of Parquet files like any other."""
+    ParquetSink(tmp_path / "t", compression="zstd")
+    trial = parquet(tmp_path)
+    trial.drive(Driver(), Tasks(1))
+    table = pq.read_table(tmp_path / "out" / "table")
+    assert table.num_rows == 40
+    assert table.schema.equals(SCHEMA)

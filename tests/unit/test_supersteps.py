@@ -1,0 +1,251 @@
+"""Supersteps without Spark: who comes to which step, and what becomes of the values."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
+from stagecrew.operators.gathering import Gathering
+from stagecrew.operators.reducers import described, reduced
+from stagecrew.operators.supersteps import Steps, SuperstepCoordinator
+from stagecrew.testing import CoordinatorHarness
+
+
+@given(st.data())
+def test_any_order(data):
+    """In whatever order subtasks come to each step, each step has all values, in the order of subtasks."""
+    subtasks = data.draw(st.integers(1, 5))
+    gathering = Gathering("x", subtasks)
+    for step in range(data.draw(st.integers(0, 4))):
+        order = data.draw(st.permutations(range(subtasks)))
+        answers = [gathering.add(subtask, step, "sum", (step, subtask)) for subtask in order]
+        assert answers[:-1] == [None] * (subtasks - 1)
+        assert answers[-1] == [(step, subtask) for subtask in range(subtasks)]
+    for subtask in data.draw(st.permutations(range(subtasks))):
+        last = gathering.end(subtask)
+    assert last
+
+
+@given(st.data())
+def test_who_differs_is_named(data):
+    """Where tasks call reduce a different number of times, the error names one that ended and one that waits; nobody hangs."""
+    subtasks = data.draw(st.integers(2, 4))
+    calls = data.draw(
+        st.lists(st.integers(0, 3), min_size=subtasks, max_size=subtasks).filter(lambda c: len(set(c)) > 1)
+    )
+    gathering, at, blocked, ended = Gathering("x", subtasks), [0] * subtasks, set(), set()
+    with pytest.raises(SuperstepsFailed) as failed:
+        while True:
+            subtask = data.draw(st.sampled_from([s for s in range(subtasks) if s not in blocked and s not in ended]))
+            if at[subtask] == calls[subtask]:
+                ended.add(subtask)
+                gathering.end(subtask)
+            else:
+                blocked.add(subtask)
+                if gathering.add(subtask, at[subtask], "sum", 1) is not None:
+                    at = [n + 1 for n in at]
+                    blocked.clear()
+    text = str(failed.value)
+    assert "as often as the others" in text
+    assert any(f"subtask {one} ended after {calls[one]} steps" in text for one in ended | set(range(subtasks)))
+
+
+def test_other_differences():
+    """Another reducer, another step, a second time: each is an error that names the subtask."""
+    gathering = Gathering("operator 'x'", 3)
+    gathering.add(1, 0, "sum", 1)
+    for subtask, step, reducer, words in (
+        (2, 0, "max", "subtask 2 reduces by 'max', but subtask 1 by 'sum'"),
+        (2, 1, "sum", "subtask 2 is at step 1, the others are at step 0"),
+        (1, 0, "sum", "subtask 1 came to step 0 twice"),
+    ):
+        with pytest.raises(SuperstepsFailed, match=words):
+            gathering.add(subtask, step, reducer, 1)
+    assert gathering.missing == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "expected"),
+    [
+        ("sum", [1, 2.5, True], 4.5),
+        ("sum", [None, 2, None], 2),
+        ("sum", [None, None], None),
+        ("min", [3, 1, 2], 1),
+        ("max", ["a", "c", "b"], "c"),
+        ("concat", [[1], [], [2]], [1, 2]),
+        ("concat", ["a", "b"], "ab"),
+        ("concat", [b"a", b"b"], b"ab"),
+        ("concat", [(1,), (2,)], (1, 2)),
+        ("sum", [np.array([1, 2]), np.array([3, 4])], np.array([4, 6])),
+        ("min", [np.array([1, 5]), np.array([3, 4])], np.array([1, 4])),
+        ("max", [np.array([1, 5]), np.array([3, 4])], np.array([3, 5])),
+        ("concat", [np.zeros((1, 2)), np.ones((2, 2))], np.array([[0, 0], [1, 1], [1, 1]])),
+        ("sum", [pa.array([1, 2]), pa.array([3, 4])], pa.array([4, 6])),
+        ("min", [pa.array([1, 5]), pa.array([3, 4])], pa.array([1, 4])),
+        ("max", [pa.array([1, 5]), pa.array([3, 4])], pa.array([3, 5])),
+        ("concat", [pa.array([1]), pa.array([2])], pa.array([1, 2])),
+        ("concat", [pa.chunked_array([[1]]), pa.chunked_array([[2]])], pa.chunked_array([[1], [2]])),
+        ("concat", [pa.table({"a": [1]}), pa.table({"a": [2]})], pa.table({"a": [1, 2]})),
+        ("concat", [pa.record_batch({"a": [1]}), pa.record_batch({"a": [2]})], pa.table({"a": [1, 2]})),
+        (lambda a, b: a * b, [2, None, 5], 10),
+    ],
+)
+def test_reducers(op, values, expected):
+    """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, own functions; None takes no part."""
+    result = reduced(*described(op), values)
+    assert np.array_equal(result, expected) if isinstance(expected, np.ndarray) else result == expected
+
+
+def test_sums_are_reproducible():
+    """A sum of floating point numbers is made in the order of subtasks, whoever comes first."""
+    values = {subtask: 0.1 * 3**subtask for subtask in range(8)}
+    expected = 0.0
+    for subtask in range(8):
+        expected = values[subtask] if subtask == 0 else expected + values[subtask]
+    for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 6, 2, 5, 4)):
+        gathering = Gathering("x", 8)
+        last = [gathering.add(subtask, 0, "sum", values[subtask]) for subtask in order][-1]
+        assert reduced("sum", None, last) == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "values", "words"),
+    [
+        ("sum", [1, np.array([1])], "number and numpy array of shape"),
+        ("sum", [np.zeros(2), np.zeros(3)], r"shape \(2,\) and numpy array of shape \(3,\)"),
+        ("sum", [pa.array([1]), pa.array([1.5])], "Arrow array of int64"),
+        ("sum", [["a"], ["b"]], "no sum of list"),
+        ("concat", [1, 2], "no concatenation of number"),
+    ],
+)
+def test_values_that_do_not_go_together(op, values, words):
+    """They are an error that says of what kinds and shapes they are."""
+    with pytest.raises(SuperstepsFailed, match=words):
+        reduced(op, None, values)
+
+
+def test_reducers_that_are_none():
+    """A name that is none, and what cannot be called."""
+    with pytest.raises(OperatorMisused, match="'average' is none of them"):
+        described("average")
+    with pytest.raises(OperatorMisused, match="not int"):
+        described(7)
+
+
+class Task:
+    """A task's side on a scripted evaluation; its requests are answered later, as its peers come."""
+
+    def __init__(self, harness, subtask, subtasks=2, stage_attempt=0):
+        self.evaluation = harness.evaluation(subtask, partitions=subtasks, stage_attempt=stage_attempt)
+        self.subtask, self.asked, self.step = subtask, [], 0
+        self.steps = Steps(self, subtasks, 60.0)
+
+    def send(self, event):
+        self.evaluation.send(event)
+
+    def request(self, request, timeout):
+        return self.evaluation.request(request)
+
+    def come(self, value, op="sum"):
+        """Comes to the next step; answers nothing yet."""
+        try:
+            return self.steps.reduce(value, op)
+        except SuperstepsFailed as error:
+            if not isinstance(error.__cause__, RequestTimeout):
+                raise
+            return None
+
+    def gets(self):
+        stopped, value = pickle.loads(self.evaluation.reply()[1:])
+        self.steps.step += 1
+        return (value, stopped)
+
+
+def harness_of(stop_when=None, timeout=600.0):
+    return CoordinatorHarness(lambda context: SuperstepCoordinator(context, stop_when, timeout))
+
+
+def test_two_tasks():
+    """Both get the one value, step after step, and the stop of the driver's function."""
+    with harness_of(lambda step, value: step == 1) as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        for step in range(3):
+            one.come(step)
+            assert other.come(10) == step + 10
+            assert one.gets() == (step + 10, step >= 1)
+        assert other.steps.stopped
+        assert harness.operators.progress() == {"operator/1": {"step": 3, "stopped": True}}
+        one.evaluation.finish(), other.evaluation.finish()
+        assert harness.failure is None
+
+
+def test_a_large_value():
+    """It travels in pieces, both ways."""
+    with harness_of() as harness:
+        task = Task(harness, 0, subtasks=1)
+        value = np.arange(3_000_000)  # 24 MB
+        assert np.array_equal(task.come(value), value)
+        assert task.come(b"x" * (8 << 20), "concat") == b"x" * (8 << 20)
+
+
+def test_a_task_fails():
+    """Its peers' step fails at once; the next attempt at the stage begins anew, and nobody of the old one gets an answer."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        one.come(1)
+        other.evaluation.fail("boom")
+        with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
+            one.gets()
+        again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
+        with pytest.raises(RequestFailed, match="of an attempt at its stage that is over"):
+            one.come(5)
+        again[1].come(4)
+        assert again[0].come(3) == 7
+        assert harness.failure is None
+
+
+def test_without_the_others():
+    """Where Spark runs some of the tasks again only, their step fails, so that all run again."""
+    with harness_of() as harness:
+        task = Task(harness, 1, subtasks=4)
+        task.steps.subtasks = 2
+        with pytest.raises(RequestFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
+            task.come(1)
+        assert harness.failure is None
+
+
+def test_a_difference_fails_the_topology():
+    """Another attempt would go the same way: tasks that call differently fail the topology by name."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        one.come(1)
+        other.evaluation.finish()
+        assert isinstance(harness.failure, SuperstepsFailed)
+        assert "subtask 1 ended after 0 steps, but subtask 0 waits in step 0" in str(harness.failure)
+        with pytest.raises(Exception, match="subtask 1 ended"):
+            one.gets()
+
+
+def test_a_reducer_that_raises():
+    """It fails the topology, with its exception as the cause."""
+    with harness_of() as harness:
+        task = Task(harness, 0, subtasks=1)
+        with pytest.raises(Exception, match="step 0 could not be reduced"):
+            Task.come(task, [1], "sum")
+        assert isinstance(harness.failure.__cause__, SuperstepsFailed)
+
+
+def test_who_is_late_is_named():
+    """A step that waits for longer than its timeout fails, and says for whom."""
+    with harness_of(timeout=0.05) as harness:
+        tasks = [Task(harness, subtask, subtasks=3) for subtask in range(3)]
+        tasks[1].come(1)
+        harness.coordinator._groups[0, 0].since -= 1
+        harness.advance(2)
+        assert "1 subtasks have waited in step 0 for these: 0, 2" in str(harness.failure)
