@@ -273,7 +273,6 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, jour
     """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
     spark = sessions.get(free_master(where, request, sessions), **BRIEF)
     crew = stagecrew.crew(spark)
-    started = time.time()
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
         spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
@@ -284,4 +283,4 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, jour
     assert not journal.read(event="body")
     opens = [e["time"] for e in journal.read(event="open")]
     assert 4 <= len(opens) <= 8
-    assert time.time() - started < len(opens) * (1.5 + 1 + 6) + 10
+    assert time.time() - opens[0] < len(opens) * (1.5 + 1 + 6) + 2  # executors may take long to come
