@@ -14,7 +14,7 @@ DAMPING = 0.85
 EDGES = pa.schema({"s": pa.int64(), "d": pa.int64(), "w": pa.float64()})
 
 
-def pagerank(topology, edges, vertices, partitions, epsilon=1e-9):
+def pagerank(topology, edges, vertices, partitions, epsilon=1e-6):
     """The rank of each of so many vertices; edges are rows (source, destination, weight) with vertices numbered from 0."""
 
     def work(steps, batches):

@@ -65,10 +65,10 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER)
 
 
-def test_the_result_of_a_single_process(spark):
+def test_the_result_of_a_single_process(cluster):
     """To the last bit, also in a second action, above other operations, and in the part that take and first need."""
-    with stagecrew.crew(spark).topology("t") as topology:
-        means = topology.supersteps(spark.range(0, 100, 1, 2), mean_by_steps, SCHEMA, stop_when=close_enough)
+    with stagecrew.crew(cluster).topology("t") as topology:
+        means = topology.supersteps(cluster.range(0, 100, 1, 2), mean_by_steps, SCHEMA, stop_when=close_enough)
         expected = [(subtask, alone(2)) for subtask in range(2)]
         assert sorted(map(tuple, means.collect())) == expected
         assert sorted(map(tuple, means.collect())) == expected
@@ -142,7 +142,7 @@ def failing(path: str, how: str, times: int) -> Any:
     return work
 
 
-@pytest.mark.parametrize("how", ["raises", "worker", "executor"])
+@pytest.mark.parametrize("how", ["raises", pytest.param("worker", marks=pytest.mark.long), "executor"])
 def test_a_task_fails(sessions, tmp_path, how):
     """The whole stage runs again from its first step, and nothing of the attempt before is in the result."""
     cluster = sessions.get(LOCAL_CLUSTER)
