@@ -339,8 +339,18 @@ class Topology:
 
         self._require_active("commit datasets")
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
+        if not id_ or len(id_) > 200:
+            raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")
         name = self.operators.free_name(name)
-        return commit_dataset(self, dataset, sink, name, id_, decisions or MemoryDecisions(), self._crew.close_timeout)
+        return commit_dataset(
+            self,
+            dataset,
+            sink,
+            name,
+            id_,
+            MemoryDecisions() if decisions is None else decisions,
+            self._crew.close_timeout,
+        )
 
     def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:
         """Tasks that advance in event time together: who is ahead of the slowest by more than `drift` waits.

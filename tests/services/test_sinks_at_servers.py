@@ -218,6 +218,6 @@ def test_a_server_that_is_gone(tmp_path):
         assert len(trial.visible()) == 40
         assert trial.left() == []
         trial.make_sink()
-    with pytest.raises(CommitFailed, match="is not there: OperationalError") as failed:
+    with pytest.raises(CommitFailed, match="cannot be reached: OperationalError") as failed:
         commit(trial.make_sink(), trial.decisions, "e", SCHEMA, lambda staging: [])
     assert server.password not in str(failed.value)

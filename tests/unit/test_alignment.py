@@ -112,6 +112,9 @@ def test_times_and_their_end():
         with pytest.raises(TypeError):
             group.report("b", wrong)
     assert group.slowest == noon
+    for drift, wrong in ((1, float("nan")), (-1, 5)):
+        with pytest.raises(TypeError, match="no event time"):
+            WatermarkGroup(drift).report("a", wrong)
     group.finish("a")
     group.report("c", dt.datetime.max.replace(tzinfo=dt.UTC))
     assert group.limit is None
@@ -197,6 +200,10 @@ def test_merged():
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
     with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 comes behind one of 5"):
         list(InEventTime({"a": [5, 1]}, lambda split: split, 3).splits())
+    once = InEventTime({"a": iter([1])}, lambda split: split, 3)
+    assert list(once.splits()) == [("a", 1)]
+    with pytest.raises(SplitsFailed, match="source 'a' of InEventTime came from an iterator"):
+        list(once.splits())
     for wrong in ({}, [1]):
         with pytest.raises(OperatorMisused, match="by their names"):
             InEventTime(wrong, lambda split: split, 3)

@@ -12,7 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from sinks import SCHEMA, Driver, Killed, Tasks, Trial, seeded, watch_files, watch_transactions
-from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitSuperseded, OperatorMisused
+from stagecrew.errors import (
+    CommitConflict,
+    CommitFailed,
+    CommitPending,
+    CommitSuperseded,
+    CommitUnknown,
+    OperatorMisused,
+)
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
@@ -419,3 +426,141 @@ def test_readers_of_parquet(tmp_path):
     table = pq.read_table(tmp_path / "out" / "table")
     assert table.num_rows == 40
     assert table.schema.equals(SCHEMA)
+
+
+def test_iceberg_behind_another_driver(tmp_path):
+    """Another driver does the same commit in between: the catalogue refuses ours, and nothing is added twice."""
+    from pyiceberg.table import Table
+
+    trial, tasks = iceberg(tmp_path), Tasks(1)
+    mine = trial.make_sink()
+    do_commit = Table._do_commit
+    others = []
+
+    def behind(self, *args, **kwargs):
+        if not others:
+            others.append(1)
+            trial.make_sink().commit(*committing)
+        return do_commit(self, *args, **kwargs)
+
+    class Noting:
+        """What is committed, for the other driver."""
+
+        identity = mine.identity
+
+        def __getattr__(self, name):
+            return getattr(mine, name)
+
+        def commit(self, staging, messages):
+            committing[:] = staging, messages
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Table, "_do_commit", behind)
+                mine.commit(staging, messages)
+
+    committing = []
+    commit(Noting(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    assert others
+    assert sorted(trial.visible()) == tasks.expected
+
+
+def test_a_refusal_that_is_not_written(trial):
+    """Where nobody knows whether a refusal is written, what was staged stays: another may go forward."""
+    tasks = Tasks(1)
+
+    class Refused:
+        """A sink that says never, and decisions that do not answer."""
+
+        identity = trial.make_sink().identity
+
+        def __getattr__(self, name):
+            return getattr(trial.make_sink(), name)
+
+        def commit(self, staging, messages):
+            raise CommitConflict("never")
+
+    class Silent:
+        def read(self, key):
+            return trial.decisions.read(key)
+
+        def write(self, key, record, version):
+            if record["state"] == "refused":
+                raise CommitUnknown("no answer")
+            return trial.decisions.write(key, record, version)
+
+    with pytest.raises(CommitUnknown):
+        commit(Refused(), Silent(), "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    assert trial.drive(Driver(), Tasks(2), "c").repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_an_id_of_another_sink(tmp_path):
+    """One id for two places: with decisions it is refused, and a table never takes another's commit for its own."""
+    (tmp_path / "one").mkdir()
+    trial = sqlite(tmp_path / "one")
+    trial.drive(Driver(), Tasks(1), "c")
+    with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
+        database.execute('CREATE TABLE other (id INTEGER, "text" TEXT)')
+    other = DatabaseSink(f"sqlite:///{tmp_path}/one/data.db", "other")
+    with pytest.raises(OperatorMisused, match="commit 'c' is known for <table target of sqlite>, not for <table other"):
+        commit(other, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+    report = commit(other, MemoryDecisions(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+    assert not report.repeated
+    with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
+        assert database.execute("SELECT count(*) FROM other").fetchone() == (40,)
+
+
+def test_rows_that_the_table_refuses(tmp_path):
+    """Behind the decision: it can never be, so that it is refused, and nothing is left; a repeat tries anew."""
+    path = tmp_path / "data.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute('CREATE TABLE target (id INTEGER PRIMARY KEY, "text" TEXT)')
+        database.execute("INSERT INTO target VALUES (7, 'there')")
+        database.commit()
+    sink, decisions = DatabaseSink(f"sqlite:///{path}", "target"), MemoryDecisions()
+    for _ in range(2):
+        with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
+            commit(sink, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging))
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM target").fetchone() == (1,)
+        assert not database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'").fetchall()
+        database.execute("DELETE FROM target")
+        database.commit()
+    assert commit(sink, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+
+
+def test_rows_that_were_lost(tmp_path):
+    """What was staged is counted when it is added: with fewer rows nothing is."""
+    trial = sqlite(tmp_path)
+    sink = trial.make_sink()
+
+    def loses(staging):
+        messages = Tasks(1).run(sink, staging)
+        with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+            database.execute(f"DELETE FROM stagecrew_stage_{staging.run} WHERE id = 3")
+            database.commit()
+        return messages
+
+    with pytest.raises(CommitPending, match="10 rows were staged for table target, and 9 of them are there"):
+        commit(sink, trial.decisions, "c", SCHEMA, loses, sleep=lambda _: None)
+    assert trial.visible() == []
+
+
+def test_discarding_leaves_other_runs_alone(tmp_path):
+    """What a run of before deletes is its own, also where another run of the commit has begun and staged nothing yet."""
+    sink = ObjectSink(tmp_path / "t")
+    for run in ("one", "other"):
+        sink.begin(Staging("c", run, SCHEMA))
+    sink.discard(Staging("c", "one", SCHEMA), ())
+    assert sink.stage(
+        Staging("c", "other", SCHEMA), 0, 1, iter([pa.record_batch({"id": [1], "text": ["a"]}, schema=SCHEMA)])
+    )
+
+
+def test_spark_hides_what_is_staged(tmp_path):
+    """Names that begin with an underscore are hidden, but for those with a = in them."""
+    for sink in (ParquetSink(tmp_path / "t", mode="append"), ParquetSink(tmp_path / "t" / "day=1")):
+        sink.begin(Staging("c", "r", SCHEMA))
+        (staged,) = [path.name for path in (tmp_path / "t").iterdir() if path.name.startswith("_")]
+        assert "=" not in staged
+        sink.discard(Staging("c", "r", SCHEMA), ())

@@ -203,10 +203,25 @@ def test_a_task_fails():
         with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
             one.gets()
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
-        with pytest.raises(RequestFailed, match="of an attempt at its stage that is over"):
+        with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
             one.come(5)
         again[1].come(4)
         assert again[0].come(3) == 7
+        assert harness.failure is None
+
+
+def test_a_peer_that_ends_behind_a_failure():
+    """A task whose step failed with another may end before Spark ends it: that is no difference between tasks."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        one.come(1)
+        other.evaluation.fail("boom")
+        one.evaluation.finish()
+        late = Task(harness, 1, stage_attempt=0)
+        again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
+        late.evaluation.cut()
+        again[0].come(1)
+        assert again[1].come(2) == 3
         assert harness.failure is None
 
 
@@ -215,7 +230,7 @@ def test_without_the_others():
     with harness_of() as harness:
         task = Task(harness, 1, subtasks=4)
         task.steps.subtasks = 2
-        with pytest.raises(RequestFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
+        with pytest.raises(SuperstepsFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
             task.come(1)
         assert harness.failure is None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.coordination.coordinator import Coordinator, Evaluation
 from stagecrew.errors import AlignmentFailed, OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
+from stagecrew.operators.splits import Once
 from stagecrew.operators.watermarks import WatermarkGroup
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class AlignmentCoordinator(Coordinator):
         """One of its sources has nothing more to give, or nothing for now."""
         what, source = event
         key = (evaluation.id, source)
+        self._of.setdefault(evaluation.id, set()).add(key)
         (self._group.finish if what == "finish" else self._group.remove)(key)
         self._let_go()
 
@@ -74,7 +76,7 @@ class AlignmentCoordinator(Coordinator):
 
     def _forget(self, evaluation: Evaluation) -> None:
         for key in self._of.pop(evaluation.id, ()):
-            self._group.remove(key)
+            self._group.forget(key)
             self._waiting.pop(key, None)
         self._let_go()
 
@@ -137,6 +139,7 @@ class Alignment:
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
+        self._used = False
 
     def map(
         self,
@@ -144,9 +147,17 @@ class Alignment:
         work: Callable[[Aligner, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
         schema: StructType | str,
     ) -> DataFrame:
-        """`dataset.mapInArrow` whose function gets an `Aligner` first: `work(aligner, batches)`."""
+        """`dataset.mapInArrow` whose function gets an `Aligner` first: `work(aligner, batches)`.
+
+        Its tasks are aligned with each other. Raises `OperatorMisused` for a second dataset, which would not be.
+        """
+        if self._used:
+            raise OperatorMisused(
+                "an alignment holds the tasks of one dataset together: union the datasets before, and map that once"
+            )
         if not callable(work):
             raise OperatorMisused(f"an alignment maps a function work(aligner, batches), not {type(work).__name__}")
+        self._used = True
         return self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
 
 
@@ -181,7 +192,11 @@ class InEventTime:
             raise OperatorMisused("InEventTime merges sources by their names: give a dict of at least one")
         if not callable(event_time):
             raise OperatorMisused(f"event_time is a function of a split, not {type(event_time).__name__}")
-        self._sources, self._event_time = dict(sources), event_time
+        self._sources = {
+            name: Once(source, f"source {name!r} of InEventTime") if isinstance(source, Iterator) else source
+            for name, source in sources.items()
+        }
+        self._event_time = event_time
         self.drift, self.idle_after = drift, idle_after
 
     def event_time(self, split: tuple[str, Any]) -> Any:

@@ -95,6 +95,8 @@ class Committer(Protocol):
     def done(self, commit_id: str) -> bool:
         """Whether a commit with this id is visible."""
 
+    # `identity`, a text without secrets, may say which place it is: then an id that is known for another is refused.
+
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """Deletes what the run staged, but for what these messages name, which is visible."""
 
@@ -134,14 +136,20 @@ def commit(
     `quiet` returns when nobody stages any more, or after a while.
     """
     known = decisions.read(commit_id)
+    identity = getattr(sink, "identity", None)
+    if known is not None and known[1].get("sink") != identity:
+        raise OperatorMisused(
+            f"commit {commit_id!r} is known for {known[1].get('sink')}, not for {identity}: give each sink ids of its own, such as "
+            f"with its name in front"
+        )
     if known is not None and known[1]["state"] in (_States.DECIDED, _States.APPLIED):
         return _forward(sink, decisions, commit_id, known, sleep)
-    if known is None and sink.done(commit_id):  # the sink remembers longer than the decisions
+    if sink.done(commit_id):  # the sink remembers longer than the decisions
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging = Staging(commit_id, uuid.uuid4().hex, schema)
     # None of the runs before can decide any more. One may be paused and stage yet: it is cleaned up by whoever comes behind.
     before = [*known[1]["before"], known[1]["run"]] if known else []
-    opened = {"state": _States.OPEN, "run": staging.run, "before": before, "schema": _text(schema)}
+    opened = {"state": _States.OPEN, "run": staging.run, "before": before, "sink": identity, "schema": _text(schema)}
     version = decisions.write(commit_id, opened, known[0] if known else 0)
     try:
         _clean(sink, commit_id, opened)
@@ -185,7 +193,8 @@ def _forward(
         except CommitConflict as error:
             if sink.done(commit_id):
                 break
-            _written(decisions, commit_id, record | {"state": _States.REFUSED, "reason": str(error)}, version)
+            # Where this is not written, another may go forward, or have done: nothing is deleted then.
+            decisions.write(commit_id, record | {"state": _States.REFUSED, "reason": str(error)[:1000]}, version)
             _discard(sink, staging, ())
             raise
         except Exception as error:

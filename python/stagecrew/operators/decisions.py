@@ -9,6 +9,7 @@ import os
 import pathlib
 import tempfile
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
@@ -111,11 +112,23 @@ class FileDecisions:
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         with open(self._folder / ".lock", "ab") as lock:  # noqa: PTH123 (its descriptor is locked)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            due = time.monotonic() + _LOCK
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > due:
+                        raise CommitUnknown(
+                            f"nothing was written: for {_LOCK:g} s another process has held {self._folder / '.lock'}; is it stopped?"
+                        ) from None
+                    time.sleep(0.01)
             yield
 
 
 _SUFFIX: Final = ".json"
+#: How long one waits for another's write, in seconds.
+_LOCK: Final = 60.0
 
 
 def sync(path: str | os.PathLike[str]) -> None:

@@ -88,7 +88,9 @@ class SplitCoordinator(Coordinator):
         if split != HELD:
             self._let_go()
             return split
-        held = self._held[evaluation.id] = _Held(evaluation, index, host, time.monotonic() + _HOLD, Future())
+        held = self._held[evaluation.id] = _Held(
+            evaluation, index, host, time.monotonic() + min(_HOLD, self._patience / 4), Future()
+        )
         return held.later
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
@@ -191,7 +193,7 @@ def read_splits(
     if not callable(read):
         raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}")
     if isinstance(enumerator, Iterator):
-        enumerator = _Once(enumerator, name)
+        enumerator = Once(enumerator, f"the splits of operator {name!r}")
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
         raise OperatorMisused(f"parallelism is the number of tasks, at least 1, not {tasks!r}")
@@ -205,7 +207,7 @@ def read_splits(
     return operator.map(session.range(0, tasks, 1, tasks), work, schema)
 
 
-class _Once:
+class Once:
     """An iterator, which can be read once: a coordinator that begins anew cannot begin it anew."""
 
     def __init__(self, iterator: Iterator[Any], name: str) -> None:
@@ -215,8 +217,8 @@ class _Once:
         """The iterator, the first time."""
         if self._begun:
             raise SplitsFailed(
-                f"the splits of operator {self._name!r} came from an iterator, which cannot be read again after a reset; give a list, or "
-                f"an object whose splits() begins anew"
+                f"{self._name} came from an iterator, which cannot be read again, as after a reset; give a list, or an object whose "
+                f"splits() begins anew"
             )
         self._begun = True
         return self._iterator

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pyarrow as pa
 
 from stagecrew.coordination.coordinator import Coordinator, Evaluation
-from stagecrew.errors import OperatorMisused, RequestTimeout, SuperstepsFailed
+from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.gathering import Gathering
 from stagecrew.operators.reducers import Reducer, described, reduced
 from stagecrew.worker.evaluations import PARTITION, evaluate
@@ -60,7 +60,8 @@ class SuperstepCoordinator(Coordinator):
         key = (evaluation.stage, evaluation.stage_attempt)
         for old in [one for one in self._groups if one[0] == key[0] and one[1] < key[1]]:
             self._groups.pop(old).fail(f"attempt {old[1]} at stage {old[0]} is over: the stage runs again")
-        if key not in self._groups:
+        newest = not any(one[0] == key[0] and one[1] > key[1] for one in self._groups)
+        if key not in self._groups and newest:
             self._groups[key] = _Group(f"operator {self.context.operator!r}", evaluation.partitions)
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
@@ -71,14 +72,15 @@ class SuperstepCoordinator(Coordinator):
 
     def finished(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
-        if (group := self._group_of(evaluation)) is not None and self._contained(
-            group, group.gathering.end, evaluation
-        ):
+        group = self._group_of(evaluation)
+        if group is None or group.over is not None:  # Spark ends it, and runs all of its stage again
+            return
+        if self._contained(group, group.gathering.end, evaluation):
             del self._groups[evaluation.stage, evaluation.stage_attempt]
 
     def cut(self, evaluation: Evaluation) -> None:
-        """See `Coordinator`."""
-        self.finished(evaluation)
+        """See `Coordinator`. A shuffle takes all rows: what is cut short has failed."""
+        self.failed(evaluation, "it was cut short")
 
     def handle_event(self, evaluation: Evaluation, event: bytes) -> None:
         """A piece of a value that is too large for one request."""
@@ -104,8 +106,9 @@ class SuperstepCoordinator(Coordinator):
             )
         value = pickle.loads(b"".join([*self._pieces.pop(evaluation, ()), last]))
         reply: Future[bytes] = Future()
+        if not group.waiting:
+            group.since = time.monotonic()
         group.waiting[evaluation] = reply
-        group.since = time.monotonic()
         values = self._contained(group, group.gathering.add, evaluation, step, reducer, value)
         if values is not None:
             self._answer(group, step, reducer, function, values)
@@ -232,6 +235,10 @@ class Steps:
     def _ask(self, request: tuple[Any, ...]) -> bytes:
         try:
             reply: bytes = self._gateway.request(pickle.dumps(request, 5), timeout=self._timeout)
+        except RequestFailed as error:
+            if not isinstance(error.__cause__, SuperstepsFailed):
+                raise
+            raise SuperstepsFailed(str(error.__cause__)) from error
         except RequestTimeout as error:
             raise SuperstepsFailed(
                 f"step {self.step} of subtask {self.subtask} has not come to its end: {error}"

@@ -46,7 +46,9 @@ class WatermarkGroup(Generic[S]):
         """
         if source in self._finished:
             return
-        self._sum(watermark)
+        limit = self._sum(watermark)
+        if watermark != watermark or (limit is not None and not limit >= watermark):  # noqa: PLR0124 (what is no number)
+            raise TypeError(f"{watermark!r} with a drift of {self.drift!r} is no event time that others can be held to")
         for other in self._sources.values():
             watermark < other.watermark  # noqa: B015 (whether it can be compared)
             break
@@ -60,6 +62,11 @@ class WatermarkGroup(Generic[S]):
     def remove(self, source: S) -> None:
         """It takes no part until it reports again: its task failed, and another will begin anew."""
         self._sources.pop(source, None)
+
+    def forget(self, source: S) -> None:
+        """It is gone, and its name will not come again."""
+        self._sources.pop(source, None)
+        self._finished.discard(source)
 
     def finish(self, source: S) -> None:
         """Nothing follows: it takes no part any more, whatever still comes of it."""

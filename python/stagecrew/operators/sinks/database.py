@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from stagecrew.errors import CommitFailed, OperatorMisused
+from stagecrew.errors import CommitConflict, CommitFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -50,6 +50,11 @@ class DatabaseSink:
     def __repr__(self) -> str:
         return f"<table {self._table} of {urllib.parse.urlsplit(self._url).scheme}>"
 
+    @property
+    def identity(self) -> str:
+        """See `Committer`."""
+        return repr(self)
+
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
         try:
@@ -77,7 +82,7 @@ class DatabaseSink:
         else:
             columns = ", ".join(f'"{name}"' for name in staging.schema.names)
             database.execute(
-                f"CREATE UNLOGGED TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {_ATTEMPT}, {columns} "  # noqa: S608
+                f"CREATE TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {_ATTEMPT}, {columns} "  # noqa: S608
                 f"FROM {self._table} WHERE 1 = 0"
             )
 
@@ -122,21 +127,33 @@ class DatabaseSink:
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer`."""
+        try:
+            with self._transaction() as database:
+                self._add(database, staging, messages)
+        except self._refusals() as error:
+            raise CommitConflict(
+                f"table {self._table} does not take the rows: {type(error).__name__}: {error}"
+            ) from error
+
+    def _add(self, database: Any, staging: Staging, messages: Sequence[Message]) -> None:
         columns = ", ".join(f'"{name}"' for name in staging.schema.names)
         mark = "?" if self._lite else "%s"
-        with self._transaction() as database:
-            # Who comes second waits here for the first, and finds its id. Nothing was changed before.
-            added = database.execute(
-                f"INSERT INTO {_COMMITS} (id) VALUES ({mark}) ON CONFLICT DO NOTHING",  # noqa: S608
-                (staging.commit_id,),
+        # Who comes second waits here for the first, and finds its id. Nothing was changed before.
+        added = database.execute(
+            f"INSERT INTO {_COMMITS} (id, target) VALUES ({mark}, {mark}) ON CONFLICT DO NOTHING",  # noqa: S608
+            (staging.commit_id, self._table),
+        )
+        if added.rowcount == 0:
+            return
+        stage = self._stage_of(staging)
+        for message in messages:
+            moved = database.execute(
+                f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} WHERE {_ATTEMPT} = {mark}",  # noqa: S608
+                (message["attempt"],),
             )
-            if added.rowcount == 0:
-                return
-            stage = self._stage_of(staging)
-            for message in messages:
-                database.execute(
-                    f"INSERT INTO {self._table} ({columns}) SELECT {columns} FROM {stage} WHERE {_ATTEMPT} = {mark}",  # noqa: S608
-                    (message["attempt"],),
+            if moved.rowcount != message["rows"]:
+                raise CommitFailed(
+                    f"{message['rows']} rows were staged for table {self._table}, and {moved.rowcount} of them are there"
                 )
 
     def done(self, commit_id: str) -> bool:
@@ -145,7 +162,8 @@ class DatabaseSink:
         try:
             with self._connected() as database:
                 self._make_commits(database)
-                found = database.execute(f"SELECT 1 FROM {_COMMITS} WHERE id = {mark}", (commit_id,))  # noqa: S608
+                text = f"SELECT 1 FROM {_COMMITS} WHERE id = {mark} AND target = {mark}"  # noqa: S608
+                found = database.execute(text, (commit_id, self._table))
                 return found.fetchone() is not None
         except self._errors() as error:
             raise CommitFailed(
@@ -153,7 +171,7 @@ class DatabaseSink:
             ) from error
 
     def _make_commits(self, database: Any) -> None:
-        text = f"CREATE TABLE IF NOT EXISTS {_COMMITS} (id VARCHAR(512) PRIMARY KEY)"
+        text = f"CREATE TABLE IF NOT EXISTS {_COMMITS} (id VARCHAR(512), target VARCHAR(512), PRIMARY KEY (id, target))"
         if self._lite:
             database.execute(text)
             return
@@ -183,7 +201,16 @@ class DatabaseSink:
             return
         import psycopg
 
-        with psycopg.connect(self._url, autocommit=True) as database:
+        try:
+            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=_BUSY)
+        except psycopg.Error as error:  # whose text may have parts of the url
+            raise CommitFailed(
+                f"the server of table {self._table} cannot be reached: {type(error).__name__}; is it there, and the url right?"
+            ) from None
+        with connection as database:
+            # Nobody waits for a driver that is stopped.
+            database.execute(f"SET lock_timeout = '{_BUSY}s'")
+            database.execute(f"SET idle_in_transaction_session_timeout = '{_BUSY}s'")
             yield database
 
     @contextlib.contextmanager
@@ -207,6 +234,14 @@ class DatabaseSink:
         """A connection with one transaction."""
         with self._connected() as database, self._within(database):
             yield database
+
+    def _refusals(self) -> tuple[type[Exception], ...]:
+        """What the table will say each time."""
+        if self._lite:
+            return (sqlite3.IntegrityError,)
+        import psycopg
+
+        return (psycopg.IntegrityError, psycopg.DataError)
 
     def _errors(self) -> tuple[type[Exception], ...]:
         if self._lite:

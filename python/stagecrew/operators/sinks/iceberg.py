@@ -42,6 +42,11 @@ class IcebergSink:
     def __repr__(self) -> str:
         return f"<Iceberg table {self._identifier}>"
 
+    @property
+    def identity(self) -> str:
+        """See `Committer`."""
+        return repr(self)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_properties": {}}  # tasks write files, and need no catalogue
 
@@ -72,24 +77,25 @@ class IcebergSink:
         """See `Committer`."""
         from pyiceberg.exceptions import CommitFailedException
 
-        for _ in range(_TRIES):
+        location = self._location(staging)
+        for number in range(1, _TRIES + 1):
             table = self._table()
             if _has(table, staging.commit_id):
                 return
-            location = self._location(staging)
+            # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
+            table.metadata.properties["commit.retry.num-retries"] = "0"
             try:
-                # The catalogue takes it only if the table is as it was read: who comes second reads again, and finds the id.
                 table.add_files(
                     [f"{location}/{message['file']}" for message in messages],
                     snapshot_properties={_PROPERTY: staging.commit_id},
                 )
-            except CommitFailedException as error:
-                conflict = error
+            except CommitFailedException:
+                if number == _TRIES:
+                    raise  # who changes the table again and again is no reason to give it up
+            except ValueError as error:
+                raise CommitConflict(f"table {self._identifier} does not take the rows: {error}") from error
             else:
                 return
-        raise CommitConflict(
-            f"table {self._identifier} was changed by others again and again: {conflict}"
-        ) from conflict
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""

@@ -40,6 +40,11 @@ class ObjectSink:
     def __repr__(self) -> str:
         return f"<objects in {self._path}>"
 
+    @property
+    def identity(self) -> str:
+        """See `Committer`."""
+        return repr(self)
+
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
         try:
@@ -74,8 +79,11 @@ class ObjectSink:
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
-        info = self._filesystem.get_file_info(self._manifest(commit_id))
-        return bool(info.type == pyarrow.fs.FileType.File)
+        try:
+            with self._filesystem.open_input_stream(self._manifest(commit_id)) as stream:
+                return bool(json.loads(stream.read())["commit"] == commit_id)
+        except FileNotFoundError:
+            return False
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
@@ -85,10 +93,8 @@ class ObjectSink:
             if file not in stay:
                 self._filesystem.delete_file(file)
         if not stay:
-            for empty in (folder, f"{self._path}/data/{quoted(staging.commit_id)}"):
-                if not list_files(self._filesystem, empty):
-                    with contextlib.suppress(FileNotFoundError):
-                        self._filesystem.delete_dir(empty)
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.delete_dir(folder)  # and not what is around it: another run may be there
 
     def _folder(self, staging: Staging) -> str:
         return f"{self._path}/data/{quoted(staging.commit_id)}/{staging.run}"
@@ -105,7 +111,7 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
     found, inner = file_system(path, filesystem)
     manifests = list(_manifests(found, inner))
     if not manifests:
-        raise FileNotFoundError(f"{path}: nothing is committed there")
+        raise FileNotFoundError(f"{inner}: nothing is committed there")
     schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(manifests[0]["schema"])))
     files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
     return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")

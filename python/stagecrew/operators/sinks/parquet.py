@@ -18,11 +18,13 @@ from stagecrew.operators.sinks.staged import (
     exists,
     file_system,
     is_local,
+    is_store,
     list_files,
     quoted,
     remove_folder,
     write_empty,
     write_part,
+    write_whole,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,13 @@ class ParquetSink:
             raise OperatorMisused(f"mode is 'create' or 'append', not {mode!r}")
         self._mode, self._options = mode, options
         self._filesystem, self._path = file_system(path, filesystem)
+        if is_store(self._filesystem):
+            raise OperatorMisused("object stores rename no folders: use ObjectSink there")
+
+    @property
+    def identity(self) -> str:
+        """See `Committer`."""
+        return repr(self)
 
     def __repr__(self) -> str:
         return f"<Parquet files in {self._path}>"
@@ -99,6 +108,7 @@ class ParquetSink:
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """See `Committer`."""
         if self.done(staging.commit_id):
+            self._sync_parent(staging)
             return
         staged, folder = self._staged(staging), self._assembled(staging)
         self._filesystem.create_dir(folder, recursive=False)
@@ -106,11 +116,8 @@ class ParquetSink:
             self._bring(f"{staged}/{message['file']}", f"{folder}/{message['file']}", staging)
         if not messages:
             write_empty(self._filesystem, f"{folder}/part-empty.parquet", staging.schema)
-        with self._filesystem.open_output_stream(f"{folder}/{_MARK}") as mark:
-            mark.write(json.dumps({"commit": staging.commit_id}).encode())
-        if is_local(self._filesystem):
-            sync(f"{folder}/{_MARK}")
-            sync(folder)
+        mark = json.dumps({"commit": staging.commit_id}).encode()
+        write_whole(self._filesystem, f"{folder}/{_MARK}", mark)
         self._appear(folder, staging)
 
     def _bring(self, source: str, destination: str, staging: Staging) -> None:
@@ -133,8 +140,14 @@ class ParquetSink:
             if self._mode == "create" and not self._is_free():
                 raise self._conflict() from error
             raise
+        self._sync_parent(staging)
+        if not self.done(staging.commit_id):  # it was moved into a folder that another made meanwhile
+            self._filesystem.delete_dir(posixpath.join(target, posixpath.basename(folder)))
+            raise self._conflict()
+
+    def _sync_parent(self, staging: Staging) -> None:
         if is_local(self._filesystem):
-            sync(posixpath.dirname(target) or ".")
+            sync(posixpath.dirname(self._target(staging.commit_id)) or ".")
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
@@ -153,8 +166,8 @@ class ParquetSink:
         return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"
 
     def _staged(self, staging: Staging) -> str:
-        parent, name = posixpath.split(self._target(staging.commit_id))
-        return posixpath.join(parent, f"_stagecrew-{staging.run}-{name}")
+        # Without the target's name: Spark shows what begins with an underscore where it has a = in it.
+        return posixpath.join(posixpath.dirname(self._target(staging.commit_id)), f"_stagecrew-{staging.run}")
 
     def _assembled(self, staging: Staging) -> str:
         return f"{self._staged(staging)}-whole"

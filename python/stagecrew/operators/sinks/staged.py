@@ -24,6 +24,8 @@ __all__ = [
     "differing",
     "exists",
     "file_system",
+    "is_local",
+    "is_store",
     "list_files",
     "quoted",
     "remove_folder",
@@ -62,6 +64,11 @@ def exists(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
 def is_local(filesystem: pyarrow.fs.FileSystem) -> bool:
     """Whether it is the disk of this host."""
     return isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+
+
+def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
+    """Whether it is an object store, which has no folders to rename."""
+    return isinstance(filesystem, _STORES)
 
 
 def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
@@ -123,7 +130,7 @@ def write_part(
 
 def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
     """A small file that is there with all of its bytes, or not: on object stores a write does that, elsewhere a rename."""
-    if isinstance(filesystem, _STORES):
+    if is_store(filesystem):
         with filesystem.open_output_stream(path) as stream:
             stream.write(data)
         return
