@@ -158,6 +158,7 @@ def test_what_spark_accepted(cluster, place, tmp_path):
     assert place.left() == []
 
 
+@pytest.mark.long
 def test_upstream_with_other_output(cluster, place, tmp_path):
     """A map stage that runs again and writes other rows: each row is committed once, or Spark fails the job and none is."""
     mark = str(tmp_path / "first")
@@ -188,6 +189,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path):
     assert place.left() == []
 
 
+@pytest.mark.long
 def test_ctrl_c(cluster, place):
     """Ctrl-C while tasks stage: nothing is visible, nothing left."""
     import threading
@@ -254,18 +256,9 @@ spark.stop()
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "at"),
-    [
-        ("parquet", 5),
-        *(
-            pytest.param(name, at, marks=pytest.mark.long)
-            for name in ("parquet", "sqlite", "iceberg", "objects")
-            for at in range(2, 9)
-            if (name, at) != ("parquet", 5)
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("at", range(2, 9))
+@pytest.mark.parametrize("name", ["parquet", "sqlite", "iceberg", "objects"])
 def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
     """A driver that dies by SIGKILL; another that runs the same program brings all rows, once, and leaves nothing."""
     sessions.stop()
