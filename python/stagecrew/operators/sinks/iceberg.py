@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.operators.sinks.staged import differing, file_system, list_files, quoted, write_part
+from stagecrew.operators.sinks.staged import differing, file_system, keep_only, quoted, write_part
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -103,14 +102,7 @@ class IcebergSink:
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
-        filesystem, path = file_system(self._location(staging), None)
-        stay = {f"{path}/{message['file']}" for message in kept}
-        for file in list_files(filesystem, path):
-            if file not in stay:
-                filesystem.delete_file(file)
-        if not stay:
-            with contextlib.suppress(FileNotFoundError):
-                filesystem.delete_dir(path)
+        keep_only(*file_system(self._location(staging), None), kept)
 
     def _location(self, staging: Staging) -> str:
         if self._folder is None:

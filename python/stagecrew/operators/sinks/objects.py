@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +11,15 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
-from stagecrew.operators.sinks.staged import differing, file_system, list_files, quoted, write_part, write_whole
+from stagecrew.operators.sinks.staged import (
+    differing,
+    file_system,
+    keep_only,
+    list_files,
+    quoted,
+    write_part,
+    write_whole,
+)
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -69,7 +76,7 @@ class ObjectSink:
         """See `Committer`. Each run that decided writes the same manifest."""
         if self.done(staging.commit_id):
             return
-        base = f"data/{quoted(staging.commit_id)}/{staging.run}"
+        base = self._folder(staging).removeprefix(f"{self._path}/")
         manifest = {
             "commit": staging.commit_id,
             "schema": staging.schema.serialize().to_pybytes().hex(),
@@ -87,14 +94,7 @@ class ObjectSink:
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
-        folder = self._folder(staging)
-        stay = {f"{folder}/{message['file']}" for message in kept}
-        for file in list_files(self._filesystem, folder):
-            if file not in stay:
-                self._filesystem.delete_file(file)
-        if not stay:
-            with contextlib.suppress(FileNotFoundError):
-                self._filesystem.delete_dir(folder)  # and not what is around it: another run may be there
+        keep_only(self._filesystem, self._folder(staging), kept)
 
     def _folder(self, staging: Staging) -> str:
         return f"{self._path}/data/{quoted(staging.commit_id)}/{staging.run}"

@@ -26,6 +26,7 @@ __all__ = [
     "file_system",
     "is_local",
     "is_store",
+    "keep_only",
     "list_files",
     "quoted",
     "remove_folder",
@@ -90,6 +91,17 @@ def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
     """The files of a folder; none when there is no such folder."""
     selector = pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
     return [info.path for info in filesystem.get_file_info(selector) if info.type == pyarrow.fs.FileType.File]
+
+
+def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Message]) -> None:
+    """Deletes what a run staged in its folder, but for what these messages name; the folder too, where nothing stays."""
+    stay = {f"{folder}/{message['file']}" for message in kept}
+    for file in list_files(filesystem, folder):
+        if file not in stay:
+            filesystem.delete_file(file)
+    if not stay:
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.delete_dir(folder)  # and not what is around it: another run may be there
 
 
 def write_part(
