@@ -89,7 +89,7 @@ def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:
         answer = run()
     finally:
         context.removeJobTag(group)
-    status = context._jsc.sc().statusStore()
-    jobs = context._jsc.sc().dagScheduler and status.jobsList(None)
+    context._jsc.sc().listenerBus().waitUntilEmpty(60_000)  # by which the status store hears of tasks
+    jobs = context._jsc.sc().statusStore().jobsList(None)
     mine = [jobs.apply(i) for i in range(jobs.size()) if group in str(jobs.apply(i).jobTags())]
     return answer, sum(job.numCompletedTasks() for job in mine)
