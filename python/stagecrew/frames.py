@@ -5,7 +5,7 @@ fixed list of fields, each of one of four types:
 
     q  signed 64-bit integer            8 bytes
     s  text                             u32 length, UTF-8
-    b  bytes, never looked into         u32 length, bytes
+    b  bytes, never looked into         u32 length, bytes; large ones are decoded as a `memoryview`
     l  list of bytes                    u32 count, then each as b
 
 The same table stands in `Frames.scala`; a test compares both byte for byte. A frame that is cut short, has bytes left
@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from stagecrew.errors import FrameError
 
-__all__ = ["KINDS", "Decoder", "Field", "Frame", "decode", "decode_all", "encode"]
+__all__ = ["KINDS", "LARGE", "Decoder", "Field", "Frame", "decode", "decode_all", "encode", "encoded"]
 
 Field: TypeAlias = int | str | bytes | list[bytes]
 
@@ -104,6 +104,12 @@ _U32: Final = struct.Struct(">I")
 _HEAD: Final = struct.Struct(">IB")
 _Q: Final = struct.Struct(">q")
 
+#: Bytes of this many and more are not copied out of the frame in which they came: they are a `memoryview` of it.
+LARGE: Final = 1 << 16
+#: What a decoder has room for, and what it takes at once for a larger frame.
+_ROOM: Final = 1 << 16
+_AT_ONCE: Final = 1 << 20
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
@@ -124,6 +130,11 @@ def encode(kind: str, **fields: Field) -> bytes:
     >>> encode("BEGIN", attempt=7).hex()
     '00000009050000000000000007'
     """
+    return b"".join(encoded(kind, **fields))
+
+
+def encoded(kind: str, **fields: Field) -> list[bytes]:
+    """The same in pieces, so that what is large is not copied where it can be sent as it is."""
     try:
         number, table = KINDS[kind]
     except KeyError:
@@ -149,7 +160,9 @@ def encode(kind: str, **fields: Field) -> bytes:
     except (KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
         raise FrameError(f"a {kind} frame cannot be made of {sorted(fields)}: {error}") from error
     parts[0] = _HEAD.pack(1 + sum(map(len, parts)), number)
-    return b"".join(parts)
+    if len(parts[-1]) < LARGE:
+        return [b"".join(parts)]
+    return [b"".join(parts[:-1]), parts[-1]]
 
 
 def decode(frame: bytes | memoryview) -> Frame:
@@ -164,7 +177,7 @@ def decode(frame: bytes | memoryview) -> Frame:
     at, end = 1, len(view)
     fields: dict[str, Any] = {}
 
-    def chunk() -> bytes:
+    def chunk() -> memoryview:
         nonlocal at
         start = at + 4
         if start > end:
@@ -172,7 +185,7 @@ def decode(frame: bytes | memoryview) -> Frame:
         at = start + _U32.unpack_from(view, at)[0]
         if at > end:
             raise FrameError(f"a {kind} frame is cut short")
-        return bytes(view[start:at])
+        return view[start:at]
 
     for name, type_ in table:
         if type_ == "q":
@@ -182,11 +195,12 @@ def decode(frame: bytes | memoryview) -> Frame:
             at += 8
         elif type_ == "s":
             try:
-                fields[name] = chunk().decode("utf-8")
+                fields[name] = str(chunk(), "utf-8")
             except UnicodeDecodeError as error:
                 raise FrameError(f"field {name} of a {kind} frame is not UTF-8") from error
         elif type_ == "b":
-            fields[name] = chunk()
+            data = chunk()
+            fields[name] = data if len(data) >= LARGE else bytes(data)
         else:
             if at + 4 > end:
                 raise FrameError(f"a {kind} frame is cut short")
@@ -194,13 +208,13 @@ def decode(frame: bytes | memoryview) -> Frame:
             at += 4
             if count * 4 > end - at:
                 raise FrameError(f"a {kind} frame is cut short")
-            fields[name] = [chunk() for _ in range(count)]
+            fields[name] = [bytes(chunk()) for _ in range(count)]
     if at != end:
         raise FrameError(f"{end - at} bytes are left over behind a {kind} frame")
     return Frame(kind, fields)
 
 
-def decode_all(frames: bytes) -> Iterator[Frame]:
+def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
     """Each of these frames, which lie one behind the other, each with its length in front. Raises `FrameError`.
 
     >>> [frame["attempt"] for frame in decode_all(encode("BEGIN", attempt=7) + encode("END", attempt=8))]
@@ -218,32 +232,62 @@ class Decoder:
     """Puts frames together from bytes as they arrive, in pieces of any size.
 
     `limit` is the largest allowed frame in bytes; a longer one is a `FrameError` as soon as its length is known,
-    before memory is taken for it.
+    before memory is taken for it, and of a length that is allowed not much more than has arrived.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._buffer = bytearray()
+        self._buffer = bytearray(_ROOM)
+        self._begin = self._end = 0  # of what is here
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Takes what arrived and yields each frame that is complete now. Raises `FrameError`."""
-        self._buffer += data
+    def room(self) -> memoryview:
+        """Where what arrives next may be written; `filled` says then how much it was."""
+        return memoryview(self._buffer)[self._end :]
+
+    def filled(self, size: int) -> Iterator[Frame]:
+        """So many bytes were written there: yields each frame that is complete now. Raises `FrameError`."""
+        self._end += size
         while (frame := self._next()) is not None:
             yield frame
 
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The same for what arrived elsewhere. Raises `FrameError`."""
+        view = memoryview(data)
+        while view:
+            room = self.room()
+            size = min(len(room), len(view))
+            room[:size] = view[:size]
+            view = view[size:]
+            yield from self.filled(size)
+
     def _next(self) -> Frame | None:
-        if len(self._buffer) < 4:
-            return None
-        (length,) = _U32.unpack_from(self._buffer)
+        here = self.pending
+        length = _U32.unpack_from(self._buffer, self._begin)[0] if here >= _U32.size else 0
         if length > self._limit:
             raise FrameError(f"a frame of {length} bytes is larger than the {self._limit} bytes allowed")
-        if len(self._buffer) < 4 + length:
+        whole = _U32.size + length
+        if here < whole:
+            if not here or self._end == len(self._buffer):
+                self._make_room(whole)
             return None
-        frame = decode(bytes(self._buffer[4 : 4 + length]))
-        del self._buffer[: 4 + length]
-        return frame
+        frame = memoryview(self._buffer)[self._begin + _U32.size : self._begin + whole]
+        self._begin += whole
+        if length >= LARGE:
+            self._make_room(0)  # the frame keeps this buffer
+        return decode(frame)
+
+    def _make_room(self, whole: int) -> None:
+        """What is here goes to the beginning of a buffer that has room for more, at best for the whole frame."""
+        here = self.pending
+        if whole <= _ROOM == len(self._buffer):
+            self._buffer[:here] = self._buffer[self._begin : self._end]
+        else:
+            rest = memoryview(self._buffer)[self._begin : self._end]
+            self._buffer = bytearray(max(_ROOM, min(whole, max(_AT_ONCE, 4 * here))))
+            self._buffer[:here] = rest
+        self._begin, self._end = 0, here
 
     @property
     def pending(self) -> int:
         """How many bytes of an unfinished frame are here."""
-        return len(self._buffer)
+        return self._end - self._begin

@@ -64,6 +64,7 @@ class Live:
         self.told_at = now
         self.handled = self.told = self.untold_bytes = 0
         self.replies: dict[int, tuple[str, bytes] | None] = {}
+        self.large = 0  # the last request with a large reply
 
 
 class Instance:

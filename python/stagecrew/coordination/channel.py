@@ -21,7 +21,7 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import TOGETHER
 from stagecrew.errors import ChannelClosed, ChannelError
-from stagecrew.frames import encode
+from stagecrew.frames import encode, encoded
 from stagecrew.worker.channel import Channel
 
 __all__ = ["DriverChannel"]
@@ -55,6 +55,7 @@ class DriverChannel:
         self._sending = threading.Lock()
         self._sent = 0.0
         self._read = self._told = 0
+        self._turns = 0
         self._reading = threading.Lock()
         #: Who leaves its wait for frames when this is written to.
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -102,12 +103,15 @@ class DriverChannel:
                     waiting, self._waiting, self._count = self._waiting, {}, 0
                     self._sent = time.monotonic()
                 frames = [
-                    encode("TO", executor=to, frames=part) for to, some in waiting.items() for part in _parts(some)
+                    piece
+                    for to, some in waiting.items()
+                    for part in _parts(some)
+                    for piece in encoded("TO", executor=to, frames=part)
                 ]
                 if (read := self._read) != self._told:
                     self._told = read
                     frames.append(encode("READ", messages=read))
-                self._channel.write(b"".join(frames))
+                self._channel.write(*frames)
             except ChannelClosed:
                 # Perhaps in the midst of a frame: nothing may follow. The reader sees it too.
                 self._channel.shutdown()
@@ -155,6 +159,7 @@ class DriverChannel:
 
     def _turn(self, seconds: float) -> None:
         """Waits for frames, and takes them. By whoever holds the right to read."""
+        self._turns += 1
         due = self.host.due()
         pause = seconds if due is None else min(seconds, max(0.0, due - time.monotonic()))
         ready = {fd for fd, _ in self._poller.poll(pause * 1000 + 1)}
@@ -178,8 +183,11 @@ class DriverChannel:
 
     def _run(self) -> None:
         try:
+            turns = -1
             while not self._ended.is_set():
-                if self._reading.acquire(blocking=False):
+                # Only where nobody has read since the last look: a coordinator that handles what it read comes back at once.
+                before, turns = turns, self._turns
+                if before == turns and self._reading.acquire(blocking=False):
                     try:
                         self._own = True
                         while not self._idle and not self._ended.is_set():

@@ -71,14 +71,8 @@ class CoordinatorContext:
 
         With a `period` in seconds it is called again that long after each end, until the coordinator is closed.
         """
-        if not self._may("call_async"):
+        if not self._may("call_async") or (background := self._in_background()) is None:
             return
-        with self._lock:
-            if self._state == "closed":
-                return
-            if self._background is None:
-                self._background = self._make_background()
-            background = self._background
 
         def run() -> None:
             result, error = None, None
@@ -92,6 +86,23 @@ class CoordinatorContext:
                     background.later(period, lambda: self.call_async(f, handler, period))
 
         background.submit(run)
+
+    def every(self, seconds: float, f: Callable[[], None]) -> None:
+        """Calls `f` on the coordinator's own thread, so long after now and after the end of each call, until it is closed.
+
+        What it raises fails the topology, as in every callback, and ends it.
+        """
+        if not self._may("every") or (background := self._in_background()) is None:
+            return
+
+        def call() -> None:
+            f()
+            wait()
+
+        def wait() -> None:
+            background.later(seconds, lambda: self.run_in_coordinator_thread(call))
+
+        wait()
 
     # -- for the host
 
@@ -109,6 +120,14 @@ class CoordinatorContext:
             background = self._background
         if background is not None:
             background.close()
+
+    def _in_background(self) -> InBackground | None:
+        with self._lock:
+            if self._state == "closed":
+                return None
+            if self._background is None:
+                self._background = self._make_background()
+            return self._background
 
     def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":

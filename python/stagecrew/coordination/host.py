@@ -23,8 +23,10 @@ from stagecrew.frames import Frame, decode_all, encode
 
 __all__ = ["Host", "Wire"]
 
-#: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer.
+#: How many replies an evaluation's host remembers, so that a request that comes twice gets the first answer; of those of
+#: this many bytes and more only the last.
 _REPLIES: Final = 64
+_LARGE: Final = 1 << 16
 #: How often a task whose messages take long to handle is told of it, in seconds.
 _TELL: Final = 1.0
 #: How many bindings, and how many evaluations, it remembers that ended.
@@ -283,7 +285,7 @@ class Host:
         if self._fresh(live, sequence, [payload]) is not None:
             live.replies[sequence] = None
             if len(live.replies) > _REPLIES:
-                del live.replies[min(live.replies)]
+                live.replies.pop(min(live.replies), None)
             instance.loop.call(self._handle_request, instance, live, sequence, payload)
 
     def _finish(self, live: Live, frame: Frame) -> None:
@@ -354,6 +356,9 @@ class Host:
     def _reply(self, live: Live, sequence: int, outcome: str, payload: bytes) -> None:
         if sequence in live.replies:
             live.replies[sequence] = (outcome, payload)
+            if len(payload) >= _LARGE:
+                live.replies.pop(live.large, None)
+                live.large = sequence
         evaluation = live.evaluation
         self.wire.send(
             evaluation.executor,

@@ -7,15 +7,18 @@ belong to one application: nothing else is ever unpickled.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import pickle
 import traceback
+from collections.abc import Callable
 from typing import Any, Final
 
 from pyspark import cloudpickle
 
 from stagecrew.errors import EventNotPicklable, EventTooLarge
 
-__all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "failure", "pack", "raised", "unpack"]
+__all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "Packed", "failure", "pack", "packed", "raised", "unpack"]
 
 #: How many messages of an evaluation, of how many bytes, may be unhandled by its coordinator: both sides count.
 WINDOW: Final = 4096
@@ -36,10 +39,27 @@ _TEXT: Final = 20_000
 _PLAIN: Final = frozenset({int, float, str, bool, type(None)})
 
 
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A reply that many get: packed once, and kept once. Made by `packed`."""
+
+    payload: bytes
+
+
+def packed(write: Callable[[io.BytesIO], object]) -> Packed:
+    """Made of the bytes that it writes, without another copy."""
+    buffer = io.BytesIO()
+    buffer.write(_RAW)
+    write(buffer)
+    return Packed(buffer.getvalue())
+
+
 def pack(event: Any, limit: int) -> bytes:
     """The bytes of an event. Raises `EventNotPicklable`, and `EventTooLarge` above so many bytes."""
     if type(event) is bytes:
         packed = _RAW + event
+    elif type(event) is Packed:
+        packed = event.payload
     else:
         try:
             packed = _PICKLED + (
@@ -58,10 +78,10 @@ def pack(event: Any, limit: int) -> bytes:
     return packed
 
 
-def unpack(payload: bytes) -> Any:
+def unpack(payload: bytes | memoryview) -> Any:
     """The event that these bytes are."""
     if payload[:1] == _RAW:
-        return payload[1:]
+        return bytes(payload[1:])
     return pickle.loads(memoryview(payload)[1:])
 
 
@@ -78,7 +98,7 @@ def failure(error: BaseException, limit: int) -> bytes:
     return _PICKLED + pickle.dumps((None, text), 5)
 
 
-def raised(payload: bytes) -> tuple[BaseException | None, str]:
+def raised(payload: bytes | memoryview) -> tuple[BaseException | None, str]:
     """What `failure` was made of."""
     error, text = unpack(payload)
     return error, text

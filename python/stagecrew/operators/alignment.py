@@ -41,7 +41,7 @@ class AlignmentCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.call_async(_nothing, lambda _result, _error: self._let_go(), period=_LOOK)
+        self.context.every(_LOOK, self._let_go)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
         """A task has come so far with one of its sources, and waits until it may read on."""
@@ -86,10 +86,6 @@ class AlignmentCoordinator(Coordinator):
         for key in [key for key, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
             self._waiting.pop(key)[1].set_result(None)
         self.context.report(slowest=self._group.slowest, waiting=len(self._waiting))
-
-
-def _nothing() -> None:
-    """Only the coordinator's thread may look."""
 
 
 class Aligner:

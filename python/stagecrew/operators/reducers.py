@@ -93,7 +93,7 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
 
             return functools.reduce(getattr(pc, arrow), values)
         if _kind(values[0]) == "numpy array":
-            return functools.reduce(getattr(_numpy(), arrays), values)
+            return _folded(getattr(_numpy(), arrays), values)
         if _kind(values[0]) != "number" and numbers is _add:
             raise SuperstepsFailed(
                 f"no sum of {_kind(values[0])}: numbers, numpy and Arrow arrays have one; see concat"
@@ -101,6 +101,15 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
         return functools.reduce(numbers, values)
 
     return reduce
+
+
+def _folded(of_two: Any, values: Sequence[Any]) -> Any:
+    """As `functools.reduce`, but what is made of the first two takes the others in, where it is of a type that can."""
+    result, *others = values
+    for number, other in enumerate(others):
+        fits = number > 0 and _numpy().result_type(result, other) == result.dtype
+        result = of_two(result, other, out=result) if fits else of_two(result, other)
+    return result
 
 
 def _add(one: Any, other: Any) -> Any:

@@ -7,11 +7,14 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark import cloudpickle
 
 from stagecrew.errors import SplitsFailed
+
+if TYPE_CHECKING:
+    from stagecrew.operators.watermarks import WatermarkGroup
 
 __all__ = ["HELD", "SplitLog"]
 
@@ -47,10 +50,10 @@ class SplitLog:
         self._exhausted = False
         self._failure: BaseException | None = None
 
-    def at(self, subtask: int, index: int, host: str, allows: Callable[[Any], bool] | None = None) -> bytes | None:
+    def at(self, subtask: int, index: int, host: str, reading: WatermarkGroup[Any] | None = None) -> bytes | None:
         """The split at this place of the subtask's log, pickled; None at its end, when there are no more.
 
-        `allows` says of the event time of a split that was given to nobody whether it may be given now: `HELD` when it may not.
+        Where splits have event times, `reading` says whether one that was given to nobody may be given now: `HELD` when not.
         Raises `SplitsFailed` from what the enumerator raised, and ever after, and for a place beyond the log's end.
         """
         log = self._logs.setdefault(subtask, [])
@@ -63,7 +66,7 @@ class SplitLog:
             )
         if self._failure is not None:
             raise SplitsFailed(str(self._failure)) from self._failure
-        split = self._take(host, allows)
+        split = self._take(host, reading)
         if split is not None and split is not HELD:
             log.append(split)
         return split
@@ -91,15 +94,21 @@ class SplitLog:
         self._logs = pickle.loads(state)["logs"]
         self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
 
-    def _take(self, host: str, allows: Callable[[Any], bool] | None) -> bytes | None:
+    def _take(self, host: str, reading: WatermarkGroup[Any] | None) -> bytes | None:
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
         if not self._ahead:
             return None
-        if allows is not None and not allows(self.event_time(self._ahead[0][0])):
+        first = None if reading is None else self.event_time(self._ahead[0][0])
+        if reading is not None and not reading.allows(first):
             return HELD
-        chosen = next((i for i, (_, hosts) in enumerate(self._ahead) if host in hosts), 0)
+
+        def allowed(split: bytes) -> bool:
+            return reading is None or reading.allows(self.event_time(split), beside=first)
+
+        near = (i for i, (split, hosts) in enumerate(self._ahead) if host in hosts and allowed(split))
+        chosen = next(near, 0)
         split, _ = self._ahead[chosen]
         del self._ahead[chosen]
         return split

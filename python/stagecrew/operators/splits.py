@@ -76,7 +76,7 @@ class SplitCoordinator(Coordinator):
         if not self._is_there:
             self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
         if self._reading is not None:
-            self.context.call_async(_look, lambda _result, _error: self._let_go(), period=_LOOK)
+            self.context.every(_LOOK, self._let_go)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
         """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""
@@ -119,7 +119,7 @@ class SplitCoordinator(Coordinator):
         try:
             if reading is None:
                 return self._log.at(evaluation.subtask, index, host)
-            split = self._log.at(evaluation.subtask, index, host, reading.allows)
+            split = self._log.at(evaluation.subtask, index, host, reading)
             if split is not None and split != HELD:
                 reading.report(evaluation.id, self._log.event_time(split))
             return split
@@ -162,10 +162,6 @@ class SplitCoordinator(Coordinator):
                     f"Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )
-
-
-def _look() -> None:
-    """Only the coordinator's thread may look."""
 
 
 def _nothing(_result: Any, _error: BaseException | None) -> None:

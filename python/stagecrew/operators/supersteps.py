@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
+import io
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import pyarrow as pa
 
 from stagecrew.coordination.coordinator import Coordinator, Evaluation
+from stagecrew.coordination.payloads import Packed, packed
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.gathering import Gathering
 from stagecrew.operators.reducers import Reducer, described, reduced
@@ -33,6 +34,9 @@ __all__ = ["Steps", "SuperstepCoordinator", "run_supersteps"]
 _TOGETHER: Final = "__stagecrew_together"
 #: Values travel in pieces of at most so many bytes.
 _PIECE: Final = 4 << 20
+#: How a reply begins that is the result, and one that says in how many pieces it comes.
+_WHOLE: Final = b"\0"
+_PIECES: Final = b"\1%d"
 #: How often it is looked who is late, in seconds.
 _WATCH: Final = 1.0
 
@@ -53,7 +57,7 @@ class SuperstepCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.call_async(_nothing, self._look_who_is_late, period=min(_WATCH, self._timeout / 4))
+        self.context.every(min(_WATCH, self._timeout / 4), self._look_who_is_late)
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
         """See `Coordinator`. A new attempt at a stage ends those before."""
@@ -83,11 +87,13 @@ class SuperstepCoordinator(Coordinator):
         self.failed(evaluation, "it was cut short")
 
     def handle_event(self, evaluation: Evaluation, event: bytes) -> None:
-        """A piece of a value that is too large for one request."""
+        """A piece of a request that is too large for one message."""
         self._pieces.setdefault(evaluation, []).append(event)
 
-    def handle_request(self, evaluation: Evaluation, request: bytes) -> Any:
+    def handle_request(self, evaluation: Evaluation, request: bytes) -> Future[Packed] | Packed:
         """A task has come to a step, or asks for one more piece of its result."""
+        if (pieces := self._pieces.pop(evaluation, None)) is not None:
+            request = b"".join([*pieces, request])
         group = self._group_of(evaluation)
         if group is None or group.over is not None:
             raise SuperstepsFailed(
@@ -97,15 +103,14 @@ class SuperstepCoordinator(Coordinator):
         what, *details = pickle.loads(request)
         if what == "piece":
             return group.piece(*details)
-        step, members, reducer, function, last = details
+        step, members, reducer, function, value = details
         if members < group.gathering.subtasks:
             # Spark runs only those again whose output it lost (G23): when one of them fails, all of them.
             raise SuperstepsFailed(
                 f"operator {self.context.operator!r}: Spark runs {members} of {group.gathering.subtasks} tasks of stage "
                 f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run again"
             )
-        value = pickle.loads(b"".join([*self._pieces.pop(evaluation, ()), last]))
-        reply: Future[bytes] = Future()
+        reply: Future[Packed] = Future()
         if not group.waiting:
             group.since = time.monotonic()
         group.waiting[evaluation] = reply
@@ -127,7 +132,7 @@ class SuperstepCoordinator(Coordinator):
             self._fail(group, failure)
             raise failure from error
         self.context.report(step=step + 1, **({"stopped": True} if group.stopped else {}))
-        group.answer(pickle.dumps((group.stopped, value), 5))
+        group.answer((group.stopped, value))
 
     def _contained(self, group: _Group, change: Callable[..., Any], evaluation: Evaluation, *args: Any) -> Any:
         """What it answers; what it raises fails the topology: all attempts at the stage would go the same way."""
@@ -144,7 +149,7 @@ class SuperstepCoordinator(Coordinator):
     def _group_of(self, evaluation: Evaluation) -> _Group | None:
         return self._groups.get((evaluation.stage, evaluation.stage_attempt))
 
-    def _look_who_is_late(self, _result: Any, _error: BaseException | None) -> None:
+    def _look_who_is_late(self) -> None:
         for (stage, attempt), group in self._groups.items():
             missing = group.gathering.missing
             if missing and group.over is None and time.monotonic() - group.since > self._timeout:
@@ -161,23 +166,32 @@ class _Group:
 
     def __init__(self, name: str, subtasks: int) -> None:
         self.gathering = Gathering(name, subtasks)
-        self.waiting: dict[Evaluation, Future[bytes]] = {}
+        self.waiting: dict[Evaluation, Future[Packed]] = {}
         self.since = 0.0
         self.stopped = False
         self.over: str | None = None
-        self._result = b""
+        self._pieces: list[Packed] = []
 
-    def answer(self, result: bytes) -> None:
-        """All get the result, or how many pieces it has."""
-        self._result = result
-        reply = b"\0" + result if len(result) <= _PIECE else b"\1%d" % math.ceil(len(result) / _PIECE)
+    def answer(self, result: Any) -> None:
+        """All get the result, or how many pieces it has. It is packed, and kept, once for all of them."""
+
+        def write(file: io.BytesIO) -> None:
+            file.write(_WHOLE)
+            pickle.dump(result, file, 5)
+
+        reply = packed(write)
+        self._pieces = []
+        if (size := len(reply.payload)) > _PIECE:
+            view = memoryview(reply.payload)[2:]
+            self._pieces = [_cut(view, at) for at in range(0, size - 2, _PIECE)]
+            reply = packed(lambda file: file.write(_PIECES % len(self._pieces)))
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
             future.set_result(reply)
 
-    def piece(self, number: int) -> bytes:
+    def piece(self, number: int) -> Packed:
         """One piece of the last result: nobody is at the next step before all have all of it."""
-        return self._result[number * _PIECE : (number + 1) * _PIECE]
+        return self._pieces[number]
 
     def fail(self, reason: str) -> None:
         """Nobody gets a result any more."""
@@ -187,8 +201,8 @@ class _Group:
             future.set_exception(SuperstepsFailed(reason))
 
 
-def _nothing() -> None:
-    """Only the coordinator's thread may look."""
+def _cut(data: memoryview, at: int) -> Packed:
+    return packed(lambda file: file.write(data[at : at + _PIECE]))
 
 
 class Steps:
@@ -218,23 +232,22 @@ class Steps:
         Raises `SuperstepsFailed` when another task reduces otherwise or has ended, or `timeout` seconds are over; `OperatorMisused`.
         """
         name, function = described(op)
-        data = _pickled(value)
-        whole, last = divmod(len(data), _PIECE)
-        if whole and not last:
-            whole -= 1
-        for number in range(whole):
-            self._gateway.send(data[number * _PIECE : (number + 1) * _PIECE])
-        request = ("reduce", self.step, self.subtasks, name, function, data[whole * _PIECE :])
+        request = _pickled(("reduce", self.step, self.subtasks, name, function, value))
+        if len(request) > _PIECE:
+            pieces = [request[at : at + _PIECE] for at in range(0, len(request), _PIECE)]
+            request = pieces.pop()
+            for piece in pieces:
+                self._gateway.send(piece)
         reply = self._ask(request)
-        if reply[:1] == b"\1":
-            reply = b"\0" + b"".join(self._ask(("piece", number)) for number in range(int(reply[1:])))
+        if reply.startswith(_PIECES[:1]):
+            reply = b"".join([_WHOLE, *(self._ask(_pickled(("piece", n))) for n in range(int(reply[1:])))])
         self.step += 1
         self.stopped, result = pickle.loads(memoryview(reply)[1:])
         return result
 
-    def _ask(self, request: tuple[Any, ...]) -> bytes:
+    def _ask(self, request: bytes) -> bytes:
         try:
-            reply: bytes = self._gateway.request(pickle.dumps(request, 5), timeout=self._timeout)
+            reply: bytes = self._gateway.request(request, timeout=self._timeout)
         except RequestFailed as error:
             if not isinstance(error.__cause__, SuperstepsFailed):
                 raise

@@ -98,7 +98,7 @@ class WatermarkGroup(Generic[S]):
         except OverflowError:  # near the end of time
             return None
 
-    def allows(self, event_time: Any) -> bool:
-        """Whether that event time may be read now."""
-        limit = self.limit
-        return limit is None or bool(event_time <= limit)
+    def allows(self, event_time: Any, beside: Any = None) -> bool:
+        """Whether that event time may be read now, and while another is still to be read, if that is given."""
+        limits = [self.limit, None if beside is None else self._sum(beside)]
+        return all(limit is None or bool(event_time <= limit) for limit in limits)

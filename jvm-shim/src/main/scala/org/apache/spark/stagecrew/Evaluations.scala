@@ -154,15 +154,22 @@ object Evaluations {
 
   /** Frames on their way to the driver. Of one thread. */
   private final class Batch(send: Array[Byte] => Unit) {
-    private val out = new java.io.ByteArrayOutputStream
-    def size: Int = out.size
+    private val frames = mutable.ArrayBuffer.empty[Array[Byte]]
+    private var bytes = 0
+    def size: Int = bytes
 
-    def add(frame: Array[Byte]): Unit = out.write(Frames.withLength(frame))
-    def add(kind: String, values: Any*): Unit = out.write(Frames.encode(kind, values: _*))
+    def add(frame: Array[Byte]): Unit = {
+      frames += frame
+      bytes += 4 + frame.length
+    }
+    def add(kind: String, values: Any*): Unit = add(Frames.withoutLength(Frames.encode(kind, values: _*)))
 
-    def flush(): Unit = if (out.size > 0) {
-      send(out.toByteArray)
-      out.reset()
+    def flush(): Unit = if (bytes > 0) {
+      val out = ByteBuffer.allocate(bytes)
+      frames.foreach(frame => out.putInt(frame.length).put(frame))
+      frames.clear()
+      bytes = 0
+      send(out.array)
     }
   }
 }

@@ -158,18 +158,22 @@ object Frames {
       throw new FrameException(s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
     }
     // In steps: a length that is announced but never sent takes no memory.
-    val out = new java.io.ByteArrayOutputStream(math.min(length, 1 << 16))
-    val step = new Array[Byte](math.min(length, 1 << 16).max(1))
-    while (out.size < length) {
-      val n = in.read(step, 0, math.min(step.length, length - out.size))
+    var bytes = new Array[Byte](math.min(length, 1 << 16))
+    var at = 0
+    while (at < length) {
+      if (at == bytes.length) bytes = java.util.Arrays.copyOf(bytes, math.min(length.toLong, 8L * at).toInt)
+      val n = in.read(bytes, at, bytes.length - at)
       if (n < 0) throw new EOFException("the stream ended inside a frame")
-      out.write(step, 0, n)
+      at += n
     }
-    out.toByteArray
+    bytes
   }
 
   /** An undecoded frame with its length in front. */
   def withLength(frame: Array[Byte]): Array[Byte] = ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
+
+  /** And the other way. */
+  def withoutLength(frame: Array[Byte]): Array[Byte] = java.util.Arrays.copyOfRange(frame, 4, frame.length)
 
   private def sized(data: Array[Byte]): Seq[Array[Byte]] = Seq(u32(data.length), data)
 

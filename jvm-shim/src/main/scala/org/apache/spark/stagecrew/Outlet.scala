@@ -61,7 +61,10 @@ final class Outlet(write: Array[Byte] => Unit) {
       wait()
     }
     if (!open) null
-    else {
+    else if (waiting.size == 1) {
+      note(waiting.peek())
+      waiting.poll()
+    } else {
       val some = new java.io.ByteArrayOutputStream
       while (!waiting.isEmpty && some.size < BatchBytes) {
         note(waiting.peek())
