@@ -218,8 +218,18 @@ def test_too_few_slots(sessions):
             many.collect()
 
 
+def test_dynamic_allocation(sessions):
+    """Spark refuses a stage whose tasks need each other there: said before it runs, with what to do."""
+    spark = sessions.get(LOCAL, **{"spark.dynamicAllocation.enabled": "true"})
+    with (
+        stagecrew.crew(spark).topology("t") as topology,
+        pytest.raises(stagecrew.OperatorMisused, match=r"set spark\.dynamicAllocation\.enabled to false"),
+    ):
+        topology.supersteps(spark.range(2), mean_by_steps, SCHEMA)
+
+
 def test_bad_input(sessions):
-    """What is no DataFrame, no function, no timeout; dynamic allocation, which Spark refuses."""
+    """What is no DataFrame, no function, no timeout."""
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
         some = spark.range(2)

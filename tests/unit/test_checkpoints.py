@@ -326,6 +326,19 @@ def test_periodic_calls(harness):
     assert isinstance(results[-1][1], ZeroDivisionError)
 
 
+def test_calls_every_so_often(harness):
+    """`every` calls on the coordinator's thread, so long after its begin and after each end, until the coordinator is closed."""
+    times = []
+    harness.coordinator.context.every(2.0, lambda: times.append(harness.now))
+    harness.run()
+    assert times == []
+    harness.advance(7)
+    assert times == [2.0, 4.0, 6.0]
+    harness.reset()
+    harness.advance(5)
+    assert len(times) == 3
+
+
 def test_a_late_acknowledgement_by_the_clock(harness):
     """It fails that attempt after spark.stagecrew.ack.timeout, and nothing else."""
     silent, other = harness.evaluation(0), harness.evaluation(1)

@@ -13,6 +13,7 @@ WRITES = {
     "fail": lambda context: context.fail(ValueError("on purpose")),
     "run_in_coordinator_thread": lambda context: context.run_in_coordinator_thread(lambda: None),
     "call_async": lambda context: context.call_async(lambda: None, lambda *_: None),
+    "every": lambda context: context.every(1.0, lambda: None),
 }
 
 
@@ -47,8 +48,9 @@ def test_after_it_is_closed(write):
         assert reads(old) == ("operator", "test", {}, "closed")
         old.run_in_coordinator_thread(called.append, 1)
         old.call_async(lambda: called.append(2), lambda *_: called.append(3))
+        old.every(1.0, lambda: called.append(4))
         WRITES[write](old)
-        harness.run()
+        harness.advance(5)
         assert called == []
         assert harness.failure is None
 
@@ -104,6 +106,9 @@ def leads_to(callback, harness):
     elif callback == "call_async":
         harness.coordinator.context.call_async(lambda: None, lambda *_: harness.coordinator.raises())
         harness.run()
+    elif callback == "every":
+        harness.coordinator.context.every(1.0, harness.coordinator.raises)
+        harness.advance(5)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +124,7 @@ def leads_to(callback, harness):
         "checkpoint_complete",
         "checkpoint_aborted",
         "call_async",
+        "every",
     ],
 )
 def test_a_callback_that_raises(callback):
@@ -132,7 +138,7 @@ def test_a_callback_that_raises(callback):
         harness.gateway = gateway
 
     Raising.ready = ready
-    if callback != "call_async":
+    if callback not in ("call_async", "every"):
         setattr(Raising, callback, Raising.raises)
     harness = CoordinatorHarness(Raising)
     leads_to(callback, harness)

@@ -386,6 +386,24 @@ def test_replies(world):
     assert not world.failures
 
 
+def test_replies_that_are_remembered(world):
+    """A request that comes twice gets its first answer again; of large answers only the last is kept, of small ones the last 64."""
+    world.ready(1)
+    world.heard()
+    world.coordinators[0].handle_request = lambda _evaluation, size: bytes(size)
+    for sequence in range(1, 200):
+        world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(100_000 if sequence % 2 else 10, LIMIT))
+        world.heard()
+    world.wire.take("REPLY")
+    for sequence in range(1, 200):
+        world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
+    assert world.heard() == []  # none is asked again
+    again = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
+    assert {sequence: size for sequence, size in again.items() if size > 11} == {199: 100_001}
+    assert {*range(136, 200, 2)} <= again.keys()
+    assert len(again) <= 64
+
+
 def test_a_reset(world):
     """The old coordinator closes and hears nothing more; no evaluation of before gets an answer; a new one begins."""
     world.ready(1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagecrew import FrameError
-from stagecrew.frames import KINDS, Decoder, Frame, decode, encode
+from stagecrew.frames import KINDS, LARGE, Decoder, Frame, decode, encode
 
 VALUES = {
     "q": st.integers(-(2**63), 2**63 - 1),
@@ -57,6 +58,7 @@ def test_every_kind_comes_back(kind, data):
     assert decode(memoryview(encoded)[4:]) == frame
 
 
+@settings(deadline=None)
 @given(frame=frames)
 def test_every_prefix_is_refused(frame):
     """A frame that is cut anywhere is a `FrameError`, never a shorter frame and never another exception."""
@@ -114,6 +116,36 @@ def test_pieces_of_any_size_are_the_whole(sent, data):
     ]
     assert got == [Frame(*frame) for frame in sent]
     assert decoder.pending == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE, 2 << 20]), max_size=6),
+    pieces=st.lists(st.sampled_from([1, 100, LARGE, 1 << 20]), min_size=1, max_size=9),
+)
+def test_large_frames(sizes, pieces):
+    """Frames of any size come out whole, however they arrive; what is large is not copied, and nothing changes it later."""
+    sent = [bytes([number]) * size for number, size in enumerate(sizes)]
+    pieces = itertools.cycle([*pieces, LARGE])
+    stream = memoryview(b"".join(encode("FROM", executor="1", frames=data) for data in sent))
+    decoder, got = Decoder(4 << 20), []
+    while stream:
+        room = decoder.room()
+        size = min(len(room), len(stream), next(pieces))
+        room[:size] = stream[:size]
+        stream = stream[size:]
+        got += decoder.filled(size)
+    assert [frame["frames"] == data for frame, data in zip(got, sent, strict=True)] == [True] * len(sent)
+    assert [type(frame["frames"]) for frame in got] == [memoryview if len(data) >= LARGE else bytes for data in sent]
+    assert decoder.pending == 0
+    assert len(decoder.room()) == LARGE  # what was large is given back
+
+
+def test_a_length_takes_no_memory():
+    """A frame that announces its length and never comes takes not much more than has arrived."""
+    decoder = Decoder(1 << 30)
+    assert list(decoder.feed(struct.pack(">I", 1 << 30))) == []
+    assert len(decoder.room()) < 2 << 20
 
 
 def test_byte_by_byte():

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stagecrew.errors import SplitsFailed
-from stagecrew.operators.splitlog import SplitLog
+from stagecrew.operators.splitlog import HELD, SplitLog
+from stagecrew.operators.watermarks import WatermarkGroup
 
 SUBTASKS = 3
 HOSTS = ("a", "b")
@@ -133,6 +134,30 @@ def test_a_host_is_given_what_it_reads_best():
     """Where locations are known a task is given a split of its host first, and any other when there is none."""
     log = SplitLog(Homes(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
     assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
+
+
+class Timed(Homes):
+    def event_time(self, split):
+        return 10 * split
+
+
+def test_a_far_split_that_is_ahead():
+    """A split of the task's own host is not given before its time, neither for what is read nor for what is to be read first."""
+    homes = [{"b"}, {"b"}, {"a"}, {"b"}, {"a"}]
+    log, reading = SplitLog(Timed(5, homes), "operator 'x'"), WatermarkGroup(10)
+    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 lies too far ahead of 0, which nobody reads yet
+    reading.report(0, 0)
+    assert pickle.loads(log.at(1, 0, "a", reading)) == 1
+    reading.report(1, 10)
+    assert log.at(2, 0, "a", reading) == HELD
+    reading.remove(0)
+    assert pickle.loads(log.at(2, 0, "a", reading)) == 2
+    reading.remove(1)
+    reading.report(2, 20)
+    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 is the task's own, and too early
+    reading.remove(2)
+    reading.report(0, 30)
+    assert pickle.loads(log.at(1, 1, "b", reading)) == 4
 
 
 class Raises:

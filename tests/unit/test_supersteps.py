@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
@@ -17,6 +19,7 @@ from stagecrew.operators.supersteps import Steps, SuperstepCoordinator
 from stagecrew.testing import CoordinatorHarness
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_order(data):
     """In whatever order subtasks come to each step, each step has all values, in the order of subtasks."""
@@ -32,6 +35,7 @@ def test_any_order(data):
     assert last
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_who_differs_is_named(data):
     """Where tasks call reduce a different number of times, the error names one that ended and one that waits; nobody hangs."""
@@ -93,12 +97,16 @@ def test_other_differences():
         ("concat", [pa.chunked_array([[1]]), pa.chunked_array([[2]])], pa.chunked_array([[1], [2]])),
         ("concat", [pa.table({"a": [1]}), pa.table({"a": [2]})], pa.table({"a": [1, 2]})),
         ("concat", [pa.record_batch({"a": [1]}), pa.record_batch({"a": [2]})], pa.table({"a": [1, 2]})),
+        ("sum", [np.array([1]), np.array([2]), np.array([0.5]), np.array([1])], np.array([4.5])),
+        ("max", [np.array([1, 5]), np.array([3, 4]), np.array([9, 1])], np.array([9, 5])),
         (lambda a, b: a * b, [2, None, 5], 10),
     ],
 )
 def test_reducers(op, values, expected):
     """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, own functions; None takes no part."""
+    before = copy.deepcopy(values)
     result = reduced(*described(op), values)
+    assert pickle.dumps(values) == pickle.dumps(before)
     assert np.array_equal(result, expected) if isinstance(expected, np.ndarray) else result == expected
 
 
@@ -194,6 +202,38 @@ def test_a_large_value():
         assert task.come(b"x" * (8 << 20), "concat") == b"x" * (8 << 20)
 
 
+def test_values_around_a_piece():
+    """Whatever the size of a value, it arrives as it was sent; None of it stays with the coordinator."""
+    with harness_of() as harness:
+        task = Task(harness, 0, subtasks=1)
+        for size in (0, 1, *range((4 << 20) - 70, (4 << 20) + 70, 20), 8 << 20, (12 << 20) - 60):
+            assert task.come(b"x" * size, "concat") == b"x" * size
+        assert harness.coordinator._pieces == {}
+        own = task.come([lambda: 7], "concat")  # what only cloudpickle knows
+        assert own[0]() == 7
+
+
+def test_what_the_driver_keeps():
+    """Two hundred steps of 4 MB leave on the driver what one leaves, whatever duplicates may come: nothing grows with the steps."""
+    with harness_of() as harness:
+        tasks = [Task(harness, subtask) for subtask in (0, 1)]
+        value = bytes((4 << 20) - 1000)
+        kept = []
+        tracemalloc.start()
+        try:
+            for step in range(200):
+                tasks[0].come(value, "max")
+                assert len(tasks[1].come(value, "max")) == len(tasks[0].gets()[0]) == len(value)
+                for task in tasks:
+                    task.evaluation._replies.clear()  # the test's own
+                if step % 10 == 9:
+                    kept.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        assert max(kept) < 40 << 20
+        assert harness.failure is None
+
+
 def test_a_task_fails():
     """Its peers' step fails at once; the next attempt at the stage begins anew, and nobody of the old one gets an answer."""
     with harness_of() as harness:
@@ -245,6 +285,18 @@ def test_a_difference_fails_the_topology():
         assert "subtask 1 ended after 0 steps, but subtask 0 waits in step 0" in str(harness.failure)
         with pytest.raises(Exception, match="subtask 1 ended"):
             one.gets()
+
+
+def test_a_result_that_cannot_travel():
+    """It fails the topology by name, and nobody waits for it."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        one.come(1, lambda a, b: (n for n in (a, b)))
+        with pytest.raises(Exception, match="step 0 could not be reduced: TypeError"):
+            other.come(2, lambda a, b: (n for n in (a, b)))
+        with pytest.raises(Exception, match="step 0 could not be reduced"):
+            one.gets()
+        assert isinstance(harness.failure, SuperstepsFailed)
 
 
 def test_a_reducer_that_raises():

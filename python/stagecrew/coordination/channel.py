@@ -160,6 +160,7 @@ class DriverChannel:
     def _turn(self, seconds: float) -> None:
         """Waits for frames, and takes them. By whoever holds the right to read."""
         self._turns += 1
+        self.flush()
         due = self.host.due()
         pause = seconds if due is None else min(seconds, max(0.0, due - time.monotonic()))
         ready = {fd for fd, _ in self._poller.poll(pause * 1000 + 1)}

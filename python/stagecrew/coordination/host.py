@@ -339,19 +339,20 @@ class Host:
         try:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):
-                reply.add_done_callback(lambda done: self._answer(live, sequence, done))
+                reply.add_done_callback(lambda done: self._answer(instance, live, sequence, done))
             else:
                 self._reply(live, sequence, "ok", pack(reply, self.limit))
         except Exception as error:
             self._reply(live, sequence, "failed", failure(error, self.limit))
         self._handled(live, len(payload))
 
-    def _answer(self, live: Live, sequence: int, done: Future[Any]) -> None:
+    def _answer(self, instance: Instance, live: Live, sequence: int, done: Future[Any]) -> None:
         try:
             self._reply(live, sequence, "ok", pack(done.result(), self.limit))
         except BaseException as error:  # a cancelled future's too
             self._reply(live, sequence, "failed", failure(error, self.limit))
-        self.wire.flush()
+        if not instance.loop.is_current:  # there several may be answered at once: they travel together when it is idle
+            self.wire.flush()
 
     def _reply(self, live: Live, sequence: int, outcome: str, payload: bytes) -> None:
         if sequence in live.replies:

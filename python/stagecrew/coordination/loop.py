@@ -19,6 +19,10 @@ class CallsInOrder(Protocol):
     def call(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call."""
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is on its thread."""
+
     def end(self, seconds: float) -> bool:
         """Takes no more; waits so long for those that were taken."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -124,6 +123,7 @@ class SuperstepCoordinator(Coordinator):
             value = reduced(reducer, function, values)
             if self._stop_when is not None and not group.stopped:
                 group.stopped = bool(self._stop_when(step, value))
+            result = _pickled((group.stopped, value))
         except Exception as error:
             failure = SuperstepsFailed(
                 f"operator {self.context.operator!r}: step {step} could not be reduced: {type(error).__name__}: {error}"
@@ -132,7 +132,7 @@ class SuperstepCoordinator(Coordinator):
             self._fail(group, failure)
             raise failure from error
         self.context.report(step=step + 1, **({"stopped": True} if group.stopped else {}))
-        group.answer((group.stopped, value))
+        group.answer(result)
 
     def _contained(self, group: _Group, change: Callable[..., Any], evaluation: Evaluation, *args: Any) -> Any:
         """What it answers; what it raises fails the topology: all attempts at the stage would go the same way."""
@@ -172,19 +172,13 @@ class _Group:
         self.over: str | None = None
         self._pieces: list[Packed] = []
 
-    def answer(self, result: Any) -> None:
-        """All get the result, or how many pieces it has. It is packed, and kept, once for all of them."""
-
-        def write(file: io.BytesIO) -> None:
-            file.write(_WHOLE)
-            pickle.dump(result, file, 5)
-
-        reply = packed(write)
+    def answer(self, result: bytes) -> None:
+        """All get the result, or how many pieces it has. It is kept once for all of them, until the next."""
         self._pieces = []
-        if (size := len(reply.payload)) > _PIECE:
-            view = memoryview(reply.payload)[2:]
-            self._pieces = [_cut(view, at) for at in range(0, size - 2, _PIECE)]
-            reply = packed(lambda file: file.write(_PIECES % len(self._pieces)))
+        reply = packed(_WHOLE, result)
+        if len(result) > _PIECE:
+            self._pieces = [packed(memoryview(result)[at : at + _PIECE]) for at in range(0, len(result), _PIECE)]
+            reply = packed(_PIECES % len(self._pieces))
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
             future.set_result(reply)
@@ -199,10 +193,6 @@ class _Group:
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
             future.set_exception(SuperstepsFailed(reason))
-
-
-def _cut(data: memoryview, at: int) -> Packed:
-    return packed(lambda file: file.write(data[at : at + _PIECE]))
 
 
 class Steps:

@@ -277,6 +277,8 @@ class _Calls:
         self._waiting: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._ended = False
 
+    is_current = False
+
     def call(self, f: Callable[..., Any], *args: Any) -> None:
         if not self._ended:
             self._waiting.append((f, args))
