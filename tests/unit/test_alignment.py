@@ -172,6 +172,22 @@ def test_who_is_ahead_waits(aligned):
     assert aligned.operators.progress()["operator/1"] == {"slowest": 80, "waiting": 0}
 
 
+def test_who_waits_is_not_idle():
+    """A source that is kept waiting holds those ahead of it, however long the slowest has kept it."""
+    with CoordinatorHarness(lambda context: AlignmentCoordinator(context, DRIFT, IDLE)) as harness:
+        harness.coordinator._group._clock = lambda: harness.now
+        slow, middle, quick = (harness.evaluation(subtask) for subtask in range(3))
+        assert asks(slow, 0)
+        assert not asks(middle, 20)
+        harness.advance(4)
+        assert not asks(quick, 35)
+        harness.advance(1.5)  # the slow one is idle now
+        assert goes_on(middle)
+        assert not goes_on(quick)
+        harness.advance(IDLE + 1)  # and now the one that went on, and says nothing more
+        assert goes_on(quick)
+
+
 def test_several_sources_of_a_task(aligned):
     """Each is one of its own."""
     task = aligned.evaluation(0)
@@ -275,7 +291,7 @@ def test_no_split_is_given_too_early(data):
     }
     merged = InEventTime(splits, lambda split: split[0], DRIFT)
     if data.draw(st.booleans()):
-        merged.locations = lambda named: "h" if named[1][1] % 2 else "elsewhere"
+        merged.locations = lambda named: ["h"] if named[1][1] % 2 else []
     left = sorted(time for of in splits.values() for time, _ in of)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         readers = Readers(harness, left)

@@ -245,6 +245,8 @@ def test_a_task_fails():
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
         with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
             one.come(5)
+        with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
+            Task(harness, 0).come(5)  # one of the attempt before that begins late
         again[1].come(4)
         assert again[0].come(3) == 7
         assert harness.failure is None
