@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 
@@ -56,3 +57,29 @@ def test_the_other_end_is_gone(ends):
     one.close()
     with pytest.raises(ChannelClosed):
         one.write(b"x")
+
+
+def test_a_signal_s_handler_reads(ends):
+    """While the process waits for a frame, a handler may wait for another: both get theirs."""
+    one, other = ends
+    heard, done = [], threading.Event()
+
+    def handler(*_):
+        heard.append(one.wait_for("CLOSED"))
+        done.set()
+
+    def rings():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        other.write(encode("CLOSED", topology="t"))
+        done.wait(10)
+        other.write(encode("CLOSE", topology="t"))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        thread = threading.Timer(0.2, rings)
+        thread.start()
+        assert one.next().kind == "CLOSE"
+        thread.join(10)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert [frame.kind for frame in heard] == ["CLOSED"]

@@ -111,7 +111,8 @@ class DriverChannel:
                 if (read := self._read) != self._told:
                     self._told = read
                     frames.append(encode("READ", messages=read))
-                self._channel.write(*frames)
+                if frames:
+                    self._channel.write(*frames)
             except ChannelClosed:
                 # Perhaps in the midst of a frame: nothing may follow. The reader sees it too.
                 self._channel.shutdown()

@@ -33,8 +33,6 @@ class Channel:
     def __init__(self, connection: socket.socket, limit: int, timeout: float, peer: str = "the executor") -> None:
         connection.settimeout(timeout)
         self._socket = connection
-        self._poller = select.poll()
-        self._poller.register(connection, select.POLLIN)
         self._decoder = Decoder(limit)
         self._timeout = timeout
         #: Who is at the other end, for messages.
@@ -135,8 +133,11 @@ class Channel:
         self._socket.close()
 
     def _read(self, seconds: float | None) -> bool:
-        if seconds != 0 and not self._poller.poll(None if seconds is None else max(0, int(seconds * 1000))):
-            return False
+        if seconds != 0:
+            poller = select.poll()  # a new one each time: a signal's handler may read while another waits
+            poller.register(self._socket, select.POLLIN)
+            if not poller.poll(None if seconds is None else max(0, int(seconds * 1000))):
+                return False
         try:
             size = os.readv(self._socket.fileno(), [self._decoder.room()])
         except BlockingIOError:
