@@ -98,15 +98,15 @@ class Tasks:
                 with contextlib.suppress(RuntimeError):
                     self._attempt(sink, staging, partition, self._broken(mine))
             if self._random.random() < 0.3:  # a speculative one, which nobody takes
-                self._attempt(sink, staging, partition, self._batches(mine))
+                self._attempt(sink, staging, partition, self.batches(mine))
             if self._random.random() < 0.3 and self._with_zombies:  # one that goes on later
                 number = self._number()
                 self.zombies.append(
                     lambda partition=partition, mine=mine, number=number: sink.stage(
-                        staging, partition, number, self._batches(mine)
+                        staging, partition, number, self.batches(mine)
                     )
                 )
-            message = self._attempt(sink, staging, partition, self._batches(mine))
+            message = self._attempt(sink, staging, partition, self.batches(mine))
             if message is not None:
                 messages.append(message)
         return messages
@@ -119,7 +119,7 @@ class Tasks:
         return sink.stage(staging, partition, self._number(), batches)
 
     @staticmethod
-    def _batches(rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
+    def batches(rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
         for some in (rows[:3], rows[3:]):
             yield pa.RecordBatch.from_arrays(
                 [pa.array([row[0] for row in some], pa.int64()), pa.array([row[1] for row in some], pa.string())],
@@ -128,7 +128,7 @@ class Tasks:
 
     @classmethod
     def _broken(cls, rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
-        yield next(cls._batches(rows))
+        yield next(cls.batches(rows))
         raise RuntimeError("the task was killed")
 
 
@@ -204,6 +204,49 @@ def seeded(trial: Trial, seed: int, zombies: bool = True) -> None:
     assert trial.drive(Driver(), tasks).repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
+
+
+def late_at_each_moment(trial: Trial) -> None:
+    """A task that pauses at each of its calls to the file system, until its commit is over: it leaves nothing, and shows nothing."""
+    moment, over = 0, False
+    while not over:
+        moment += 1
+        for ends in (True, False):
+            commit_id, zombie, tasks = f"late {moment} {ends}", Driver(pauses_at=moment), Tasks(moment, zombies=False)
+            before, threads = len(trial.visible()), []
+
+            def execute(
+                staging: Any,
+                zombie: Driver = zombie,
+                tasks: Tasks = tasks,
+                threads: list[Any] = threads,
+                ends: bool = ends,
+            ) -> list[Any]:
+                slow = trial.make_sink()
+                names = ("open_output_stream", "get_file_info", "delete_file", "delete_dir")
+                slow._filesystem = zombie.watched(slow._filesystem, names)
+                threads.append(
+                    threading.Thread(
+                        target=_late, args=(lambda: slow.stage(staging, 0, 99, tasks.batches(tasks.expected)),)
+                    )
+                )
+                threads[0].start()
+                while threads[0].is_alive() and not zombie.paused.wait(0.01):
+                    pass
+                messages = tasks.run(trial.make_sink(), staging)
+                if not ends:
+                    raise RuntimeError("the job failed")
+                return messages
+
+            with contextlib.nullcontext() if ends else contextlib.suppress(RuntimeError):
+                commit(trial.make_sink(), trial.decisions, commit_id, SCHEMA, execute)
+            zombie.goes_on.set()
+            threads[0].join(60)
+            assert not threads[0].is_alive()
+            assert len(trial.visible()) == before + (40 if ends else 0)
+            assert trial.left() == [], (moment, ends)
+            over = not zombie.paused.is_set()
+    assert moment > 4
 
 
 def _late(zombie: Callable[[], None]) -> None:

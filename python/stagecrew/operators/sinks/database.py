@@ -24,6 +24,8 @@ _COMMITS: Final = "stagecrew_commits"
 _ATTEMPT: Final = "stagecrew_attempt"
 #: How long one waits for another's transaction, in seconds.
 _BUSY: Final = 60
+#: And for a task that is over, and stages yet.
+_PATIENCE: Final = 5
 
 
 class DatabaseSink:
@@ -181,9 +183,27 @@ class DatabaseSink:
             database.execute(text)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer`. What is kept is in the table."""
-        with self._transaction() as database:
-            database.execute(f"DROP TABLE IF EXISTS {self._stage_of(staging)}")
+        """See `Committer`. What is kept is in the table. On PostgreSQL, tasks that hold on to the other lose their connection."""
+        drop = f"DROP TABLE IF EXISTS {self._stage_of(staging)}"
+        if self._lite:
+            with self._transaction() as database:
+                database.execute(drop)
+            return
+        from psycopg import errors
+
+        with self._connected() as database:
+            try:
+                with self._within(database):
+                    database.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
+                    database.execute(drop)
+            except errors.LockNotAvailable:
+                database.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> pg_backend_pid() "
+                    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+                    (self._stage_of(staging),),
+                )
+                with self._within(database):
+                    database.execute(drop)
 
     def _stage_of(self, staging: Staging) -> str:
         schema, _, _ = self._table.rpartition(".")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.operators.sinks.staged import differing, file_system, keep_only, quoted, write_part
+from stagecrew.operators.sinks.staged import differing, file_system, keep_only, open_folder, quoted, write_part
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
@@ -61,7 +61,7 @@ class IcebergSink:
             )
         filesystem, path = file_system(self._location(staging), None)
         try:
-            filesystem.create_dir(path)
+            open_folder(filesystem, path)
         except OSError as error:
             raise CommitFailed(f"{self._location(staging)} cannot be written: {error}") from error
 

@@ -16,6 +16,7 @@ from stagecrew.operators.sinks.staged import (
     file_system,
     keep_only,
     list_files,
+    open_folder,
     quoted,
     write_part,
     write_whole,
@@ -60,7 +61,7 @@ class ObjectSink:
                 if (error := differing(staging.schema, there, self._path)) is not None:
                     raise error
                 break
-            self._filesystem.create_dir(self._folder(staging))  # where folders are
+            open_folder(self._filesystem, self._folder(staging))
             self._filesystem.create_dir(f"{self._path}/{_MANIFESTS}")
         except OSError as error:
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error

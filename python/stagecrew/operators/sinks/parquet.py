@@ -19,8 +19,12 @@ from stagecrew.operators.sinks.staged import (
     file_system,
     is_local,
     is_store,
+    keep_only,
     list_files,
+    move,
+    open_folder,
     quoted,
+    remove_file,
     remove_folder,
     write_empty,
     write_part,
@@ -34,6 +38,8 @@ __all__ = ["ParquetSink"]
 
 #: In a committed folder: which commit it is. Readers skip names that begin so.
 _MARK: Final = "_stagecrew.json"
+#: Of a commit without rows.
+_EMPTY: Final = "part-empty.parquet"
 
 
 class ParquetSink:
@@ -46,10 +52,11 @@ class ParquetSink:
       read as a partition column.
 
     Tasks stage beside the folder, in `_stagecrew-…`, which readers skip and which is gone behind the commit. On a local disk what
-    is committed has reached the disk. On HDFS a task whose commit is over may make its staging folder anew, as HDFS does.
+    is committed has reached the disk.
 
-    `path` is a path, or a URI for `pyarrow.fs`; `filesystem` says where, if it is not in the URI. `options` are those of
-    `pyarrow.parquet.ParquetWriter`, such as `compression`. Raises `OperatorMisused` for another mode.
+    `path` is a path, or a URI for `pyarrow.fs`; `filesystem` says where, if it is not in the URI: for HDFS without its native
+    library, `pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host=…, port=…)))`. `options` are those
+    of `pyarrow.parquet.ParquetWriter`, such as `compression`. Raises `OperatorMisused` for another mode, and an object store.
 
     Source: Spark's FileOutputCommitter, whose rename is one for each file.
     """
@@ -80,7 +87,7 @@ class ParquetSink:
         """See `Committer`."""
         try:
             self._make_room(staging)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error
 
     def _make_room(self, staging: Staging) -> None:
@@ -96,7 +103,7 @@ class ParquetSink:
             raise self._conflict()
         else:
             self._filesystem.create_dir(posixpath.dirname(self._path) or ".")
-        self._filesystem.create_dir(self._staged(staging), recursive=False)
+        open_folder(self._filesystem, self._staged(staging))
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
@@ -115,25 +122,26 @@ class ParquetSink:
         for message in messages:
             self._bring(f"{staged}/{message['file']}", f"{folder}/{message['file']}", staging)
         if not messages:
-            write_empty(self._filesystem, f"{folder}/part-empty.parquet", staging.schema)
+            write_empty(self._filesystem, f"{folder}/{_EMPTY}", staging.schema)
         mark = json.dumps({"commit": staging.commit_id}).encode()
         write_whole(self._filesystem, f"{folder}/{_MARK}", mark)
-        self._appear(folder, staging)
+        self._appear(folder, {_MARK, *([message["file"] for message in messages] or [_EMPTY])}, staging)
 
     def _bring(self, source: str, destination: str, staging: Staging) -> None:
         """Moves a staged file among those that will appear. It may be there already, by a commit that was cut short."""
         try:
-            self._filesystem.move(source, destination)
+            move(self._filesystem, source, destination)
         except OSError:
             if not exists(self._filesystem, destination) and not self.done(staging.commit_id):
                 raise
 
-    def _appear(self, folder: str, staging: Staging) -> None:
+    def _appear(self, folder: str, names: set[str], staging: Staging) -> None:
         target = self._target(staging.commit_id)
         try:
+            self._make_exact(folder, names)
             if not is_local(self._filesystem) and exists(self._filesystem, target):
                 raise FileExistsError(target)  # where a rename onto a folder moves into it
-            self._filesystem.move(folder, target)
+            move(self._filesystem, folder, target)
         except OSError as error:
             if self.done(staging.commit_id):
                 return
@@ -142,8 +150,15 @@ class ParquetSink:
             raise
         self._sync_parent(staging)
         if not self.done(staging.commit_id):  # it was moved into a folder that another made meanwhile
-            self._filesystem.delete_dir(posixpath.join(target, posixpath.basename(folder)))
             raise self._conflict()
+
+    def _make_exact(self, folder: str, names: set[str]) -> None:
+        """Whoever did the same may have been cut short in a write here, or have taken all away."""
+        there = {posixpath.basename(file) for file in list_files(self._filesystem, folder)}
+        for name in there - names:
+            remove_file(self._filesystem, f"{folder}/{name}")
+        if lost := names - there:
+            raise FileNotFoundError(f"{folder} has no {min(lost)}")
 
     def _sync_parent(self, staging: Staging) -> None:
         if is_local(self._filesystem):
@@ -159,8 +174,13 @@ class ParquetSink:
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
-        for folder in (self._staged(staging), self._assembled(staging)):
-            remove_folder(self._filesystem, folder)
+        keep_only(self._filesystem, self._staged(staging), ())
+        assembled = self._assembled(staging)
+        remove_folder(self._filesystem, assembled)
+        if not is_local(self._filesystem):  # where it may have been moved into a folder that another made
+            remove_folder(
+                self._filesystem, posixpath.join(self._target(staging.commit_id), posixpath.basename(assembled))
+            )
 
     def _target(self, commit_id: str) -> str:
         return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"

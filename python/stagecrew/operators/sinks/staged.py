@@ -28,6 +28,8 @@ __all__ = [
     "is_store",
     "keep_only",
     "list_files",
+    "move",
+    "open_folder",
     "quoted",
     "remove_folder",
     "write_empty",
@@ -35,6 +37,10 @@ __all__ = [
     "write_whole",
 ]
 
+
+#: In the folder of a run as long as it goes on. Whoever ends the run deletes it first, and then what it finds; whoever stages looks
+#: for it last. So what is written meanwhile is found by the one, or taken back by the other.
+_OPEN: Final = "_open"
 
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
 _UNFIT: Final = re.compile(r"[^A-Za-z0-9._-]")
@@ -69,7 +75,13 @@ def is_local(filesystem: pyarrow.fs.FileSystem) -> bool:
 
 def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
     """Whether it is an object store, which has no folders to rename."""
-    return isinstance(filesystem, _STORES)
+    if isinstance(filesystem, _STORES):
+        return True
+    handler = getattr(filesystem, "handler", None)
+    if not isinstance(handler, pyarrow.fs.FSSpecHandler):
+        return False
+    protocol = handler.fs.protocol
+    return not _PROTOCOLS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
 
 def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
@@ -93,15 +105,42 @@ def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
     return [info.path for info in filesystem.get_file_info(selector) if info.type == pyarrow.fs.FileType.File]
 
 
+def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Deletes a file, also while somebody else does the same."""
+    try:
+        filesystem.delete_file(path)
+    except OSError:
+        if exists(filesystem, path):
+            raise
+
+
+def move(filesystem: pyarrow.fs.FileSystem, source: str, destination: str) -> None:
+    """Moves a file or a folder to where nothing is. HDFS says nothing, to some, when it has not."""
+    try:
+        filesystem.move(source, destination)
+    except RuntimeError as error:  # fsspec's, for what the server says
+        raise OSError(str(error)) from error
+    if not is_local(filesystem) and (exists(filesystem, source) or not exists(filesystem, destination)):
+        raise OSError(f"{source} could not be renamed to {destination}")
+
+
+def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str) -> None:
+    """Makes the folder of a run."""
+    filesystem.create_dir(folder)
+    with filesystem.open_output_stream(f"{folder}/{_OPEN}") as stream:
+        stream.write(b"a run that goes on")
+
+
 def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Message]) -> None:
-    """Deletes what a run staged in its folder, but for what these messages name; the folder too, where nothing stays."""
+    """Ends a run: deletes its folder, or what is staged in it but for what these messages name."""
+    remove_file(filesystem, f"{folder}/{_OPEN}")
+    if not kept:
+        remove_folder(filesystem, folder)  # and not what is around it: another run may be there
+        return
     stay = {f"{folder}/{message['file']}" for message in kept}
     for file in list_files(filesystem, folder):
         if file not in stay:
-            filesystem.delete_file(file)
-    if not stay:
-        with contextlib.suppress(FileNotFoundError):
-            filesystem.delete_dir(folder)  # and not what is around it: another run may be there
+            remove_file(filesystem, file)
 
 
 def write_part(
@@ -115,14 +154,14 @@ def write_part(
 ) -> Message | None:
     """Writes a task's rows as one Parquet file, whole on the disk where that is local; None when there are none.
 
-    The folder is not made: one that is gone is that of a run which is over.
+    Where it raises, nothing is left: not by a run that is over either, whose folder is not there, or has been made anew by the write.
     """
     name = f"part-{partition:05d}-{attempt}.parquet"
     path = f"{folder}/{name}"
     rows = 0
     writer: pq.ParquetWriter | None = None
-    with contextlib.ExitStack() as open_:
-        try:
+    try:
+        with contextlib.ExitStack() as open_:
             for batch in batches:
                 if batch.num_rows == 0:
                     continue
@@ -131,13 +170,31 @@ def write_part(
                     writer = open_.enter_context(pq.ParquetWriter(stream, schema, **options))
                 writer.write_batch(batch.cast(schema))
                 rows += batch.num_rows
-        except FileNotFoundError as error:
+        if writer is None:
+            return None
+        if is_local(filesystem):
+            sync(path)
+        message = {"file": name, "rows": rows, "bytes": filesystem.get_file_info(path).size}
+        if not exists(filesystem, f"{folder}/{_OPEN}"):
+            raise FileNotFoundError(f"{folder}/{_OPEN}")
+        return message
+    except BaseException as error:
+        if _take_back(filesystem, folder, path) and isinstance(error, Exception):
             raise CommitFailed(f"{folder} is gone: the commit that this task stages for is over") from error
-    if writer is None:
-        return None
-    if is_local(filesystem):
-        sync(path)
-    return {"file": name, "rows": rows, "bytes": filesystem.get_file_info(path).size}
+        raise
+
+
+def _take_back(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> bool:
+    """Deletes a file that nobody will commit. Answers whether its run is over: where it cannot, who ends the run does."""
+    try:
+        remove_file(filesystem, path)
+        if exists(filesystem, f"{folder}/{_OPEN}"):
+            return False
+        if not list_files(filesystem, folder):
+            remove_folder(filesystem, folder)
+    except Exception:
+        return False
+    return True
 
 
 def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
@@ -151,7 +208,12 @@ def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes) -> No
         stream.write(data)
     if is_local(filesystem):
         sync(temporary)
-    filesystem.move(temporary, path)
+    try:
+        move(filesystem, temporary, path)
+    except OSError:
+        if not exists(filesystem, path):
+            raise
+        remove_file(filesystem, temporary)  # HDFS puts nothing in the place of a file
     if is_local(filesystem):
         sync(posixpath.dirname(path) or ".")
 
@@ -161,6 +223,8 @@ _STORES: Final = tuple(
     for name in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem")
     if hasattr(pyarrow.fs, name)
 )
+#: What fsspec calls them.
+_PROTOCOLS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 
 
 def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema) -> None:
