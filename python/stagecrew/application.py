@@ -21,6 +21,7 @@ from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, O
 from stagecrew.frames import encode
 from stagecrew.listeners import Listener, listener_name
 from stagecrew.marks import Marks
+from stagecrew.operators.decisions import MemoryDecisions
 from stagecrew.partitions import PartitionReport, Release, policy
 from stagecrew.registration import checked, class_names, pickled
 from stagecrew.reports import TopologyReport
@@ -102,6 +103,8 @@ class Crew:
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
         self.active: list[Topology] = []
         self.marks = Marks(self)
+        #: Of commits that are given no others.
+        self.decisions = MemoryDecisions()
         self._registered: tuple[Listener, ...] | None = None
         self._channel: DriverChannel | None = None
         self._making = threading.Lock()

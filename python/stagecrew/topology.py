@@ -327,7 +327,8 @@ class Topology:
 
         With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`), a driver that dies at any point may be followed by
         another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
-        written anew, and what is done stays as it is. Without, each call is a commit of its own.
+        written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
+        `commit_id` each call is a commit of its own, whose id the errors name.
 
         Raises `CommitFailed` when nothing is visible, and nothing left, or what the job raised; `CommitPending` when it is decided but
         could not be done yet, `CommitUnknown`; `OperatorMisused`, `TopologyClosed`.
@@ -335,7 +336,6 @@ class Topology:
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
         from stagecrew.operators.commits import commit_dataset
-        from stagecrew.operators.decisions import MemoryDecisions
 
         self._require_active("commit datasets")
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
@@ -348,7 +348,7 @@ class Topology:
             sink,
             name,
             id_,
-            MemoryDecisions() if decisions is None else decisions,
+            self._crew.decisions if decisions is None else decisions,
             self._crew.close_timeout,
         )
 

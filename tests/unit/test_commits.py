@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sqlite3
+import subprocess
+import sys
+import tempfile
 import threading
 
+import fsspec
 import pyarrow as pa
 import pyarrow.dataset
+import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
-from sinks import SCHEMA, Driver, Killed, Tasks, Trial, seeded, watch_files, watch_transactions
+import stagecrew.operators.decisions
+from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -161,6 +169,7 @@ def test_once(trial):
     for zombie in tasks.zombies:
         with contextlib.suppress(Exception):
             zombie()
+    assert trial.left() == []
     again = trial.drive(Driver(), Tasks(2))
     assert again.repeated
     assert (again.rows, again.parts) == (40, 4)
@@ -399,6 +408,215 @@ def test_a_zombie_makes_no_folder(tmp_path):
     with pytest.raises(CommitFailed, match="the commit that this task stages for is over"):
         sink.stage(staging, 0, 1, iter([pa.record_batch({"id": [1], "text": ["a"]}, schema=SCHEMA)]))
     assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
+def test_a_task_that_is_late(make, tmp_path):
+    """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
+    late_at_each_moment(make(tmp_path))
+
+
+def test_a_task_that_fails_takes_back_what_it_wrote(tmp_path):
+    """Its own file only, and the error is its own."""
+    sink, staging = ObjectSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
+    sink.begin(staging)
+    assert sink.stage(staging, 0, 1, Tasks.batches([(1, "a")]))
+
+    def broken():
+        yield from Tasks.batches([(2, "b")])
+        raise FileNotFoundError("something else is not there")
+
+    with pytest.raises(FileNotFoundError, match="something else"):
+        sink.stage(staging, 0, 2, broken())
+    assert [name.rsplit("/", 1)[1] for name in files(tmp_path)] == ["_open", "part-00000-1.parquet"]
+
+
+class Broken:
+    """Parts of the system that fail in the n-th record that is written."""
+
+    def __init__(self, monkeypatch, part, number, code):
+        self.left, self.code = number, code
+        module, name = {"mkstemp": (tempfile, "mkstemp"), "fsync": (os, "fsync"), "replace": (os, "replace")}.get(
+            part, (stagecrew.operators.decisions, "sync")
+        )
+        self.real = getattr(module, name)
+        monkeypatch.setattr(module, name, self)
+
+    def __call__(self, *args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"] == "stagecrew.operators.decisions":
+            self.left -= 1
+            if self.left == 0:
+                raise OSError(self.code, os.strerror(self.code))
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("part", ["mkstemp", "fsync", "replace", "sync"])
+def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
+    """Each outcome has its name: where nothing was written nothing is visible or left, and a repeat brings all in each case."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    with pytest.MonkeyPatch.context() as patch:
+        if part == "fsync":
+            number = 2 * number - 1  # the file's; each second one is the folder's
+        broken = Broken(patch, part, number, code)
+        unknown = part == "sync" or (part == "replace" and code == errno.EIO)
+        try:
+            report = commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s))
+        except CommitUnknown:
+            assert unknown
+        except CommitFailed as error:
+            said = str(error)
+            assert not unknown
+            assert "could not be written" in said
+            assert os.strerror(code) in said
+            assert trial.visible() == []
+            assert trial.left() == []
+        else:
+            assert number == (5 if part == "fsync" else 3)  # that it was done is what could not be written
+            assert report.rows == 40
+        assert broken.left <= 0
+    assert not list((tmp_path / "log").glob(".*.tmp"))
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
+    """Nobody decides for its run any more: nothing is left, and the error is the job's."""
+    trial = sqlite(tmp_path)
+
+    def fails(staging):
+        Tasks(1).run(trial.make_sink(), staging)
+        Broken(monkeypatch, "mkstemp", 1, errno.ENOSPC)
+        raise ValueError("the job failed")
+
+    with pytest.raises(ValueError, match="the job failed"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails)
+    assert trial.left() == []
+
+
+def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
+    """It is decided, and not known to be refused: what was staged stays, for a repeat, which finds out."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    plain = trial.make_sink()
+
+    class Refused:
+        identity = plain.identity
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def commit(self, staging, messages):
+            Broken(monkeypatch, "mkstemp", 1, errno.ENOSPC)
+            raise CommitConflict("never")
+
+    with pytest.raises(
+        CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
+    ):
+        commit(Refused(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+    assert trial.left() != []
+    monkeypatch.undo()
+    assert trial.drive(Driver(), Tasks(2), "c").repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 64 kB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.long
+def test_decisions_on_a_full_disk(tmp_path, disk):
+    """It says so, nothing is visible, nothing left; when there is room again, the same commit lands."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    trial.decisions = FileDecisions(disk)
+
+    def fills(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        with contextlib.suppress(OSError):
+            (disk / "large").write_bytes(bytes(1 << 20))
+        return messages
+
+    with pytest.raises(CommitFailed, match="record of commit 'c' could not be written.*No space left on device"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fills)
+    assert trial.visible() == []
+    assert trial.left() == []
+    (disk / "large").unlink()
+    assert sorted(path.name for path in disk.iterdir()) == [".lock", "c.json"]
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+
+
+@pytest.mark.long
+def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
+    """It is said before anything runs; what was decided there is read."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    trial.decisions = FileDecisions(disk)
+    trial.drive(Driver(), tasks, "c")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert trial.drive(Driver(), tasks, "c").repeated
+    with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
+        commit(trial.make_sink(), trial.decisions, "d", SCHEMA, lambda staging: 1 / 0)
+    with pytest.raises(CommitFailed, match="the folder of decisions cannot be made.*Read-only file system"):
+        FileDecisions(disk / "below")
+
+
+def test_a_record_that_cannot_be_read(tmp_path):
+    """What was decided is not known then: nothing runs, and the error names the file."""
+    trial = sqlite(tmp_path)
+    (tmp_path / "log" / "c.json").write_text('{"version": 1')
+    with pytest.raises(CommitUnknown, match="about commit 'c' cannot be read from .*c.json: JSONDecodeError"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+
+
+def test_memory_keeps_what_is_not_over():
+    """Of commits that are over the last ones; a driver of one that was forgotten does not take a later record for its own."""
+    decisions = MemoryDecisions()
+    old = decisions.write("c", {"state": "open"}, 0)
+    decisions.write("pending", {"state": "decided"}, 0)
+    decisions.write("c", {"state": "aborted"}, old)
+    for number in range(1000):
+        decisions.write(f"c{number}", {"state": "applied"}, 0)
+    assert decisions.read("c") is None
+    assert decisions.read("c0") is not None
+    assert decisions.read("pending") is not None
+    decisions.write("c", {"state": "open"}, 0)
+    with pytest.raises(CommitSuperseded):
+        decisions.write("c", {"state": "decided"}, old)
+
+
+def test_a_partitioned_table(tmp_path):
+    """It is refused before anything runs, and the error says what to take."""
+    from pyiceberg.catalog import load_catalog
+
+    trial = iceberg(tmp_path)
+    sink = trial.make_sink()
+    table = load_catalog("default", **sink._properties).load_table("db.target")
+    with table.update_spec() as update:
+        update.add_identity("text")
+    with pytest.raises(
+        CommitFailed, match="db.target is partitioned.*unpartitioned tables only: Spark's own writer for"
+    ):
+        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    assert files(tmp_path / "warehouse") == [name for name in files(tmp_path / "warehouse") if "metadata" in name]
+
+
+def test_stores_are_known_through_fsspec_too():
+    """Its object stores rename no folders either."""
+
+    class Store(fsspec.AbstractFileSystem):
+        protocol = ("s3", "s3a")
+
+    through = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(Store()))
+    with pytest.raises(OperatorMisused, match="use ObjectSink there"):
+        ParquetSink("bucket/t", filesystem=through)
 
 
 def test_bad_input(tmp_path):

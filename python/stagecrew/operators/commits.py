@@ -18,6 +18,7 @@ import pyarrow as pa
 from stagecrew.coordination.coordinator import Coordinator, Evaluation
 from stagecrew.errors import (
     CommitConflict,
+    CommitFailed,
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
@@ -162,8 +163,8 @@ def commit(
     decided = opened | {"state": _States.DECIDED, "messages": messages}
     try:
         version = decisions.write(commit_id, decided, version)
-    except CommitSuperseded:
-        _discard(sink, staging, ())  # nobody will ever commit it
+    except CommitFailed:  # it is not written, and so nobody will ever commit it
+        _discard(sink, staging, ())
         raise
     return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
 
@@ -194,7 +195,7 @@ def _forward(
             if sink.done(commit_id):
                 break
             # Where this is not written, another may go forward, or have done: nothing is deleted then.
-            decisions.write(commit_id, record | {"state": _States.REFUSED, "reason": str(error)[:1000]}, version)
+            _refuse(decisions, commit_id, record, version, error)
             _discard(sink, staging, ())
             raise
         except Exception as error:
@@ -224,8 +225,8 @@ def _abort(
     try:
         record = opened | {"state": _States.ABORTED, "reason": str(error)[:1000]}
         decisions.write(staging.commit_id, record, version)
-    except CommitSuperseded:
-        pass  # then nobody will decide for this run either
+    except CommitFailed:
+        pass  # another driver has, or nobody: none will decide for this run
     except Exception:
         _log.warning("commit %r is not known to be aborted: what was staged stays", staging.commit_id, exc_info=True)
         return
@@ -234,13 +235,25 @@ def _abort(
     _discard(sink, staging, ())
 
 
+def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:
+    try:
+        decisions.write(commit_id, record | {"state": _States.REFUSED, "reason": str(error)[:1000]}, version)
+    except CommitSuperseded:
+        raise
+    except CommitFailed as unwritten:
+        raise CommitPending(
+            f"commit {commit_id!r} is decided, and the sink refuses it: {error}. That could not be written down: {unwritten}. What was "
+            f"staged stays; committing with this id and the same decisions again goes on with it"
+        ) from error
+
+
 def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
     try:
         decisions.write(commit_id, record, version)
     except CommitSuperseded:
         pass  # another driver has done the same
-    except CommitUnknown:
-        _log.warning("that commit %r is done is not known to be written down; a repeat finds out", commit_id)
+    except (CommitFailed, CommitUnknown):
+        _log.warning("that commit %r is done could not be written down; a repeat finds out", commit_id, exc_info=True)
 
 
 def _clean(sink: Committer, commit_id: str, record: Record) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -14,7 +16,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
-from stagecrew.errors import CommitSuperseded, CommitUnknown
+from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown
 
 __all__ = ["Decisions", "FileDecisions", "MemoryDecisions"]
 
@@ -25,23 +27,26 @@ Record = dict[str, Any]
 class Decisions(Protocol):
     """Keeps one record for each commit id, changed by compare-and-set alone.
 
-    A write has three outcomes. It returns: the record is there, whatever fails from now on. `CommitSuperseded`: it is not, as
-    another driver wrote meanwhile. `CommitUnknown`: nobody knows; nothing may be deleted, and repeating the write tells.
+    A write returns: the record is there, whatever fails from now on. Or it raises `CommitFailed`: it is not, and never will be;
+    `CommitSuperseded`: likewise, as another driver wrote meanwhile. Or `CommitUnknown`: nobody knows; nothing may be deleted, and
+    repeating the write tells.
     """
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """The version and the record of a commit; None when there is none."""
+        """The version and the record of a commit; None when there is none. Raises `CommitUnknown` when it cannot be read."""
 
     def write(self, key: str, record: Record, version: int) -> int:
         """Puts a record in the place of that version (0: there was none), and answers its own."""
 
 
 class MemoryDecisions:
-    """Lives as long as the driver: for commits that nobody repeats."""
+    """Lives as long as the driver: for commits that no other one repeats. Of those that are over it knows the last 1,000."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._versions = itertools.count(1)  # of all records: none comes again when its record was forgotten
         self._records: dict[str, tuple[int, str]] = {}
+        self._over: dict[str, None] = {}  # in the order in which they ended
 
     def read(self, key: str) -> tuple[int, Record] | None:
         """See `Decisions`."""
@@ -56,8 +61,14 @@ class MemoryDecisions:
             current, _ = self._records.get(key, (0, ""))
             if current != version:
                 raise CommitSuperseded(_superseded(key))
-            self._records[key] = (version + 1, text)
-        return version + 1
+            self._records[key] = (next(self._versions), text)
+            self._over.pop(key, None)
+            if record.get("state") in OVER:
+                self._over[key] = None
+                if len(self._over) > _KEPT:
+                    forgotten = next(iter(self._over))
+                    del self._over[forgotten], self._records[forgotten]
+            return self._records[key][0]
 
 
 class FileDecisions:
@@ -68,50 +79,78 @@ class FileDecisions:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = pathlib.Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
 
     def read(self, key: str) -> tuple[int, Record] | None:
         """See `Decisions`."""
+        path = self._path(key)
         try:
-            text = self._path(key).read_text(encoding="utf-8")
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            return stored["version"], stored["record"]
         except FileNotFoundError:
             return None
-        stored = json.loads(text)
-        return stored["version"], stored["record"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CommitUnknown(
+                f"what was decided about commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}"
+            ) from error
 
     def write(self, key: str, record: Record, version: int) -> int:
         """See `Decisions`."""
-        with self._alone():
+        with self._alone(key):
             known = self.read(key)
             if (known[0] if known else 0) != version:
                 if known and known[0] == version + 1 and known[1] == record:
                     return version + 1  # our own write, whose outcome was not known
                 raise CommitSuperseded(_superseded(key))
-            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".tmp")
-            try:
-                with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
-                    json.dump({"version": version + 1, "record": record}, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, self._path(key))  # noqa: PTH105
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)  # noqa: PTH108
-                raise
-            try:
-                sync(self._folder)
-            except OSError as error:
-                raise CommitUnknown(
-                    f"the record of commit {key!r} was written, but may not be on the disk: {error}"
-                ) from error
+            self._put(key, json.dumps({"version": version + 1, "record": record}))
         return version + 1
+
+    def _put(self, key: str, text: str) -> None:
+        temporary = None
+        try:
+            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".tmp")
+            with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException as error:
+            _forget(temporary)
+            if isinstance(error, OSError):
+                raise self._not_written(key, error) from error
+            raise
+        try:
+            os.replace(temporary, self._path(key))  # noqa: PTH105
+        except OSError as error:
+            _forget(temporary)
+            if error.errno in _REFUSED:
+                raise self._not_written(key, error) from error
+            raise CommitUnknown(f"nobody knows whether the record of commit {key!r} was written: {error}") from error
+        try:
+            sync(self._folder)
+        except OSError as error:
+            raise CommitUnknown(
+                f"the record of commit {key!r} was written, but may not be on the disk: {error}"
+            ) from error
+
+    def _not_written(self, key: str, error: OSError) -> CommitFailed:
+        return CommitFailed(
+            f"the record of commit {key!r} could not be written to {self._folder}, so that nothing is decided: {error}. Make room, or "
+            f"keep decisions elsewhere, and commit again"
+        )
 
     def _path(self, key: str) -> pathlib.Path:
         return self._folder / f"{urllib.parse.quote(key, safe='')}{_SUFFIX}"
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        with open(self._folder / ".lock", "ab") as lock:  # noqa: PTH123 (its descriptor is locked)
+    def _alone(self, key: str) -> Iterator[None]:
+        try:
+            lock = open(self._folder / ".lock", "ab")  # noqa: PTH123, SIM115 (its descriptor is locked)
+        except OSError as error:
+            raise self._not_written(key, error) from error
+        with lock:
             due = time.monotonic() + _LOCK
             while True:
                 try:
@@ -119,14 +158,20 @@ class FileDecisions:
                     break
                 except BlockingIOError:
                     if time.monotonic() > due:
-                        raise CommitUnknown(
-                            f"nothing was written: for {_LOCK:g} s another process has held {self._folder / '.lock'}; is it stopped?"
+                        raise CommitFailed(
+                            f"nothing is decided about commit {key!r}: for {_LOCK:g} s another process has held "
+                            f"{self._folder / '.lock'}; is it stopped?"
                         ) from None
                     time.sleep(0.01)
             yield
 
 
 _SUFFIX: Final = ".json"
+#: The states of a record behind which nothing is left to do, and how many of them are kept in memory.
+OVER: Final = frozenset({"applied", "aborted", "refused"})
+_KEPT: Final = 1000
+#: What a system says that has renamed nothing.
+_REFUSED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 #: How long one waits for another's write, in seconds.
 _LOCK: Final = 60.0
 
@@ -138,6 +183,12 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _forget(temporary: str | None) -> None:
+    if temporary is not None:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # noqa: PTH108
 
 
 def _superseded(key: str) -> str:
