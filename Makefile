@@ -31,7 +31,7 @@ $(STAMPS)/venv: pyproject.toml
 jar: $(JAR) ## the jar, when its sources changed
 
 $(JAR): $(STAMPS)/venv $(JAR_SOURCES)
-	build/sbt shim/package
+	build/sbt shim/package shim/hdfsJar
 	@touch $@
 
 $(STAMPS)/installed: $(JAR)
@@ -95,4 +95,4 @@ compat: setup ## PySpark's own tests out of SPARK_SOURCE, plugin on and off
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## what was built
-	rm -rf $(STAMPS) build/peers build/spark-classes.jsa site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars

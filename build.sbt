@@ -17,6 +17,15 @@ val pysparkScalaVersion: String = {
     .getOrElse(sys.error(s"no scala-library jar in $pysparkHome/jars"))
 }
 
+// An HDFS for the tests of sinks: of the version of the Hadoop client in PySpark, with which it runs.
+val Hdfs = config("hdfs").hide
+val hdfsJar = taskKey[File]("The jar of Hadoop's mini cluster, in build/hdfs.jar.")
+val hadoopVersion: String = {
+  val Client = """hadoop-client-api-(.+)\.jar""".r
+  pysparkJars.map(_.getName).collectFirst { case Client(version) => version }
+    .getOrElse(sys.error(s"no hadoop-client-api jar in $pysparkHome/jars"))
+}
+
 // One version for wheel and jar: it stands in python/stagecrew/_version.py.
 val stagecrewVersion: String = {
   val Line = """__version__ = "(.+)"""".r
@@ -35,6 +44,13 @@ lazy val shim = (project in file("jvm-shim"))
     Compile / unmanagedJars := pysparkJars.classpath,
     Test / unmanagedJars := pysparkJars.classpath,
     libraryDependencies += "org.scalatest" %% "scalatest" % "3.2.19" % Test,
+    ivyConfigurations += Hdfs,
+    libraryDependencies += ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hdfs).intransitive(),
+    hdfsJar := {
+      val target = (ThisBuild / baseDirectory).value / "build" / "hdfs.jar"
+      update.value.select(configurationFilter(Hdfs.name)).foreach(IO.copyFile(_, target, preserveLastModified = true))
+      target
+    },
     dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,
     scalacOptions ++= Seq("-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
     javacOptions ++= Seq("--release", "17", "-Xlint:all", "-Werror"),

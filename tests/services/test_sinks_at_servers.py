@@ -11,11 +11,11 @@ import pyarrow.fs
 import pytest
 
 from postgres import postgresql
-from sinks import SCHEMA, Driver, Tasks, Trial, seeded, watch_files, watch_transactions
+from sinks import SCHEMA, Driver, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
 from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import FileDecisions
-from stagecrew.operators.sinks import DatabaseSink, ObjectSink, read_committed
+from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +108,14 @@ def test_once(make):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(make, seed):
     """Drivers die, pause and go on at random."""
-    seeded(make(seed), seed, zombies=False)
+    seeded(make(seed), seed)
 
 
 @pytest.mark.long
 def test_random_faults_at_length(make):
     """At least a hundred for each."""
     for seed in range(100, 210):
-        seeded(make(seed), seed, zombies=False)
+        seeded(make(seed), seed)
 
 
 def test_two_at_once(make):
@@ -133,6 +133,30 @@ def test_two_at_once(make):
     assert len(reports) == 2
     assert len(trial.visible()) == 80
     assert trial.left() == []
+
+
+@pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
+def test_a_task_that_is_late(s3, tmp_path, moments):
+    """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
+    late_at_each_moment(at_s3(s3, tmp_path, 0), moments)
+
+
+def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
+    """One that stands still in a transaction when the commit is over: its connection is ended, and its rows are gone."""
+    monkeypatch.setattr(database, "_PATIENCE", 1)
+    trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
+    with contextlib.closing(psycopg.connect(server.url)) as stopped:
+
+        def run(staging):
+            messages = tasks.run(trial.make_sink(), staging)
+            stopped.execute(f"INSERT INTO stagecrew_stage_{staging.run} VALUES (99, 1, 'late')")
+            return messages
+
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
+        assert sorted(trial.visible()) == tasks.expected
+        assert trial.left() == []
+        with pytest.raises(psycopg.OperationalError, match="terminating connection"):
+            stopped.execute("SELECT 1")
 
 
 def test_types_that_do_not_fit(server, tmp_path):

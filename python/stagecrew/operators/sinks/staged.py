@@ -102,7 +102,11 @@ def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
     """The files of a folder; none when there is no such folder."""
     selector = pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
-    return [info.path for info in filesystem.get_file_info(selector) if info.type == pyarrow.fs.FileType.File]
+    try:
+        infos = filesystem.get_file_info(selector)
+    except NotADirectoryError:  # fsspec's handler looks twice: the folder came in between
+        infos = filesystem.get_file_info(selector)
+    return [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
 
 
 def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:

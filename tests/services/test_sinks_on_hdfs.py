@@ -1,0 +1,154 @@
+"""ParquetSink on a real HDFS, whose renames move into folders that are there, and fail without a word."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+
+from hdfs import hdfs
+from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files
+from stagecrew.errors import CommitConflict, CommitFailed
+from stagecrew.operators.commits import commit
+from stagecrew.operators.decisions import FileDecisions
+from stagecrew.operators.sinks import ParquetSink, parquet
+
+
+@pytest.fixture(scope="module")
+def dfs(tmp_path_factory):
+    """An HDFS of the tests' own."""
+    with hdfs(tmp_path_factory.mktemp("hdfs")) as found:
+        yield found
+
+
+def at_hdfs(dfs, folder, number, mode="append"):
+    """A folder of its own, with the table `t` in it."""
+    path = f"/{folder.name}/{number}"
+    table = f"{path}/t"
+
+    def names(below):
+        return [
+            info.path
+            for info in dfs.get_file_info(pyarrow.fs.FileSelector(below, recursive=True, allow_not_found=True))
+        ]
+
+    def visible():
+        found = [name for name in names(table) if name.endswith(".parquet") and "/_" not in name]
+        return [(row["id"], row["text"]) for one in found for row in pq.read_table(one, filesystem=dfs).to_pylist()]
+
+    def left():
+        """What is in no committed folder, but for their marks."""
+        one = table if mode == "create" else f"{table}/stagecrew_commit="
+        return [name for name in names(path) if name != table and not name.startswith(one)] + [
+            name for name in names(table) if "/_" in name and not name.endswith("/_stagecrew.json")
+        ]
+
+    return Trial(
+        lambda: ParquetSink(table, mode, dfs), FileDecisions(folder / f"log-{number}"), visible, left, watch_files
+    )
+
+
+@pytest.mark.parametrize("mode", ["append", pytest.param("create", marks=pytest.mark.long)])
+def test_once(dfs, tmp_path, mode):
+    """All rows are there once, and a repeat changes nothing."""
+    trial, tasks = at_hdfs(dfs, tmp_path, 0, mode), Tasks(1)
+    assert trial.drive(Driver(), tasks).rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.drive(Driver(), Tasks(2)).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["append", "create"])
+def test_random_faults(dfs, tmp_path, mode):
+    """Drivers die, pause and go on at random, tasks write when nobody needs them: a hundred for each mode."""
+    for seed in range(100, 200):
+        seeded(at_hdfs(dfs, tmp_path, seed, mode), seed)
+
+
+@pytest.mark.long
+def test_two_at_once(dfs, tmp_path):
+    """Both land."""
+    trial, reports = at_hdfs(dfs, tmp_path, 0), []
+
+    def run(name):
+        reports.append(trial.drive(Driver(), Tasks(1), name))
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(reports) == 2
+    assert len(trial.visible()) == 80
+    assert trial.left() == []
+
+
+@pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])
+def test_a_task_that_is_late(dfs, tmp_path, moments):
+    """HDFS makes the folder anew in which it writes; it is gone behind that too."""
+    late_at_each_moment(at_hdfs(dfs, tmp_path, 0), moments)
+
+
+@pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.long)])
+def test_the_driver_is_killed_at_each_moment(dfs, tmp_path, step):
+    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
+    moment, driver = 0, Driver()
+    while moment == 0 or driver.dead:
+        moment += step
+        trial, driver, tasks = at_hdfs(dfs, tmp_path, moment, "create"), Driver(dies_at=moment), Tasks(1)
+        with contextlib.suppress(Killed):
+            trial.drive(driver, tasks)
+        assert len(trial.visible()) in (0, 40)
+        trial.drive(Driver(), tasks)
+        assert sorted(trial.visible()) == tasks.expected
+        assert trial.left() == []
+    assert moment > 30
+
+
+@pytest.mark.parametrize("at", ["meanwhile", *(pytest.param(at, marks=pytest.mark.long) for at in ("there", "empty"))])
+def test_a_folder_that_is_there(dfs, tmp_path, at, monkeypatch):
+    """A rename onto it would move into it: it is a conflict, before anything runs, or when another makes it meanwhile."""
+    trial = at_hdfs(dfs, tmp_path, 0, "create")
+    sink = trial.make_sink()
+    other = f"/{tmp_path.name}/0/t"
+
+    def make_other():
+        if at == "empty":
+            dfs.create_dir(other)
+            return
+        with dfs.open_output_stream(f"{other}/theirs.txt") as stream:
+            stream.write(b"theirs")
+
+    def run(staging):
+        assert at == "meanwhile", "it is said before anything runs"
+        return Tasks(1).run(trial.make_sink(), staging)
+
+    if at == "meanwhile":  # behind the look whether it is there
+        move = parquet.move
+
+        def behind(filesystem, source, destination):
+            if destination == other:
+                make_other()
+            move(filesystem, source, destination)
+
+        monkeypatch.setattr(parquet, "move", behind)
+    else:
+        make_other()
+    with pytest.raises(CommitConflict, match="is there already"):
+        commit(sink, trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    names = dfs.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
+    assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if at != "empty" else [])]
+
+
+def test_where_nothing_can_be_written(dfs, tmp_path):
+    """What its server says, or that it is not there, comes as our error, before anything runs."""
+    with dfs.open_output_stream(f"/{tmp_path.name}/file") as stream:
+        stream.write(b"no folder")
+    sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=dfs)
+    with pytest.raises(CommitFailed, match="cannot be written: "):
+        commit(sink, FileDecisions(tmp_path), "c", SCHEMA, lambda staging: 1 / 0)
