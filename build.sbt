@@ -48,7 +48,7 @@ lazy val shim = (project in file("jvm-shim"))
     libraryDependencies += ("org.apache.hadoop" % "hadoop-client-minicluster" % hadoopVersion % Hdfs).intransitive(),
     hdfsJar := {
       val target = (ThisBuild / baseDirectory).value / "build" / "hdfs.jar"
-      update.value.select(configurationFilter(Hdfs.name)).foreach(IO.copyFile(_, target, preserveLastModified = true))
+      update.value.select(configurationFilter(Hdfs.name)).filter(_.length != target.length).foreach(IO.copyFile(_, target))
       target
     },
     dependencyOverrides += "org.scala-lang" % "scala-library" % pysparkScalaVersion,

@@ -5,98 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import pyarrow.dataset as ds
 import pytest
 from pyspark import cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as f
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL_CLUSTER, eventually, kill
+from crewtools import LOCAL_CLUSTER, eventually
 from drivers import driver
-from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
+from places import ROWS, Place, rows_of
+from stagecrew.operators.sinks import DatabaseSink, ParquetSink
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-ROWS = [(number, f"text {number}") for number in range(40)]
-
-
-class Place:
-    """A sink, what is visible there, and what is left beside that."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
-        self.conf: dict[str, str] = {}
-        if name == "sqlite":
-            with contextlib.closing(sqlite3.connect(folder / "data.db")) as database:
-                database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
-        if name == "iceberg":
-            from pyiceberg.catalog import load_catalog
-            from pyiceberg.schema import Schema
-            from pyiceberg.types import LongType, NestedField, StringType
-
-            self.conf = {"type": "sql", "uri": f"sqlite:///{folder}/c.db", "warehouse": f"file://{folder}/w"}
-            catalog = load_catalog("default", **self.conf)
-            catalog.create_namespace_if_not_exists("db")
-            fields = NestedField(1, "id", LongType()), NestedField(2, "text", StringType())
-            catalog.create_table("db.target", Schema(*fields))
-
-    def sink(self) -> Any:
-        if self.name == "parquet":
-            return ParquetSink(self.folder / "table")
-        if self.name == "objects":
-            return ObjectSink(self.folder / "objects")
-        if self.name == "sqlite":
-            return DatabaseSink(f"sqlite:///{self.folder}/data.db", "target")
-        return IcebergSink("db.target", properties=self.conf)
-
-    def _files(self, below: str) -> set[str]:
-        return {str(path) for path in (self.folder / below).rglob("*") if path.is_file()}
-
-    def visible(self) -> list[tuple[int, str]]:
-        if self.name == "sqlite":
-            with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
-                return sorted(database.execute("SELECT id, text FROM target").fetchall())
-        if self.name == "parquet":
-            table = ds.dataset(str(self.folder / "table")).to_table() if (self.folder / "table").exists() else None
-        elif self.name == "objects":
-            try:
-                table = read_committed(self.folder / "objects").to_table()
-            except FileNotFoundError:
-                table = None
-        else:
-            table = self._table().scan().to_arrow()
-        return sorted((row["id"], row["text"]) for row in table.to_pylist()) if table is not None else []
-
-    def _table(self) -> Any:
-        from pyiceberg.catalog import load_catalog
-
-        return load_catalog("default", **self.conf).load_table("db.target")
-
-    def left(self) -> list[str]:
-        """What was staged and is not visible."""
-        if self.name == "sqlite":
-            with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
-                return [
-                    name
-                    for (name,) in database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")
-                ]
-        if self.name == "parquet":
-            return [path.name for path in self.folder.iterdir() if path.name.startswith("_stagecrew")]
-        if self.name == "objects":
-            with contextlib.suppress(FileNotFoundError):
-                return sorted(self._files("objects/data") - set(read_committed(self.folder / "objects").files))
-            return sorted(self._files("objects/data"))
-        known = {task.file.file_path.removeprefix("file://") for task in self._table().scan().plan_files()}
-        return sorted(file for file in self._files("w") if "/stagecrew-" in file and file not in known)
 
 
 @pytest.fixture(
@@ -119,73 +44,41 @@ def strict(sessions):
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "2"})
 
 
-def rows_of(spark: Any, parts: int = 4) -> Any:
-    return spark.range(0, 40, 1, parts).select("id", f.format_string("text %d", "id").alias("text"))
-
-
 def through(dataset: Any, work: Any) -> Any:
     """The dataset, with something done to its tasks."""
     return dataset.mapInArrow(work, dataset.schema)
 
 
-def test_what_spark_accepted(cluster, place, tmp_path):
-    """Tasks that are killed at their end, executors that die between an offer and its acceptance: each row is there once."""
-    (tmp_path / "n").mkdir()
-    folder = str(tmp_path / "n")
+def test_a_session_remembers_its_commits(strict, place):
+    """One that is decided, and cannot be done yet, goes on when it is called again, though no decisions were given; nothing runs."""
+    times = [4]
     sink = place.sink()
-    stage = type(sink).stage
+    commit = type(sink).commit
 
-    class Dies(type(sink)):
-        """Its first attempts at two partitions have staged all, and die then."""
+    class Down(type(sink)):
+        """It cannot be reached, for a while."""
 
-        def stage(self, staging, partition, attempt, batches):
-            message = stage(self, staging, partition, attempt, batches)
-            if partition in (1, 2):
-                with contextlib.suppress(FileExistsError):
-                    os.close(os.open(f"{folder}/{partition}", os.O_CREAT | os.O_EXCL))
-                    if partition == 1:
-                        os.kill(os.getpid(), signal.SIGKILL)
-                    kill(executor_of_this_worker())
-                    time.sleep(60)
-            return message
+        def commit(self, staging, messages):
+            if times[0]:
+                times[0] -= 1
+                raise OSError("the network is down")
+            commit(self, staging, messages)
 
-    sink.__class__ = Dies
-    with stagecrew.crew(cluster).topology("t") as topology:
-        report = topology.commit(rows_of(cluster), sink)
-        assert (report.rows, report.parts) == (40, 4)
-        assert topology.progress["commit/1"]["staged"] >= 4
+    def never(batches):
+        raise ValueError("it ran again")
+        yield
+
+    sink.__class__ = Down
+    with (
+        pytest.raises(stagecrew.CommitPending, match="the network is down"),
+        stagecrew.crew(strict).topology("one") as topology,
+    ):
+        topology.commit(rows_of(strict), sink, "daily")
+    assert place.visible() == []
+    with stagecrew.crew(strict).topology("two") as topology:
+        report = topology.commit(through(rows_of(strict), never), sink, "daily")
+    assert (report.rows, report.repeated) == (40, True)
     assert place.visible() == ROWS
-    assert place.left() == []
-
-
-@pytest.mark.long
-def test_upstream_with_other_output(cluster, place, tmp_path):
-    """A map stage that runs again and writes other rows: each row is committed once, or Spark fails the job and none is."""
-    mark = str(tmp_path / "first")
-
-    def salted(batches):
-        import pyarrow as pa
-
-        salt = os.urandom(4).hex()
-        for batch in batches:
-            ids = batch.column(0)
-            yield pa.record_batch({"id": ids, "text": [f"{salt} {one}" for one in ids.to_pylist()]})
-
-    def dies(batches):
-        yield from batches
-        with contextlib.suppress(FileExistsError):
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-            kill(executor_of_this_worker())
-            time.sleep(60)
-
-    shuffled = through(rows_of(cluster), salted).repartition(4, "id")
-    with stagecrew.crew(cluster).topology("t") as topology:
-        try:
-            topology.commit(through(shuffled, dies), place.sink())
-        except Exception as error:  # where Spark took a row before, and finds out that the stage gives others now
-            if "indeterminate output" not in str(error):
-                raise
-    assert [number for number, _ in place.visible()] in ([], list(range(40)))
     assert place.left() == []
 
 
@@ -221,8 +114,7 @@ def test_ctrl_c(cluster, place):
 
 DRIVER = """
 import os, signal
-sys.path.insert(0, {spark!r})
-from test_commits import Place, ROWS, rows_of
+from places import Place, ROWS, rows_of
 from sinks import Driver, Killed
 
 class Kills(Driver):
@@ -267,7 +159,7 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
 
     def script(moment: int) -> str:
         values = {
-            "spark": str(Path(__file__).parent), "at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
+            "at": moment, "name": name, "folder": str(place.folder), "conf": place.conf,
             "log": str(tmp_path / "log"),
         }  # fmt: skip
         text = DRIVER
