@@ -83,8 +83,8 @@ class Committer(Protocol):
     ) -> Message | None:
         """In a task: writes its rows where nobody reads, and says what `commit` needs to know; None when there are none.
 
-        Several attempts may write for one partition, also when nobody waits for them any more: the place of a run is not made
-        anew by who stages.
+        Several attempts may write for one partition, also when nobody waits for them any more: what is written behind the run's
+        `discard` must not stay, so that who stages looks last whether its run goes on.
         """
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
@@ -99,7 +99,7 @@ class Committer(Protocol):
     # `identity`, a text without secrets, may say which place it is: then an id that is known for another is refused.
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """Deletes what the run staged, but for what these messages name, which is visible."""
+        """Ends the run, and deletes what it staged, but for what these messages name, which is visible."""
 
 
 # -- The driver's procedure: without Spark
