@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import fsspec
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
@@ -152,3 +153,7 @@ def test_where_nothing_can_be_written(dfs, tmp_path):
     sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=dfs)
     with pytest.raises(CommitFailed, match="cannot be written: "):
         commit(sink, FileDecisions(tmp_path), "c", SCHEMA, lambda staging: 1 / 0)
+    nowhere = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host="127.0.0.1", port=1)))
+    sink = ParquetSink("/t", filesystem=nowhere)
+    with pytest.raises(CommitFailed, match="/t cannot be read: .*Connection refused"):
+        commit(sink, FileDecisions(tmp_path), "d", SCHEMA, lambda staging: 1 / 0)

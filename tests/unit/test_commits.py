@@ -582,7 +582,7 @@ def test_memory_keeps_what_is_not_over():
     old = decisions.write("c", {"state": "open"}, 0)
     decisions.write("pending", {"state": "decided"}, 0)
     decisions.write("c", {"state": "aborted"}, old)
-    for number in range(1000):
+    for number in range(100):
         decisions.write(f"c{number}", {"state": "applied"}, 0)
     assert decisions.read("c") is None
     assert decisions.read("c0") is not None
@@ -712,6 +712,33 @@ def test_a_refusal_that_is_not_written(trial):
     assert trial.left() == []
 
 
+def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
+    """Behind the decision nobody can say then whether it is done: what was staged stays, for a repeat."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    plain, decided = trial.make_sink(), []
+
+    class Gone:
+        identity = plain.identity
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def commit(self, staging, messages):
+            decided.append(1)
+            raise CommitConflict("is there already")
+
+        def done(self, commit_id):
+            if decided:
+                raise CommitFailed("the server is gone")
+            return plain.done(commit_id)
+
+    with pytest.raises(CommitPending, match="the sink does not say whether it is done: the server is gone"):
+        commit(Gone(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+    assert trial.drive(Driver(), Tasks(2), "c").repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
 def test_an_id_of_another_sink(tmp_path):
     """One id for two places: with decisions it is refused, and a table never takes another's commit for its own."""
     (tmp_path / "one").mkdir()
@@ -726,6 +753,29 @@ def test_an_id_of_another_sink(tmp_path):
     assert not report.repeated
     with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
         assert database.execute("SELECT count(*) FROM other").fetchone() == (40,)
+
+
+def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
+    """One id for two sinks without an identity: the second is not taken for done."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    decisions = MemoryDecisions()
+
+    class Nameless:
+        def __init__(self, sink):
+            self._sink = sink
+
+        def __getattr__(self, name):
+            if name == "identity":
+                raise AttributeError(name)
+            return getattr(self._sink, name)
+
+    one, two = (Nameless(sqlite(tmp_path / name).make_sink()) for name in ("one", "two"))
+    commit(one, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
+    assert commit(one, decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    with pytest.raises(
+        OperatorMisused, match="commit 'c' is done, but not in this sink: give each sink ids of its own"
+    ):
+        commit(two, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))
 
 
 def test_rows_that_the_table_refuses(tmp_path):

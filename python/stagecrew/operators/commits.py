@@ -143,6 +143,8 @@ def commit(
             f"commit {commit_id!r} is known for {known[1].get('sink')}, not for {identity}: give each sink ids of its own, such as "
             f"with its name in front"
         )
+    if known is not None and known[1]["state"] == _States.APPLIED and identity is None and not sink.done(commit_id):
+        raise OperatorMisused(f"commit {commit_id!r} is done, but not in this sink: give each sink ids of its own")
     if known is not None and known[1]["state"] in (_States.DECIDED, _States.APPLIED):
         return _forward(sink, decisions, commit_id, known, sleep)
     if sink.done(commit_id):  # the sink remembers longer than the decisions
@@ -192,7 +194,7 @@ def _forward(
             sink.commit(staging, messages)
             break
         except CommitConflict as error:
-            if sink.done(commit_id):
+            if _is_done(sink, commit_id):
                 break
             # Where this is not written, another may go forward, or have done: nothing is deleted then.
             _refuse(decisions, commit_id, record, version, error)
@@ -233,6 +235,17 @@ def _abort(
     with contextlib.suppress(Exception):
         quiet()
     _discard(sink, staging, ())
+
+
+def _is_done(sink: Committer, commit_id: str) -> bool:
+    """Behind the decision, where a sink that cannot say is no failed commit."""
+    try:
+        return sink.done(commit_id)
+    except CommitFailed as error:
+        raise CommitPending(
+            f"commit {commit_id!r} is decided, and the sink does not say whether it is done: {error}. Committing with this id and the same "
+            f"decisions again goes on with it"
+        ) from error
 
 
 def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:

@@ -40,7 +40,7 @@ class Decisions(Protocol):
 
 
 class MemoryDecisions:
-    """Lives as long as the driver: for commits that no other one repeats. Of those that are over it knows the last 1,000."""
+    """Lives as long as the driver: for commits that no other one repeats. Of those that are over it knows the last hundred."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -169,7 +169,7 @@ class FileDecisions:
 _SUFFIX: Final = ".json"
 #: The states of a record behind which nothing is left to do, and how many of them are kept in memory.
 OVER: Final = frozenset({"applied", "aborted", "refused"})
-_KEPT: Final = 1000
+_KEPT: Final = 100
 #: What a system says that has renamed nothing.
 _REFUSED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 #: How long one waits for another's write, in seconds.

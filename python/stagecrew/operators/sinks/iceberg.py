@@ -62,7 +62,7 @@ class IcebergSink:
         filesystem, path = file_system(self._location(staging), None)
         try:
             open_folder(filesystem, path)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._location(staging)} cannot be written: {error}") from error
 
     def stage(

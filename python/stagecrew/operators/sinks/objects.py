@@ -63,7 +63,7 @@ class ObjectSink:
                 break
             open_folder(self._filesystem, self._folder(staging))
             self._filesystem.create_dir(f"{self._path}/{_MANIFESTS}")
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error
 
     def stage(
@@ -92,6 +92,8 @@ class ObjectSink:
                 return bool(json.loads(stream.read())["commit"] == commit_id)
         except FileNotFoundError:
             return False
+        except (OSError, RuntimeError) as error:
+            raise CommitFailed(f"{self._path} cannot be read: {error}") from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""

@@ -171,6 +171,8 @@ class ParquetSink:
                 return bool(json.loads(mark.read())["commit"] == commit_id)
         except FileNotFoundError:
             return False
+        except (OSError, RuntimeError) as error:
+            raise CommitFailed(f"{self._path} cannot be read: {error}") from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
