@@ -18,6 +18,7 @@ from stagecrew.operators.sinks.staged import (
     list_files,
     open_folder,
     quoted,
+    read_whole,
     write_part,
     write_whole,
 )
@@ -88,12 +89,10 @@ class ObjectSink:
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
         try:
-            with self._filesystem.open_input_stream(self._manifest(commit_id)) as stream:
-                return bool(json.loads(stream.read())["commit"] == commit_id)
-        except FileNotFoundError:
-            return False
+            manifest = read_whole(self._filesystem, self._manifest(commit_id))
         except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._path} cannot be read: {error}") from error
+        return manifest is not None and bool(json.loads(manifest)["commit"] == commit_id)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""

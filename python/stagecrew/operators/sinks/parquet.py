@@ -24,6 +24,7 @@ from stagecrew.operators.sinks.staged import (
     move,
     open_folder,
     quoted,
+    read_whole,
     remove_file,
     remove_folder,
     write_empty,
@@ -167,12 +168,10 @@ class ParquetSink:
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
         try:
-            with self._filesystem.open_input_stream(f"{self._target(commit_id)}/{_MARK}") as mark:
-                return bool(json.loads(mark.read())["commit"] == commit_id)
-        except FileNotFoundError:
-            return False
+            mark = read_whole(self._filesystem, f"{self._target(commit_id)}/{_MARK}")
         except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._path} cannot be read: {error}") from error
+        return mark is not None and bool(json.loads(mark)["commit"] == commit_id)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""

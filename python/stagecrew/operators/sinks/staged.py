@@ -31,6 +31,7 @@ __all__ = [
     "move",
     "open_folder",
     "quoted",
+    "read_whole",
     "remove_folder",
     "write_empty",
     "write_part",
@@ -106,7 +107,21 @@ def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
         infos = filesystem.get_file_info(selector)
     except NotADirectoryError:  # fsspec's handler looks twice: the folder came in between
         infos = filesystem.get_file_info(selector)
+    if not infos:
+        exists(filesystem, folder)  # fsspec's shows nothing, too, of what it cannot reach; this raises
     return [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
+
+
+def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
+    """The bytes of a small file; None when there is none."""
+    for _ in range(2):
+        try:
+            with filesystem.open_input_stream(path) as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            if not exists(filesystem, path):  # which raises; fsspec says so, too, of what it cannot reach
+                return None
+    raise OSError(f"{path} is there, and cannot be read")
 
 
 def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
