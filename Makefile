@@ -23,7 +23,7 @@ $(STAMPS)/venv: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 	$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb")); x = p["project"]["optional-dependencies"]; \
-	  wanted = {r for k in ("spark", "postgres", "iceberg", "demo", "docs", "dev") for r in x[k] if not r.startswith("stagecrew[")}; \
+	  wanted = {r for k in ("spark", "postgres", "iceberg", "zookeeper", "demo", "docs", "dev") for r in x[k] if not r.startswith("stagecrew[")}; \
 	  print("\n".join(sorted(wanted | set(p["project"]["dependencies"]))))' > $(STAMPS)/requirements.txt
 	$(BIN)/python -m pip install -q -r $(STAMPS)/requirements.txt
 	@touch $@

@@ -34,6 +34,28 @@
     │   ├── RequestFailed           the coordinator raised
     │   ├── RequestTimeout          it did not answer, or handle what was sent, in time
     │   └── EventTimeout            no event came in time
+    ├── RecoveryError               between a driver and what outlives it
+    │   ├── RecoveryMisused         an argument that cannot be right
+    │   ├── StoreError              between a process and the coordination store
+    │   │   ├── StoreConflict       the store is not as the transaction needs it: nothing was done
+    │   │   ├── StoreUnavailable    the store cannot be reached: nothing was done
+    │   │   ├── StoreRefused        the store does not allow it: nothing was done
+    │   │   ├── StoreUnsupported    a store, or its format, that this stagecrew cannot use
+    │   │   ├── SessionLost         the session is over, and all that it held
+    │   │   └── PossiblyInconsistentError  nobody knows whether it was done: nothing is discarded
+    │   ├── LeadershipLost          another leads, or none: nothing was done
+    │   ├── HandleError             a state handle
+    │   │   ├── HandleExists        there is one of this name
+    │   │   ├── HandleMissing       there is none
+    │   │   └── HandleLocked        another holds it: it was not removed
+    │   ├── StateStorageError       state could not be written or read
+    │   │   └── StateCorrupt        it is not as it was written
+    │   └── JobError                one job
+    │       ├── JobExists           its id is taken by other content
+    │       ├── JobUnknown          there is none of this id
+    │       ├── JobUnreadable       what is stored of it cannot be read: nothing of it is deleted
+    │       ├── JobFailed           it has failed, or was cancelled: there is no value
+    │       └── JobStepReused       two steps of one job with one path
     └── ChannelError                the socket between worker and executor
         ├── FrameError              bytes that are no frame
         └── ChannelClosed           the other side is gone
@@ -64,19 +86,41 @@ __all__ = [
     "EventTimeout",
     "EventTooLarge",
     "FrameError",
+    "HandleError",
+    "HandleExists",
+    "HandleLocked",
+    "HandleMissing",
     "HookTimeout",
     "JarMissing",
+    "JobError",
+    "JobExists",
+    "JobFailed",
+    "JobStepReused",
+    "JobUnknown",
+    "JobUnreadable",
+    "LeadershipLost",
     "ListenerError",
     "ListenerNotImportable",
     "ListenerNotPicklable",
     "NotActive",
     "NotInitialised",
     "OperatorMisused",
+    "PossiblyInconsistentError",
+    "RecoveryError",
+    "RecoveryMisused",
     "RequestFailed",
     "RequestTimeout",
     "ResourceNotOpen",
+    "SessionLost",
     "SplitsFailed",
     "StagecrewError",
+    "StateCorrupt",
+    "StateStorageError",
+    "StoreConflict",
+    "StoreError",
+    "StoreRefused",
+    "StoreUnavailable",
+    "StoreUnsupported",
     "SuperstepsFailed",
     "TaskKilled",
     "TopologyClosed",
@@ -229,6 +273,101 @@ class RequestTimeout(CoordinationError, TimeoutError):
 
 class EventTimeout(CoordinationError, TimeoutError):
     """No event of the coordinator came in time."""
+
+
+class RecoveryError(StagecrewError):
+    """Something is wrong between a driver and what outlives it; the message names the store, the job or the state."""
+
+
+class RecoveryMisused(RecoveryError):
+    """An argument that cannot be right. The message says what to write."""
+
+
+class StoreError(RecoveryError):
+    """Something is wrong with the coordination store."""
+
+
+class StoreConflict(StoreError):
+    """The store is not as the transaction needs it: nothing was done.
+
+    `index` is the operation that failed, `why` is "exists", "missing", "version", "not empty" or "no parent".
+    """
+
+    def __init__(self, message: str, index: int = -1, why: str = "") -> None:
+        super().__init__(message)
+        self.index, self.why = index, why
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached: nothing was done. Try again later."""
+
+
+class StoreRefused(StoreError):
+    """The store does not allow it, for want of credentials or room: nothing was done."""
+
+
+class StoreUnsupported(StoreError, ConfigurationError):
+    """A store that stagecrew refuses, such as SQLite on a network file system, or one of a newer format."""
+
+
+class SessionLost(StoreError):
+    """The session at the store is over, and with it all that it held. Nothing was done."""
+
+
+class PossiblyInconsistentError(StoreError):
+    """Nobody knows whether a write was done: nothing is discarded. Repeating the write tells."""
+
+
+class LeadershipLost(RecoveryError):
+    """This process does not lead any more: nothing was done, and nothing of its term will be."""
+
+
+class HandleError(RecoveryError):
+    """Something is wrong with a state handle; the message names it."""
+
+
+class HandleExists(HandleError):
+    """There is a handle of this name."""
+
+
+class HandleMissing(HandleError):
+    """There is no handle of this name."""
+
+
+class HandleLocked(HandleError):
+    """Another session holds the handle: it was not removed."""
+
+
+class StateStorageError(RecoveryError):
+    """State could not be written to its storage, or read from it. What is stored was not touched."""
+
+
+class StateCorrupt(StateStorageError):
+    """State is not as it was written: its length or digest differs. It is not deleted."""
+
+
+class JobError(RecoveryError):
+    """Something is wrong with one job; the message names it."""
+
+
+class JobExists(JobError):
+    """The id is taken by a job of other content. Choose another."""
+
+
+class JobUnknown(JobError):
+    """There is no job of this id."""
+
+
+class JobUnreadable(JobError):
+    """What is stored of the job cannot be read. Nothing of it is deleted, and others are not held up."""
+
+
+class JobFailed(JobError):
+    """The job has failed, or was cancelled: it has no value. The message has its error."""
+
+
+class JobStepReused(JobError):
+    """Two steps of one job have one path, or one position of a coordinator's state is used twice. Name them apart."""
 
 
 class ChannelError(StagecrewError):

@@ -13,6 +13,7 @@
   each, with the plugin and without; and shuffles that take turns, for their throughput.
 * supersteps: a step of two tasks with a number, and with 1 MB, beside Spark's allGather; PageRank beside chained joins.
 * commits: 1,000 files, beside Spark's FileOutputCommitter v1, and beside as many Python tasks that write nothing.
+* stores: transactions of the coordination stores, beside SQLite and kazoo alone (see stores.py).
 * splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
 
@@ -35,6 +36,8 @@ import rich.table
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from stores import stores  # noqa: E402 (it lies in this folder)
+
 from postgres import postgresql  # noqa: E402 (it lies beside this folder)
 
 MASTER = "local-cluster[2,1,1024]"
@@ -50,7 +53,19 @@ PAIRS = {"jvm": 30, "python": 10}
 ITERATIONS = 5
 #: How many jobs a round is.
 TURNS = 4
-FIGURES = ["jvm", "python", "exits", "demo", "requests", "events", "splits", "partitions", "supersteps", "commits"]
+FIGURES = [
+    "jvm",
+    "python",
+    "exits",
+    "demo",
+    "requests",
+    "events",
+    "splits",
+    "partitions",
+    "supersteps",
+    "commits",
+    "stores",
+]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -415,6 +430,10 @@ def show(results) -> None:
         table.add_row(
             "1,000 Python tasks of the same rows that write nothing", f"{nothing['seconds']:.2f} s", "", "", ""
         )
+    for kind, figures in results.get("stores", {}).items():
+        shown = f"{figures['raw']:,.0f} a second", f"{figures['store']:,.0f} a second", f"{figures['ratio']:.3f}"
+        without = {"sqlite": "SQLite", "zookeeper": "kazoo"}[kind]
+        table.add_row(f"transactions of three operations, one thread; without: {without} alone", *shown, ">= 0.8")
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -472,6 +491,8 @@ def main() -> None:
         results["supersteps"] = supersteps()
     if "commits" in chosen:
         results["commits"] = commits()
+    if "stores" in chosen:
+        results["stores"] = stores()
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

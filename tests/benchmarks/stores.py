@@ -1,0 +1,118 @@
+"""Transactions of coordination stores, beside the same done with SQLite and kazoo alone.
+
+The ratio is the median of those of neighbouring rounds, which meet the same load. One thread; each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of 200 bytes,
+and is on the disk when it is answered.
+
+* SQLite alone: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one BEGIN IMMEDIATE.
+* kazoo alone: one transaction of the same three operations. The store's has a fourth, by which a session's transactions are done
+  once and never behind its end; kazoo alone promises neither. Both meet one server, which forces each to the disk.
+"""
+
+import contextlib
+import pathlib
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from zookeeper import zookeeper
+
+VALUE = b"v" * 200
+
+
+def _store(store):
+    from stagecrew.recovery.stores.contract import Check, Create, Replace
+
+    root = "bench"
+    store.ensure(root, f"{root}/leader", f"{root}/job", f"{root}/all")
+
+    def do(number):
+        store.transact(
+            Check(f"{root}/leader", 0), Replace(f"{root}/job", VALUE, number), Create(f"{root}/all/{number}", VALUE)
+        )
+
+    return do
+
+
+def _sqlite(connection):
+    for statement in (
+        "PRAGMA journal_mode = WAL",
+        "PRAGMA synchronous = FULL",
+        "CREATE TABLE entries (key TEXT PRIMARY KEY, value BLOB, version INTEGER) WITHOUT ROWID",
+        "INSERT INTO entries VALUES ('bench/leader', x'', 0), ('bench/job', x'', 0)",
+    ):
+        connection.execute(statement)
+
+    def do(number):
+        connection.execute("BEGIN IMMEDIATE")
+        assert connection.execute("SELECT version FROM entries WHERE key = 'bench/leader'").fetchone() == (0,)
+        changed = connection.execute(
+            "UPDATE entries SET value = ?, version = version + 1 WHERE key = 'bench/job' AND version = ?",
+            (VALUE, number),
+        )
+        assert changed.rowcount == 1
+        connection.execute("INSERT INTO entries VALUES (?, ?, 0)", (f"bench/all/{number}", VALUE))
+        connection.execute("COMMIT")
+
+    return do
+
+
+def _kazoo(client):
+    for path in ("/raw", "/raw/leader", "/raw/job", "/raw/all"):
+        client.create(path)
+
+    def do(number):
+        transaction = client.transaction()
+        transaction.check("/raw/leader", 0)
+        transaction.set_data("/raw/job", VALUE, number)
+        transaction.create(f"/raw/all/{number}", VALUE)
+        results = transaction.commit()
+        assert not any(isinstance(result, Exception) for result in results), results
+
+    return do
+
+
+def _beside(raw, ours, rounds, count):
+    """Rounds in turns; which is first changes. Transactions a second of each."""
+    doing, done, seconds = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
+    for number in range(-1, rounds):  # the first does not count
+        for name in ("raw", "store") if number % 2 else ("store", "raw"):
+            begun = time.perf_counter()
+            for one in range(done[name], done[name] + count):
+                doing[name](one)
+            done[name] += count
+            if number >= 0:
+                seconds[name].append(time.perf_counter() - begun)
+    rates = {name: count / statistics.median(of) for name, of in seconds.items()}
+    ratios = [raw / store for raw, store in zip(seconds["raw"], seconds["store"], strict=True)]
+    return {**rates, "ratio": statistics.median(ratios), "count": count, "seconds": seconds}
+
+
+def stores(rounds: int = 80, count: int = 25):
+    """The figures of both stores."""
+    from kazoo.client import KazooClient
+
+    from stagecrew.recovery.stores.sqlite import SQLiteStore
+    from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
+
+    found = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
+        raw = closing.enter_context(contextlib.closing(sqlite3.connect(f"{folder}/raw.db", isolation_level=None)))
+        ours = closing.enter_context(contextlib.closing(SQLiteStore(f"{folder}/crew.db")))
+        found["sqlite"] = _beside(_sqlite(raw), _store(ours), rounds, count)
+        server = closing.enter_context(zookeeper(properties=()))
+        client = KazooClient(server.hosts)
+        client.start()
+        closing.callback(client.close)
+        closing.callback(client.stop)
+        ours = closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, "/bench")))
+        found["zookeeper"] = _beside(_kazoo(client), _store(ours), rounds, count)
+    return found
+
+
+if __name__ == "__main__":
+    for kind, figures in stores().items():
+        print(f"{kind}: alone {figures['raw']:,.0f}/s, store {figures['store']:,.0f}/s, ratio {figures['ratio']:.3f}")

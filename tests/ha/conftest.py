@@ -1,0 +1,16 @@
+"""Servers that tests of stores share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def zookeeper() -> Iterator[object]:
+    """A real ZooKeeper server, that nobody kills."""
+    from zookeeper import zookeeper
+
+    with zookeeper() as server:
+        yield server

@@ -1,0 +1,513 @@
+"""The contract of a coordination store, for both of them and for the model that other tests use instead."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import threading
+import uuid
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from crewtools import eventually
+from modelstore import ModelServer
+from stagecrew.errors import PossiblyInconsistentError, RecoveryMisused, SessionLost, StoreConflict, StoreRefused
+from stagecrew.recovery.stores import open_store
+from stagecrew.recovery.stores.contract import (
+    LARGEST,
+    Check,
+    Create,
+    Delete,
+    Entry,
+    Replace,
+    checked_key,
+    segment,
+    text_of,
+)
+from storeprocess import StoreProcess
+
+KINDS = ["sqlite", "zookeeper"]
+
+
+class Backend:
+    """A place where stores are opened, with a root for each test."""
+
+    def __init__(self, url, server=None):
+        self.url, self._server, self._opened = url, server, []
+
+    def open(self):
+        store = self._server.session() if self._server else open_store(self.url)
+        self._opened.append(store)
+        return store
+
+    def fresh(self):
+        """A store, and the key of an entry under which there is nothing."""
+        store, root = self.open(), f"t{uuid.uuid4().hex}"
+        store.ensure(root)
+        return store, root
+
+    def close(self):
+        for store in self._opened:
+            store.close()
+
+
+def opened(kind, request):
+    if kind == "model":
+        return Backend(None, ModelServer())
+    if kind == "sqlite":
+        return Backend(f"sqlite://{request.getfixturevalue('tmp_path_factory').mktemp('store')}/crew.db")
+    return Backend(f"zookeeper://{request.getfixturevalue('zookeeper').hosts}/test/{uuid.uuid4().hex}?timeout=4")
+
+
+@pytest.fixture(params=["model", *KINDS])
+def backend(request):
+    made = opened(request.param, request)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=KINDS)
+def real(request):
+    """A store that other processes can use too."""
+    made = opened(request.param, request)
+    yield made
+    made.close()
+
+
+def conflict(store, *operations):
+    """What stands in the way of a transaction: the index of the operation, and why."""
+    with pytest.raises(StoreConflict) as raised:
+        store.transact(*operations)
+    return raised.value.index, raised.value.why
+
+
+# -- One session
+
+
+def test_entries_are_made_read_changed_and_taken_away(backend):
+    store, root = backend.fresh()
+    key = f"{root}/a"
+    assert store.read(key) is None
+    assert store.children(key) == []
+    assert store.transact(Create(key, b"one")) == [0]
+    assert store.read(key) == Entry(b"one", 0)
+    assert store.transact(Replace(key, b"two", 0)) == [1]
+    assert store.transact(Replace(key, b"three", 1)) == [2]
+    assert store.read(key) == Entry(b"three", 2)
+    assert store.transact(Check(key), Check(key, 2)) == [2, 2]
+    assert store.children(root) == ["a"]
+    assert store.transact(Delete(key, 2)) == [None]
+    assert store.read(key) is None
+    assert store.children(root) == []
+    assert store.transact(Create(key)) == [0], "a key is free again, and its versions begin anew"
+    assert store.read(key) == Entry(b"", 0)
+
+
+def test_a_transaction_sees_what_its_earlier_operations_did(backend):
+    store, root = backend.fresh()
+    a, b = f"{root}/a", f"{root}/a/b"
+    assert store.transact(
+        Create(a, b"1"), Create(b), Replace(a, b"2", 0), Check(a), Check(b, 0), Delete(b), Replace(a, b"3", 1), Check(a, 2)
+    ) == [0, 0, 1, 1, 0, None, 2, 2]  # fmt: skip
+    assert store.read(a) == Entry(b"3", 2)
+    assert store.transact(Delete(a), Create(a, b"new"), Check(a)) == [None, 0, 0]
+    assert conflict(store, Delete(a), Check(a)) == (1, "missing")
+    assert conflict(store, Delete(a), Replace(a, b"", 0)) == (1, "missing")
+    assert store.transact() == []
+
+
+CONFLICTS = {
+    "a key is there": (lambda r: [Create(f"{r}/a")], "exists"),
+    "nothing above": (lambda r: [Create(f"{r}/none/b")], "no parent"),
+    "an ephemeral above": (lambda r: [Create(f"{r}/ephemeral/b")], "no parent"),
+    "replace what is not there": (lambda r: [Replace(f"{r}/none", b"", 0)], "missing"),
+    "replace another version": (lambda r: [Replace(f"{r}/a", b"", 0)], "version"),
+    "replace a later version": (lambda r: [Replace(f"{r}/a", b"", 2)], "version"),
+    "delete what is not there": (lambda r: [Delete(f"{r}/none")], "missing"),
+    "delete a version that is not there": (lambda r: [Delete(f"{r}/none", 0)], "missing"),
+    "delete another version": (lambda r: [Delete(f"{r}/a", 3)], "version"),
+    "delete with children": (lambda r: [Delete(f"{r}/a", 1)], "not empty"),
+    "delete with a child of this transaction": (lambda r: [Create(f"{r}/b/c"), Delete(f"{r}/b")], "not empty"),
+    "check what is not there": (lambda r: [Check(f"{r}/none")], "missing"),
+    "check a version that is not there": (lambda r: [Check(f"{r}/none", 0)], "missing"),
+    "check another version": (lambda r: [Check(f"{r}/a", 0)], "version"),
+    "the same key twice": (lambda r: [Create(f"{r}/new"), Create(f"{r}/new")], "exists"),
+    "a version changed before": (lambda r: [Replace(f"{r}/a", b"", 1), Check(f"{r}/a", 1)], "version"),
+}
+
+
+def test_each_conflict_says_which_operation_failed_and_why_and_nothing_was_done(backend):
+    store, root = backend.fresh()
+    a = f"{root}/a"
+    store.transact(Create(a, b"0"), Replace(a, b"1", 0), Create(f"{a}/child"), Create(f"{root}/b"))
+    store.transact(Create(f"{root}/ephemeral", ephemeral=True), Create(f"{root}/done", b"before"))
+
+    def all_of_it():
+        return [(key, store.read(f"{root}/{key}"), store.children(f"{root}/{key}")) for key in store.children(root)]
+
+    before = all_of_it()
+    for name, (operations, why) in CONFLICTS.items():
+        asked = operations(root)
+        assert conflict(store, *asked) == (len(asked) - 1, why), name
+        first = [Replace(f"{root}/done", b"after", 0), Create(f"{root}/x"), Delete(f"{a}/child"), Create(f"{a}/child2")]
+        assert conflict(store, *first, *asked, Create(f"{root}/y")) == (len(first) + len(asked) - 1, why), name
+        assert all_of_it() == before, name
+
+
+def test_ensure_makes_what_is_not_there_with_all_above_it(backend):
+    store, root = backend.fresh()
+    store.transact(Create(f"{root}/a", b"kept"))
+    store.ensure(f"{root}/a/b/c", f"{root}/d", f"{root}/a")
+    store.ensure(f"{root}/a/b/c")
+    assert store.read(f"{root}/a") == Entry(b"kept", 0)
+    assert store.read(f"{root}/a/b/c") == Entry(b"", 0)
+    assert store.children(root) == ["a", "d"]
+    store.transact(Create(f"{root}/e", ephemeral=True))
+    with pytest.raises(StoreConflict, match="no parent|have children"):
+        store.ensure(f"{root}/e/f")
+
+
+def test_children_are_sorted_and_only_those_right_below(backend):
+    store, root = backend.fresh()
+    names = ["b", "a", "a.b", "a-b", "B", "%41", "~", "_", "10", "9"]
+    store.transact(
+        *(Create(f"{root}/{name}") for name in names), Create(f"{root}/a/below"), Create(f"{root}/a/below/it")
+    )
+    assert store.children(root) == sorted(names)
+    assert store.children(f"{root}/a") == ["below"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(min_size=1))
+def test_any_text_is_a_part_of_a_key(text):
+    part = segment(text)
+    assert text_of(part) == text
+    assert "/" not in part
+    assert checked_key(f"jobs/{part}/state")
+
+
+def test_odd_keys_and_all_bytes_are_kept(backend):
+    store, root = backend.fresh()
+    texts = [
+        "a/b",
+        "..",
+        ".",
+        "%",
+        "%2F",
+        "ünï…",
+        "\x00\n",
+        " ",
+        "zookeeper",
+        "'; DROP TABLE entries",
+        "x" * 200,
+        "\U0001f600",
+    ]
+    keys = [f"{root}/{segment(text)}" for text in texts]
+    value = bytes(range(256))
+    store.transact(*(Create(key, value) for key in keys))
+    assert [store.read(key) for key in keys] == [Entry(value, 0)] * len(keys)
+    assert {text_of(part) for part in store.children(root)} == set(texts)
+
+
+def test_what_is_too_large_is_refused_before_it_is_sent(backend):
+    store, root = backend.fresh()
+    key, largest = f"{root}/a", os.urandom(LARGEST)
+    store.transact(Create(key, largest))
+    assert store.read(key) == Entry(largest, 0)
+    for operation in (Create(f"{root}/b", largest + b"x"), Replace(key, largest + b"x", 0)):
+        with pytest.raises(StoreRefused, match="may have 65536"):
+            store.transact(operation)
+    with pytest.raises(StoreRefused, match="split it"):
+        store.transact(*(Create(f"{root}/{number}", largest) for number in range(12)))
+    store.transact(*(Create(f"{root}/{number}", largest) for number in range(11)))
+    assert len(store.children(root)) == 12
+
+
+@pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", ".", "a/..", "%", "a b", "a\n", "ü", "a\x00"])
+def test_what_is_no_key_is_an_error_that_says_so(backend, key):
+    store, _ = backend.fresh()
+    for ask in (store.read, store.children, store.ensure, lambda key: store.transact(Create(key))):
+        with pytest.raises(RecoveryMisused, match="is no key"):
+            ask(key)
+
+
+def test_what_is_no_value_and_no_version_is_an_error_that_says_so(backend):
+    store, root = backend.fresh()
+    with pytest.raises(RecoveryMisused, match="is str: give bytes"):
+        store.transact(Create(f"{root}/a", "text"))
+    for version in (-1, 1 << 31, 1.0, True):
+        with pytest.raises(RecoveryMisused, match="is no version"):
+            store.transact(Delete(root, version))
+    with pytest.raises(RecoveryMisused, match="None is no version"):
+        store.transact(Replace(root, b"", None))
+    assert store.read(root) == Entry(b"", 0)
+
+
+# -- Sessions
+
+
+def test_a_session_ends_with_close_and_takes_its_ephemeral_entries_away(backend):
+    one, root = backend.fresh()
+    two = backend.open()
+    assert one.session != two.session
+    one.transact(Create(f"{root}/e", b"1", ephemeral=True), Create(f"{root}/stays"))
+    one.transact(Replace(f"{root}/e", b"2", 0))
+    two.transact(Replace(f"{root}/e", b"3", 1))
+    assert two.read(f"{root}/e") == Entry(b"3", 2, one.session), "it stays the session's that made it"
+    assert two.children(root) == ["e", "stays"]
+    assert not one.suspended
+    one.close()
+    one.close()
+    assert one.suspended
+    assert two.children(root) == ["stays"]
+    assert two.read(f"{root}/e") is None
+    for ask in (one.read, one.children, one.ensure, lambda key: one.transact(Check(key))):
+        with pytest.raises(SessionLost):
+            ask(root)
+    assert two.transact(Create(f"{root}/e", ephemeral=True)) == [0]
+    assert not two.suspended
+
+
+def test_an_ephemeral_entry_can_be_deleted_by_anybody(backend):
+    one, root = backend.fresh()
+    two = backend.open()
+    one.transact(Create(f"{root}/e", ephemeral=True))
+    two.transact(Delete(f"{root}/e", 0), Create(f"{root}/e", b"2", ephemeral=True))
+    one.close()
+    assert two.read(f"{root}/e") == Entry(b"2", 0, two.session)
+
+
+def test_a_session_of_many_threads_does_each_of_their_transactions_once(backend):
+    store, root = backend.fresh()
+    store.transact(Create(f"{root}/n"))
+    counts = []
+
+    def work(number):
+        done = 0
+        for turn in range(10):
+            store.transact(Create(f"{root}/{number}-{turn}", ephemeral=True))
+            with contextlib.suppress(StoreConflict):
+                store.transact(Replace(f"{root}/n", b"", store.read(f"{root}/n").version))
+                done += 1
+        counts.append(done)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert store.read(f"{root}/n").version == sum(counts) > 0
+    assert len(store.children(root)) == 41
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_fork_may_not_use_the_session_and_its_parent_goes_on(real):
+    store, root = real.fresh()
+    store.transact(Create(f"{root}/e", ephemeral=True))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = "nothing"
+        try:
+            store.read(root)
+        except RecoveryMisused as error:
+            store.close()
+            said = str(error)
+        finally:
+            os.write(writing, said.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert b"this is a fork" in pipe.read()
+    os.waitpid(child, 0)
+    assert store.read(f"{root}/e") == Entry(b"", 0, store.session)
+    assert store.transact(Replace(f"{root}/e", b"1", 0)) == [1]
+
+
+# -- Sessions of several processes
+
+
+def test_what_a_killed_process_held_is_gone(real):
+    """SQLite: at once. ZooKeeper: when the session's time-out is over."""
+    store, root = real.fresh()
+    with StoreProcess(real.url) as other:
+        other(
+            "transact",
+            Create(f"{root}/e", ephemeral=True),
+            Create(f"{root}/f", ephemeral=True),
+            Create(f"{root}/stays"),
+        )
+        assert store.children(root) == ["e", "f", "stays"]
+        other.kill()
+        if store.timeout is None:
+            assert store.children(root) == ["stays"]
+        eventually(lambda: store.children(root) == ["stays"], (store.timeout or 0) + 4)
+        assert store.read(f"{root}/e") is None
+        assert store.transact(Create(f"{root}/e", ephemeral=True)) == [0]
+
+
+@pytest.mark.parametrize("ask", ["read", "children", "create", "delete above", "replace"])
+def test_on_one_host_whoever_looks_finds_that_a_process_is_dead(ask, request):
+    backend = opened("sqlite", request)
+    store, root = backend.fresh()
+    store.transact(Create(f"{root}/a"))
+    key = f"{root}/a/e"
+    with StoreProcess(backend.url) as other:
+        other("transact", Create(key, ephemeral=True))
+        other.kill()
+        if ask == "read":
+            assert store.read(key) is None
+        elif ask == "children":
+            assert store.children(f"{root}/a") == []
+        elif ask == "create":
+            assert store.transact(Create(key)) == [0]
+        elif ask == "delete above":
+            assert store.transact(Delete(f"{root}/a")) == [None]
+        else:
+            assert conflict(store, Replace(key, b"", 0)) == (0, "missing")
+    backend.close()
+
+
+def test_of_two_processes_that_race_exactly_one_wins(real):
+    store, root = real.fresh()
+    store.transact(Create(f"{root}/n"))
+    with StoreProcess(real.url) as one, StoreProcess(real.url) as two:
+        for turn in range(20):
+            for operation in (Create(f"{root}/{turn}", b"", ephemeral=True), Replace(f"{root}/n", b"", turn)):
+                for process in (one, two):
+                    process.tell("transact", operation)
+                results = []
+                for process in (one, two):
+                    try:
+                        results.append(process.answer())
+                    except StoreConflict as error:
+                        results.append(error.why)
+                assert sorted(map(str, results)) in (["[0]", "exists"], [f"[{turn + 1}]", "version"])
+        assert store.read(f"{root}/n").version == 20
+
+
+def test_a_paused_process_writes_nothing_when_its_session_is_over(request):
+    """On ZooKeeper, whose sessions end by time."""
+    backend = opened("zookeeper", request)
+    store, root = backend.fresh()
+    store.transact(Create(f"{root}/n"))
+    with StoreProcess(backend.url) as other:
+        other("transact", Create(f"{root}/e", ephemeral=True))
+        other.kill(signal.SIGSTOP)
+        eventually(lambda: store.read(f"{root}/e") is None, store.timeout + 4)
+        for number in range(5):
+            other.tell("transact", Create(f"{root}/late-{number}"))
+        other.tell("transact", Create(f"{root}/late-e", ephemeral=True))
+        other.kill(signal.SIGCONT)
+        for _ in range(6):
+            with pytest.raises((SessionLost, PossiblyInconsistentError)):
+                other.answer()
+        assert other("suspended")
+        assert store.children(root) == ["n"]
+    backend.close()
+
+
+def test_on_one_host_a_stopped_process_keeps_what_it_has(request):
+    backend = opened("sqlite", request)
+    store, root = backend.fresh()
+    with StoreProcess(backend.url) as other:
+        other("transact", Create(f"{root}/e", ephemeral=True))
+        other.kill(signal.SIGSTOP)
+        assert conflict(store, Create(f"{root}/e")) == (0, "exists")
+        other.kill(signal.SIGCONT)
+        assert other("transact", Replace(f"{root}/e", b"", 0)) == [1]
+    backend.close()
+
+
+# -- Any transactions of several sessions, beside the model
+
+NAMES = ["a", "b", "a/a", "a/b", "b/a", "a/a/a"]
+keys = st.sampled_from(NAMES)
+versions = st.sampled_from([None, 0, 0, 1, 2])
+operations = st.one_of(
+    st.builds(Create, keys, st.binary(max_size=3), st.booleans()),
+    st.builds(Replace, keys, st.binary(max_size=3), st.integers(0, 2)),
+    st.builds(Delete, keys, versions),
+    st.builds(Check, keys, versions),
+)
+
+
+class Beside(RuleBasedStateMachine):
+    """A store and the model are told the same, and say the same."""
+
+    backend = None  # set by the test
+
+    @initialize()
+    def begin(self):
+        self.root = f"m{uuid.uuid4().hex}"
+        self.model = ModelServer()
+        self.sessions = []
+        for _ in range(2):
+            self.open()
+        self.sessions[0][0].ensure(self.root)
+        self.sessions[0][1].ensure(self.root)
+
+    def open(self):
+        self.sessions.append((self.backend.open(), self.model.session()))
+
+    @rule(who=st.integers(0, 1), asked=st.lists(operations, min_size=1, max_size=4))
+    def transact(self, who, asked):
+        below = [dataclasses.replace(one, key=f"{self.root}/{one.key}") for one in asked]
+        answers = []
+        for store in self.sessions[who]:
+            try:
+                answers.append(store.transact(*below))
+            except StoreConflict as error:
+                answers.append((error.index, error.why))
+        assert answers[0] == answers[1]
+
+    @rule(who=st.integers(0, 1))
+    def close(self, who):
+        for store in self.sessions.pop(who):
+            store.close()
+        self.open()
+
+    @invariant()
+    def the_same_is_there(self):
+        if not hasattr(self, "sessions"):
+            return
+        places = [self.root, *(f"{self.root}/{name}" for name in NAMES)]
+        names = [
+            {store.session: number for number, store in enumerate(side)} for side in zip(*self.sessions, strict=True)
+        ]
+        for real, model in self.sessions[:1]:
+            for key in places:
+                there, here = (
+                    (
+                        entry and (entry.value, entry.version, entry.session and known[entry.session]),
+                        store.children(key),
+                    )
+                    for store, known, entry in ((real, names[0], real.read(key)), (model, names[1], model.read(key)))
+                )
+                assert there == here
+
+    def teardown(self):
+        for pair in getattr(self, "sessions", ()):
+            for store in pair:
+                store.close()
+
+
+def beside(backend, examples, steps):
+    machine = type("Machine", (Beside,), {"backend": backend})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=True)
+    )  # fmt: skip
+
+
+def test_any_transactions_of_several_sessions_do_what_the_model_says(real):
+    beside(real, 12, 15)
+
+
+@pytest.mark.long
+def test_many_transactions_of_several_sessions_do_what_the_model_says(real):
+    beside(real, 100, 40)

@@ -1,0 +1,117 @@
+"""A process with a session of its own at a store, which does what it is told: to be killed, stopped and raced with."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["StoreProcess"]
+
+
+class StoreProcess:
+    """Calls go to the process: `process("transact", ...)` answers what the store does, or raises an error of the same class."""
+
+    def __init__(self, url: str, **environment: str) -> None:
+        self._start(url, environment)
+        self.session = self.answer()
+
+    @classmethod
+    def begun(cls, url: str):
+        """One that opens its store yet; its first answer is its session."""
+        process = cls.__new__(cls)
+        process._start(url, {})
+        return process
+
+    def _start(self, url, environment):
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, url],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
+        )  # fmt: skip
+        self.pid = self._process.pid
+
+    def tell(self, name, *arguments):
+        """Asks, and does not wait; one `answer` belongs to it."""
+        print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=self._process.stdin, flush=True)
+
+    def answer(self):
+        line = self._process.stdout.readline()
+        assert line, f"the process has ended: {self._process.wait(10)}"
+        kind, value, attributes = pickle.loads(base64.b64decode(line))
+        if kind is None:
+            return value
+        error = kind.__new__(kind)
+        error.args = value
+        error.__dict__.update(attributes)
+        raise error
+
+    def __call__(self, name, *arguments):
+        self.tell(name, *arguments)
+        return self.answer()
+
+    def kill(self, with_signal=signal.SIGKILL):
+        """Ends it (SIGKILL), or stops it, or has it go on."""
+        self._process.send_signal(with_signal)
+        if with_signal == signal.SIGKILL:
+            self._process.wait(20)
+            for pipe in (self._process.stdin, self._process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.kill()
+
+
+def _count(store, key, other):
+    """Writes one number to both entries, for ever; prints each that is done."""
+    from stagecrew.recovery.stores.contract import Replace
+
+    number = store.read(key).version
+    while True:
+        store.transact(Replace(key, b"%d" % (number + 1), number), Replace(other, b"%d" % (number + 1), number))
+        number += 1
+        print(number, flush=True)
+
+
+def _limit(store, size):
+    """From now on no file of this process grows beyond that."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def main() -> None:
+    from stagecrew.recovery.stores import open_store
+
+    own = {"count": _count, "limit": _limit}
+
+    def do(name, arguments):
+        if name in own:
+            return own[name](store, *arguments)
+        found = getattr(store, name)
+        return found(*arguments) if callable(found) else found
+
+    def say(work, *arguments):
+        try:
+            answer = (None, work(*arguments), None)
+        except Exception as error:
+            answer = (type(error), error.args, error.__dict__)
+        print(base64.b64encode(pickle.dumps(answer)).decode(), flush=True)
+
+    store = open_store(sys.argv[1])
+    say(lambda: store.session)
+    for line in sys.stdin:
+        say(do, *pickle.loads(base64.b64decode(line)))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    main()

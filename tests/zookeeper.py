@@ -1,0 +1,210 @@
+"""ZooKeeper servers of the tests' own, from PySpark's jars, and a network in between that can fail."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyspark
+
+from crewtools import eventually
+
+__all__ = ["Proxy", "Server", "ensemble", "zookeeper"]
+
+_JARS = Path(pyspark.__file__).parent / "jars"
+_NEEDED = ("zookeeper-", "slf4j-api", "log4j-", "metrics-core", "snappy", "netty-")
+_SMALL = [
+    "-Xmx96m",
+    "-Xshare:auto",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Dzookeeper.admin.enableServer=false",
+]
+#: Milliseconds. Sessions are of 2 to 20 ticks.
+TICK = 500
+
+
+def _free_ports(count):
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+class Server:
+    """One server. Its data stay when it is killed, until `zookeeper` or `ensemble` ends."""
+
+    def __init__(self, folder: Path, port: int, settings: list[str], main: str, properties: list[str]) -> None:
+        self.hosts, self.port, self._folder, self._main = f"127.0.0.1:{port}", port, folder, main
+        self._properties = properties
+        (folder / "data").mkdir(parents=True)
+        (folder / "zoo.cfg").write_text(
+            "\n".join([f"tickTime={TICK}", f"dataDir={folder}/data", f"clientPort={port}", "clientPortAddress=127.0.0.1",
+                       "admin.enableServer=false", "maxClientCnxns=0", "4lw.commands.whitelist=srvr", *settings])
+        )  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self):
+        jars = ":".join(str(jar) for jar in _JARS.iterdir() if jar.name.startswith(_NEEDED))
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                ["java", *_SMALL, *self._properties, "-cp", jars, f"org.apache.zookeeper.server.{self._main}", self._folder / "zoo.cfg"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder,
+            )  # fmt: skip
+        self.pid = self._process.pid
+
+    def serving(self):
+        """What the server says of itself: its mode is in there when it serves."""
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "log").read_text(errors="replace")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as asked:
+            asked.settimeout(5)
+            asked.sendall(b"srvr")
+            said = b""
+            while part := asked.recv(4096):
+                said += part
+            return said.decode() if b"Mode:" in said else ""
+        return ""
+
+    def wait(self):
+        eventually(self.serving, 60, f"ZooKeeper serves, see {self._folder}/log")
+
+    def kill(self):
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait(20)
+            self._process = None
+
+
+@contextlib.contextmanager
+def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceSync=no",)) -> Iterator[Server]:
+    """One server that serves."""
+    folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
+    server = Server(folder, *_free_ports(1), list(settings), "ZooKeeperServerMain", list(properties))
+    try:
+        server.start()
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+        shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def ensemble() -> Iterator[list[Server]]:
+    """Three servers, of which one leads."""
+    folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
+    ports = _free_ports(9)
+    peers = [f"server.{number}=127.0.0.1:{ports[3 * number]}:{ports[3 * number + 1]}" for number in range(3)]
+    servers = [
+        Server(folder / str(number), ports[3 * number + 2], ["initLimit=20", "syncLimit=10", *peers], "quorum.QuorumPeerMain",
+               ["-Dzookeeper.forceSync=no"])
+        for number in range(3)
+    ]  # fmt: skip
+    try:
+        for number, server in enumerate(servers):
+            (folder / str(number) / "data" / "myid").write_text(str(number))
+            server.start()
+        for server in servers:
+            server.wait()
+        yield servers
+    finally:
+        for server in servers:
+            server.kill()
+        shutil.rmtree(folder)
+
+
+class _Direction:
+    """One way of one connection: what comes goes on while the gate is open."""
+
+    def __init__(self, source, target, gate):
+        self.source, self.target, self.gate = source, target, gate
+        threading.Thread(target=self._forward, daemon=True).start()
+
+    def _forward(self):
+        with contextlib.suppress(OSError):
+            while data := self.source.recv(65536):
+                self.gate.wait()
+                self.target.sendall(data)
+        self.gate.wait()
+        with contextlib.suppress(OSError):
+            self.target.shutdown(socket.SHUT_WR)
+
+
+class Proxy:
+    """Stands before a server. It can keep what is sent in either direction, as a network does that stands still."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.hosts = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._connections = []
+        #: Directions in which new connections stand still too.
+        self._still = set()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listening.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._to), 5)
+                except OSError:
+                    client.close()
+                    continue
+                server.settimeout(None)
+                gates = {}
+                for name, source, target in (("to", client, server), ("from", server, client)):
+                    gates[name] = threading.Event()
+                    if name not in self._still:
+                        gates[name].set()
+                    _Direction(source, target, gates[name])
+                self._connections.append((client, server, gates))
+
+    def hold(self, *directions: str, new: bool = True) -> None:
+        """From now on nothing goes `to` the server, or `from` it; on connections that are there, and on new ones."""
+        if new:
+            self._still.update(directions)
+        for _, _, gates in self._connections:
+            for name in directions:
+                gates[name].clear()
+
+    def heal(self) -> None:
+        """What was kept goes on, and all that follows."""
+        self._still.clear()
+        for _, _, gates in self._connections:
+            for gate in gates.values():
+                gate.set()
+
+    def cut(self) -> None:
+        """Connections that are there are lost, with what was kept in them."""
+        for client, server, _ in self._connections:
+            for end in (client, server):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._accepting.join(10)
+        self.cut()
+        self.heal()
+        for end in itertools.chain.from_iterable(connection[:2] for connection in self._connections):
+            end.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
