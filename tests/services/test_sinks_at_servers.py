@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-import subprocess
-import sys
 import threading
 
 import psycopg
@@ -13,7 +10,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from crewtools import ends, eventually, free_port
+from objectstore import s3_server
 from postgres import postgresql
 from sinks import SCHEMA, Driver, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
 from stagecrew.errors import CommitFailed, CommitPending
@@ -50,27 +47,10 @@ def at_postgresql(server, folder, number):
 
 
 @pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    """A file system with a bucket, at a server of the tests' own. A process: Arrow holds Python's lock where it ends an upload."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(tmp_path_factory.mktemp("s3") / "log", "wb") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-    def listens():
-        with socket.socket() as connection:
-            return connection.connect_ex(("127.0.0.1", port)) == 0
-
-    try:
-        eventually(listens, 60, "the S3 server listens")
-        filesystem = pyarrow.fs.S3FileSystem(
-            access_key="test", secret_key="test", endpoint_override=f"http://127.0.0.1:{port}", region="us-east-1",
-            allow_bucket_creation=True, request_timeout=30,
-        )  # fmt: skip
-        filesystem.create_dir("bucket")
+def s3():
+    """A file system with a bucket."""
+    with s3_server() as (filesystem, _):
         yield filesystem
-    finally:
-        ends(process)
 
 
 def at_s3(s3, folder, number):

@@ -1,0 +1,48 @@
+"""States on an S3 server, and handles to them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from modelstore import ModelServer
+from objectstore import s3_server
+from stagecrew.errors import StateCorrupt, StateStorageError
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.storage import Reference, StateStorage
+from stagecrew.recovery.sweep import Report, sweep
+
+
+def test_states_on_s3():
+    """Written, read, replaced, found corrupt, removed, and swept by the server's clock; the secret of the URI is not shown."""
+    with s3_server() as (filesystem, uri):
+        storage = StateStorage(uri)
+        store = ModelServer().session()
+        handles = StateHandleStore(store, storage, "jobs")
+        handles.add("a", b"state" * 1000)
+        handles.add("b", b"b")
+        assert handles.replace("a", 0, b"new") == 1
+        reference = handles.get("a").reference
+        assert handles.get("a").data == b"new"
+        folder = reference.name.rpartition("/")[0]
+        assert len(storage.names(folder)) == 2
+        assert abs(storage.now(folder) - time.time()) < 10
+        with filesystem.open_output_stream(f"bucket/states/{reference.name}") as stream:
+            stream.write(b"old")
+        with pytest.raises(StateCorrupt, match="SHA-256"):
+            handles.get("a")
+        storage.write("orphan", b"123", folder)
+        assert sweep(store, storage, ["jobs"], 3600) == Report(kept=3)
+        assert sweep(store, storage, ["jobs"], 0, lambda: 1e12) == Report(kept=2, removed=1, bytes=3)
+        handles.remove("a")
+        handles.remove("b")
+        storage.discard(reference)
+        assert storage.names(folder) == []
+        assert storage.names("never") == []
+        with pytest.raises(StateStorageError, match="missing"):
+            storage.read(Reference("missing", 1, ""))
+        nowhere = StateStorage(uri.replace("@bucket", "@nowhere"))
+        with pytest.raises(StateStorageError, match="nowhere") as caught:
+            nowhere.write("a", b"1")
+        assert "very-secret" not in f"{caught.value} {nowhere!r} {storage!r}"
