@@ -5,7 +5,7 @@ from pathlib import Path
 from stagecrew.conf import table
 
 ROOT = Path(__file__).parent.parent
-LANGUAGES = {".py": "python", ".conf": "properties", ".properties": "properties"}
+LANGUAGES = {".py": "python", ".conf": "properties", ".properties": "properties", ".service": "ini"}
 
 
 def on_page_markdown(markdown, page, config, files):

@@ -17,6 +17,7 @@ from rich.text import Text
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import jar_path, spark_conf
+from stagecrew.recovery import commands
 
 __all__ = ["main"]
 
@@ -182,3 +183,6 @@ def demo(database: str | None, output: Path, flights: int | None, master: str, a
         click.echo(json.dumps(found.as_json(), indent=2))
     if not found.same:
         raise click.exceptions.Exit(1)
+
+
+commands.add_to(main)

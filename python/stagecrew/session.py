@@ -232,6 +232,13 @@ def is_active(spark: SparkSession) -> bool:
     return isinstance(context, SparkContext) and context._jsc is not None and _facade(context) is not None
 
 
+def running_crew() -> Crew | None:
+    """The crew of the session that runs in this process, if anybody has asked for one."""
+    context = SparkContext._active_spark_context
+    found: Crew | None = getattr(context, "_stagecrew", None)
+    return found if found is not None and found.running else None
+
+
 def crew(spark: SparkSession) -> Crew:
     """The crew of this session. Raises `NotActive`, `UnsupportedSession` or `VersionMismatch`."""
     if type(spark).__module__.startswith("pyspark.sql.connect"):

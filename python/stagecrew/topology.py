@@ -330,14 +330,22 @@ class Topology:
         written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
         `commit_id` each call is a commit of its own, whose id the errors name.
 
+        In a job (`stagecrew.current_job`) both are given by the job: the id is made of the job's, the step's and this `name`, which a
+        step uses once, and the decisions are the job's store.
+
         Raises `CommitFailed` when nothing is visible, and nothing left, or what the job raised; `CommitPending` when it is decided but
         could not be done yet, `CommitUnknown`; `OperatorMisused`, `TopologyClosed`.
 
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
         from stagecrew.operators.commits import commit_dataset
+        from stagecrew.recovery.job import running_job
 
         self._require_active("commit datasets")
+        job = running_job()
+        if job is not None and decisions is None:
+            commit_id = job.commit_id(name) if commit_id is None else commit_id
+            decisions = job.decisions(sink)
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")

@@ -90,6 +90,7 @@ def test_messages_in_the_troubleshooting_table_are_in_the_code():
     code = re.sub(r"[\"']\s*\+?\s*[sf]?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
     code = re.sub(r"\s+", " ", code)
     page = (DOCS / "operations.md").read_text(encoding="utf-8").split("## Troubleshooting by message")[1]
+    page += (DOCS / "recovery.md").read_text(encoding="utf-8").split("## What each message means")[1]
     messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(messages) > 10
     for message in messages:

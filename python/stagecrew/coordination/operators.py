@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.coordinator import Coordinator
+from stagecrew.coordination.positions import keyed
 from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Operators:
         self._ended: list[Binding] = []
         #: Made before the session ran, by their keys; taken by the binding that comes first.
         self._prepared: dict[str, Binding] = {}
+        #: What coordinators begin as of that are made from now on, each once.
+        self._restored = NOTHING
         self._closing = self._closed = False
         self._checkpointing = threading.Lock()
         self._last_checkpoint = 0
@@ -100,15 +103,16 @@ class Operators:
     def add(self, operator: str, factory: Factory, host: Host) -> str:
         """One more use of an operator: a coordinator for it. Answers the binding's id. Raises `CoordinatorFailed` when one did."""
         self.raise_failure()
+        place = keyed(operator)
         with self._lock:
             self._host = host
-            self._uses[operator] = self._uses.get(operator, 0) + 1
-            key = f"{operator}/{self._uses[operator]}"
+            self._uses[place] = self._uses.get(place, 0) + 1
+            key = f"{place}/{self._uses[place]}"
             binding = self._prepared.pop(key, None)
             if binding is not None:
                 self._bindings.append(binding)
         if binding is None:
-            binding = self._made(key, operator, factory)
+            binding = self._made(key, operator, factory, self._restored)
             binding.begin()
             with self._lock:
                 self._bindings.append(binding)
@@ -213,6 +217,13 @@ class Operators:
         for binding in bindings:
             assert host is not None
             host.reset(binding, *(checkpoint or NOTHING).of(binding.key), self._close_timeout())
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """All coordinators begin as of a checkpoint: those that are there are reset, and those that are made from now on."""
+        with self._lock:
+            self._restored = checkpoint
+            self._last_checkpoint = max(self._last_checkpoint, checkpoint.id)
+        self.reset(checkpoint)
 
     def progress(self) -> dict[str, dict[str, Any]]:
         """See `Topology.progress`."""

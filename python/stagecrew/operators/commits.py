@@ -34,7 +34,17 @@ if TYPE_CHECKING:
     from stagecrew.operators.decisions import Decisions, Record
     from stagecrew.worker.evaluations import TaskGateway
 
-__all__ = ["CommitCoordinator", "CommitReport", "Committer", "Message", "Staging", "commit", "commit_dataset"]
+__all__ = [
+    "CommitCoordinator",
+    "CommitReport",
+    "Committer",
+    "Message",
+    "Staging",
+    "abandon",
+    "commit",
+    "commit_dataset",
+    "resume",
+]
 
 _log = logging.getLogger("stagecrew")
 
@@ -169,6 +179,27 @@ def commit(
         _discard(sink, staging, ())
         raise
     return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
+
+
+def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Goes forward with a commit that is decided, from its record alone; answers whether it is. Raises as `commit`."""
+    known = decisions.read(commit_id)
+    if known is None or known[1]["state"] not in (_States.DECIDED, _States.APPLIED):
+        return False
+    _forward(sink, decisions, commit_id, known, sleep)
+    return True
+
+
+def abandon(sink: Committer, decisions: Decisions, commit_id: str) -> None:
+    """Aborts a commit that is not decided, for good, and deletes what was staged. Raises what writing that down raises."""
+    known = decisions.read(commit_id)
+    if known is None or known[1]["state"] not in (_States.OPEN, _States.ABORTED):
+        return
+    version, record = known
+    if record["state"] == _States.OPEN:
+        decisions.write(commit_id, record | {"state": _States.ABORTED, "reason": "its job has ended"}, version)
+    _clean(sink, commit_id, record)
+    _discard(sink, _staging_of(commit_id, record), ())
 
 
 def _forward(

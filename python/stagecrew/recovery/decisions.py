@@ -1,0 +1,102 @@
+"""The records of a job's commits, in the coordination store: written under the job's claim, and finished by whoever comes next."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pickle
+from typing import TYPE_CHECKING, Any
+
+from stagecrew.errors import (
+    CommitFailed,
+    CommitSuperseded,
+    CommitUnknown,
+    HandleExists,
+    HandleMissing,
+    LeadershipLost,
+    PossiblyInconsistentError,
+    RecoveryError,
+    SessionLost,
+    StoreConflict,
+)
+from stagecrew.operators.commits import abandon, resume
+
+if TYPE_CHECKING:
+    from stagecrew.operators.commits import Committer
+    from stagecrew.operators.decisions import Record
+    from stagecrew.recovery.handles import StateHandleStore
+
+__all__ = ["StoredDecisions", "finish_commits"]
+
+_log = logging.getLogger("stagecrew")
+
+
+class StoredDecisions:
+    """`Decisions` in a state handle store. With each record lies its sink: recovery goes forward from the record alone.
+
+    A sink is pickled: its passwords lie in the state storage, for the user of the drivers alone to read.
+    """
+
+    def __init__(self, handles: StateHandleStore, sink: Committer) -> None:
+        self._handles, self._sink = handles, sink
+
+    def read(self, key: str) -> tuple[int, Record] | None:
+        """See `Decisions`."""
+        try:
+            state = self._handles.get(key)
+        except HandleMissing:
+            return None
+        except RecoveryError as error:
+            raise CommitUnknown(f"what was decided about commit {key!r} cannot be read: {error}") from error
+        return state.version + 1, json.loads(state.data)["record"]
+
+    def write(self, key: str, record: Record, version: int) -> int:
+        """See `Decisions`."""
+        from pyspark import cloudpickle
+
+        pickled = cloudpickle.dumps(self._sink)  # type: ignore[no-untyped-call]
+        data = json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
+        try:
+            if version == 0:
+                self._handles.add(key, data)
+            else:
+                self._handles.replace(key, version - 1, data)
+        except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
+            known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
+            if known == (version + 1, record):
+                return version + 1  # our own write, whose outcome was not known
+            raise CommitSuperseded(
+                f"commit {key!r} is another driver's meanwhile: that one goes on, this one changes nothing ({error})"
+            ) from error
+        except PossiblyInconsistentError as error:
+            raise CommitUnknown(f"whether the record of commit {key!r} was written is not known: {error}") from error
+        except RecoveryError as error:
+            raise CommitUnknown(f"the record of commit {key!r} was not written: {error}") from error
+        return version + 1
+
+
+def finish_commits(handles: StateHandleStore, ending: bool) -> None:
+    """Goes forward with every commit of a job that is decided, from its record alone. `ending`: what is not decided is aborted.
+
+    Raises `CommitPending` and what else a commit raises that could not be done; the others are done first.
+    """
+    failed: Exception | None = None
+    for name in handles.names():
+        try:
+            _finish(handles, name, ending)
+        except CommitFailed as error:
+            _log.warning("commit %r, which was decided, can never be done: %s", name, error)
+        except Exception as error:
+            _log.warning("commit %r could not be finished: %s: %s", name, type(error).__name__, error)
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+def _finish(handles: StateHandleStore, name: str, ending: bool) -> None:
+    stored: dict[str, Any] = json.loads(handles.get(name).data)
+    sink = pickle.loads(base64.b64decode(stored["sink"]))
+    decisions = StoredDecisions(handles, sink)
+    if not resume(sink, decisions, name) and ending:
+        abandon(sink, decisions, name)

@@ -1,0 +1,378 @@
+"""The process that campaigns, and while it leads runs every job that must be recovered, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLost, StagecrewError, StoreConflict
+from stagecrew.recovery.contender import Contender, Leadership
+from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Run
+from stagecrew.recovery.specs import JobSpec
+
+if TYPE_CHECKING:
+    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.stores.contract import Store
+
+__all__ = ["Driver", "Launcher", "Tending"]
+
+_log = logging.getLogger("stagecrew")
+
+#: How often it looks at its jobs, in seconds.
+_LOOK: Final = 0.2
+#: How long a job waits behind a run that was lost, in seconds: twice as long behind each, up to the second.
+_PAUSE: Final = (1.0, 60.0)
+#: How long a process has to end by itself when it is told to, in seconds.
+_POLITE: Final = 10.0
+
+
+class Process:
+    """One that was started for a run, with all that it started: the group that it leads."""
+
+    def __init__(self, run: Run, popen: subprocess.Popen[bytes], folder: Path, finishing: bool) -> None:
+        self.run, self.finishing = run, finishing
+        self._popen, self._folder = popen, folder
+
+    @property
+    def pid(self) -> int:
+        """Of spark-submit."""
+        return self._popen.pid
+
+    def ended(self) -> int | None:
+        """Its exit code; None while it lives."""
+        return self._popen.poll()
+
+    def ask(self) -> None:
+        """Asks it to end."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends what is left of it; waits for that, and deletes its files."""
+        self._signal(signal.SIGKILL)
+        self._popen.wait(_POLITE)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def wait(self, seconds: float) -> None:
+        """Waits so long at most for its end."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(max(0.0, seconds))
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # the second: a group that is being buried, on macOS
+            os.killpg(self._popen.pid, number)
+
+
+class Launcher:
+    """Starts processes of runs: through spark-submit, with a job's files in a folder of their own.
+
+    The store's and the storage's addresses have no secrets in them; a job's configuration may, and lies in a file of this user's.
+    """
+
+    def __init__(self, store: str, state: str, work: Path, spark_submit: str | None = None) -> None:
+        self._store, self._state, self._work = store, state, work
+        self._spark_submit = spark_submit or found_spark_submit()
+
+    def start(self, spec: JobSpec, run: Run, term: int, finish: bool) -> Process:
+        """Starts a run of the job, or one that finishes what is decided."""
+        logs = self._work / run.job.replace("/", "_")
+        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
+        for name, data in spec.files.items():
+            (folder / name).write_bytes(data)
+        if spec.script is not None:
+            (folder / spec.target).write_bytes(spec.script)
+        program = Path(__file__).with_name("run.py")
+        arguments = [
+            f"--store={self._store}", f"--state={self._state}", f"--job={run.job}", f"--folder={folder}",
+            f"--run={run.number}", f"--claim={run.claim}", f"--term={term}",
+        ]  # fmt: skip
+        if finish:
+            command = [sys.executable, str(program), *arguments, "--finish"]
+        else:
+            properties = folder / "spark.properties"
+            descriptor = os.open(properties, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.writelines(f"{_escaped(key)}={_escaped(value)}\n" for key, value in _properties(spec).items())
+            command = [self._spark_submit, "--properties-file", str(properties)]
+            if spec.files:
+                command += ["--py-files", ",".join(str(folder / name) for name in sorted(spec.files))]
+            command += [str(program), *arguments]
+        log = logs / f"run-{run.number}{'-finish' if finish else ''}.log"
+        with log.open("ab") as output:
+            popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                env=os.environ | {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable)},
+            )  # fmt: skip
+        _log.info("job %r: run %d begins as process %d; its output: %s", run.job, run.number, popen.pid, log)
+        return Process(run, popen, folder, finish)
+
+
+def found_spark_submit() -> str:
+    """The spark-submit of SPARK_HOME, else of the PySpark that is installed here."""
+    home = os.environ.get("SPARK_HOME")
+    if home is None:
+        import importlib.util
+
+        spec = importlib.util.find_spec("pyspark")
+        if spec is None or spec.origin is None:
+            raise JobError(
+                "jobs are run by spark-submit: install PySpark here (pip install 'stagecrew[spark]'), or set SPARK_HOME"
+            )
+        home = str(Path(spec.origin).parent)
+    return str(Path(home) / "bin" / "spark-submit")
+
+
+def _properties(spec: JobSpec) -> dict[str, str]:
+    from stagecrew.jar import spark_conf
+
+    given = dict(spec.conf)
+    for key, value in spark_conf().items():
+        # The plugin is there unless the job has asked for plugins of its own, among which it then has to be.
+        given.setdefault(key, value)
+    given.setdefault("spark.app.name", spec.name)
+    return given
+
+
+def _escaped(text: str) -> str:
+    """As Java reads a properties file."""
+    special = {
+        "\\": "\\\\",
+        "\n": "\\n",
+        "\r": "\\r",
+        "\t": "\\t",
+        "=": "\\=",
+        ":": "\\:",
+        "#": "\\#",
+        "!": "\\!",
+        " ": "\\ ",
+    }
+    return "".join(
+        special.get(char) or (char if " " < char < "\x7f" else "".join(f"\\u{unit:04x}" for unit in _utf16(char)))
+        for char in text
+    )
+
+
+def _utf16(char: str) -> Sequence[int]:
+    data = char.encode("utf-16-be")
+    return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
+
+
+class Starter(Protocol):
+    """Starts processes."""
+
+    def start(self, spec: JobSpec, run: Run, term: int, finish: bool) -> Process:
+        """Starts a run of the job, or one that finishes what is decided."""
+
+
+class Tending:
+    """What a leader does for its jobs, one look at a time. Of one thread.
+
+    For each job that is not clean, at each look, the first of these that applies: what has ended is cleaned; whose process lives
+    is left alone, or ended when that was asked for; what is ending is finished; what was lost too often is ended; all else is run.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        term: int,
+        launcher: Starter,
+        at_once: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._jobs, self._term, self._launcher, self._at_once, self._clock = jobs, term, launcher, at_once, clock
+        self.processes: dict[str, Process] = {}
+        self._done: set[str] = set()
+        #: Of a job that was lost, or could not be tended: how often, and when it is looked at again.
+        self._later: dict[str, tuple[int, float]] = {}
+        self._said: dict[str, str] = {}
+
+    def look(self) -> None:
+        """Does for every job what can be done now. Raises `LeadershipLost` and `SessionLost` alone."""
+        names = self._jobs.names()
+        for job in names:
+            if job in self._done:
+                continue
+            try:
+                self._tend(job)
+            except (LeadershipLost, SessionLost):
+                raise
+            except StoreConflict:
+                pass  # somebody has written meanwhile: the next look sees what
+            except Exception as error:
+                self._put_off(job)
+                text = f"{type(error).__name__}: {error}"
+                if self._said.get(job) != text:
+                    self._said[job] = text
+                    _log.warning("job %r cannot be tended to; the others are: %s", job, text)
+
+    def stop(self) -> None:
+        """Ends all processes, politely first. None of their jobs has ended by that."""
+        for process in self.processes.values():
+            process.ask()
+        due = time.monotonic() + _POLITE
+        for process in self.processes.values():
+            process.wait(due - time.monotonic())
+            process.kill()
+        self.processes.clear()
+
+    def _tend(self, job: str) -> None:
+        mine = self._reaped(job)
+        due = self._later.get(job, (0, 0.0))[1]
+        if mine is None and self._clock() < due and not self._jobs.is_cancel_requested(job):
+            return
+        record, version = self._jobs.read(job)
+        if record.clean:
+            self._done.add(job)
+        elif record.state.is_terminal:
+            if mine is None:
+                self._jobs.clean(job)
+                self._done.add(job)
+                _log.info("job %r has %s", job, record.state)
+        elif record.state is JobState.ENDING:
+            if mine is not None and not mine.finishing:
+                mine.kill()  # nothing that it writes is done any more
+            elif mine is None and self._is_alone(job):
+                self._begin(self._jobs.again(job, self._jobs.claim(job)), self._readable(job), finish=True)
+        elif self._jobs.is_cancel_requested(job):
+            self._jobs.end(job, (record, version), JobState.CANCELLED, "somebody has cancelled it")
+            self._later.pop(job, None)
+        elif mine is None:
+            claim = self._jobs.claim(job)
+            if self._is_alone(job):
+                self._run(job, record, version, claim)
+
+    def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
+        if record.run >= record.max_attempts:
+            reason = f"each of its {record.run} runs was lost before its end; the output of the last says more"
+            self._jobs.end(job, (record, version), JobState.FAILED, reason)
+        elif len(self.processes) < self._at_once:
+            spec = self._jobs.spec(job)
+            self._begin(self._jobs.start(job, (record, version), claim), spec, finish=False)
+
+    def _readable(self, job: str) -> JobSpec:
+        """What a job ran, for its files: without them what is decided may still be finished."""
+        try:
+            return self._jobs.spec(job)
+        except JobUnreadable as error:
+            _log.warning("job %r ends without its files: %s", job, error)
+            return JobSpec("unreadable")
+
+    def _begin(self, run: Run, spec: JobSpec, finish: bool) -> None:
+        self.processes[run.job] = self._launcher.start(spec, run, self._term, finish)
+
+    def _is_alone(self, job: str) -> bool:
+        """Whether no process of the job lives: a successor waits for each."""
+        return self._jobs.process(job) is None
+
+    def _reaped(self, job: str) -> Process | None:
+        """The process of this leader for the job, while it lives."""
+        process = self.processes.get(job)
+        if process is None or (code := process.ended()) is None:
+            return process
+        del self.processes[job]
+        process.kill()  # what it left
+        if code == 0:
+            self._later.pop(job, None)
+        else:
+            pause = self._put_off(job)
+            _log.warning(
+                "job %r: run %d has ended with %d before the job did; looked at again in %g s",
+                job, process.run.number, code, pause,
+            )  # fmt: skip
+        return None
+
+    def _put_off(self, job: str) -> float:
+        count, _ = self._later.get(job, (0, 0.0))
+        pause: float = min(_PAUSE[0] * 2**count, _PAUSE[1])
+        self._later[job] = (count + 1, self._clock() + pause)
+        return pause
+
+
+class Driver:
+    """Campaigns from now on until it is closed, and tends to all jobs while it leads."""
+
+    def __init__(
+        self, open_store: Callable[[], Store], storage: StateStorage, launcher: Launcher, at_once: int = 16
+    ) -> None:
+        self._storage, self._launcher, self._at_once = storage, launcher, at_once
+        self._leading: _Leading | None = None
+        self._contender = Contender(open_store, self._granted, self._revoked)
+
+    def close(self) -> bool:
+        """Hands over: ends its processes, whose jobs go on elsewhere, and then its leadership. Repeatable.
+
+        Answers whether all has ended, see `Contender.close`.
+        """
+        return self._contender.close()
+
+    def _granted(self, leadership: Leadership) -> None:
+        _log.info("this driver leads, in term %d", leadership.term)
+        self._leading = _Leading(leadership, self._storage, self._launcher, self._at_once)
+        self._leading.start()
+
+    def _revoked(self, term: int, reason: str) -> None:
+        _log.info("this driver does not lead any more, since term %d: %s", term, reason)
+        leading, self._leading = self._leading, None
+        if leading is not None:
+            leading.stop()
+
+
+class _Leading(threading.Thread):
+    """One leadership's work."""
+
+    def __init__(self, leadership: Leadership, storage: StateStorage, launcher: Launcher, at_once: int) -> None:
+        super().__init__(name=f"stagecrew-term-{leadership.term}", daemon=True)
+        self._leadership, self._over = leadership, threading.Event()
+        self._storage, self._launcher, self._at_once = storage, launcher, at_once
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        tending: Tending | None = None
+        try:
+            while not self._over.is_set() and self._leadership.valid:
+                try:
+                    if tending is None:
+                        jobs = Jobs(self._leadership.store, self._storage)
+                        tending = Tending(jobs, self._leadership.term, self._launcher, self._at_once)
+                    tending.look()
+                except (LeadershipLost, SessionLost):
+                    return
+                except StagecrewError as error:
+                    _log.warning("the store does not answer this leader: %s", error)
+                self._over.wait(_LOOK)
+        finally:
+            if tending is not None:
+                tending.stop()
+
+    def stop(self) -> None:
+        """Ends the work, and its processes; bounded."""
+        self._over.set()
+        self.join(3 * _POLITE)
+
+
+def shown(record: JobRecord, job: str, process: Any) -> dict[str, Any]:
+    """What the command line says of a job."""
+    return {
+        "id": job,
+        "state": str(record.state),
+        "run": record.run,
+        "submitted": record.submitted,
+        "ended": record.ended,
+        "reason": record.reason,
+        "clean": record.clean,
+        "process": None if process is None else json.loads(json.dumps(process)),
+    }

@@ -1,0 +1,387 @@
+"""Jobs: what is known of each, how that may change, and how it is kept in a store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from stagecrew.errors import (
+    HandleExists,
+    JobError,
+    JobExists,
+    JobUnknown,
+    JobUnreadable,
+    RecoveryMisused,
+    StagecrewError,
+    StoreConflict,
+    StoreUnsupported,
+)
+from stagecrew.recovery.election import LeaderInfo, leader_of
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.results import Result
+from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.stores.contract import Check, Create, Replace, Store, segment, text_of
+from stagecrew.recovery.sweep import Report, sweep
+
+if TYPE_CHECKING:
+    from stagecrew.recovery.storage import StateStorage
+
+__all__ = ["JobRecord", "JobState", "Jobs", "Run", "open_jobs"]
+
+_FORMAT: Final = 1
+
+
+class JobState(enum.StrEnum):
+    """Where a job is.
+
+        submitted --> running --(the run itself)--> succeeded | failed
+            \\            \\--> ending(outcome) ----> failed | cancelled
+             \\-----------------------/
+
+    The last three are terminal: the first one that is written stays. A run that ends without one is lost, not failed: the next
+    run takes the job, up to `max_attempts`; then it is ending. `ending` goes forward with what is decided before its outcome.
+    """
+
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    ENDING = "ending"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job never runs again."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRecord:
+    """What is known of a job. Times are seconds since 1970, by the clock of who wrote them."""
+
+    digest: str
+    max_attempts: int
+    submitted: float
+    state: JobState = JobState.SUBMITTED
+    #: How many runs were started.
+    run: int = 0
+    #: Of an ending one, what it will be.
+    outcome: JobState | None = None
+    reason: str = ""
+    ended: float | None = None
+    #: Of a terminal one: nothing is left of it but this, and its result.
+    clean: bool = False
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether a leader has something to do for it."""
+        return not self.clean
+
+    # How it may change. Pure; what cannot be raises `JobError`.
+
+    def started(self) -> JobRecord:
+        """One more run begins."""
+        self._require("be started", JobState.SUBMITTED, JobState.RUNNING)
+        if self.run >= self.max_attempts:
+            raise JobError(f"all {self.max_attempts} runs of the job were started")
+        return dataclasses.replace(self, state=JobState.RUNNING, run=self.run + 1)
+
+    def ending(self, outcome: JobState, reason: str) -> JobRecord:
+        """No run of it goes on; what is decided is finished, and then it is this."""
+        self._require("be ended", JobState.SUBMITTED, JobState.RUNNING)
+        if outcome not in (JobState.FAILED, JobState.CANCELLED):
+            raise JobError(f"a job does not end as {outcome} but by its own run")
+        return dataclasses.replace(self, state=JobState.ENDING, outcome=outcome, reason=reason[:2000])
+
+    def finished(self, state: JobState, reason: str, now: float) -> JobRecord:
+        """It is terminal."""
+        if state is JobState.CANCELLED or self.state is JobState.ENDING:
+            self._require(f"be {state}", JobState.ENDING)
+            if state is not self.outcome:
+                raise JobError(f"the job is ending as {self.outcome}, not as {state}")
+        else:
+            self._require(f"be {state}", JobState.RUNNING)
+        if not state.is_terminal:
+            raise JobError(f"{state} is not an end")
+        return dataclasses.replace(self, state=state, outcome=None, reason=reason[:2000], ended=now)
+
+    def cleaned(self) -> JobRecord:
+        """What it held is gone."""
+        self._require("be clean", JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        return dataclasses.replace(self, clean=True)
+
+    def _require(self, what: str, *states: JobState) -> None:
+        if self.state not in states or self.clean:
+            raise JobError(f"a job that is {self.state} cannot {what}")
+
+    def to_bytes(self) -> bytes:
+        """As it is stored; no two writes are alike, so that a write knows its own success."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self), "write": uuid.uuid4().hex}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> JobRecord:
+        """What `to_bytes` made. Raises `JobUnreadable`, `StoreUnsupported` for a newer format."""
+        try:
+            found: dict[str, Any] = json.loads(data)
+            format_ = found.pop("format")
+            if format_ != _FORMAT:
+                raise StoreUnsupported(
+                    f"its record is of format {format_}; this stagecrew reads {_FORMAT}: use the one that wrote it"
+                )
+            del found["write"]
+            outcome = found.pop("outcome")
+            return cls(
+                **found | {"state": JobState(found["state"])}, outcome=None if outcome is None else JobState(outcome)
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobUnreadable(f"its record cannot be read: {type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One start of a job: whoever claims it first is its process."""
+
+    job: str
+    number: int
+    #: The version of the claim that the process has to find.
+    claim: int
+
+
+class Jobs:
+    """The jobs of a store. Whoever submits and cancels writes unfenced, create-if-absent; all else is for a fenced store.
+
+    For each job: `jobs/<id>` the record, which stays for ever, with `claim` (whose version fences its runs), `process` (ephemeral:
+    one is alive), `cancel` (it was asked for), `steps` and `commits` below it; and the handles `specs/<id>` and `results/<id>`.
+    """
+
+    def __init__(self, store: Store, storage: StateStorage, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._storage, self._clock = store, storage, clock
+        store.ensure("jobs", "specs", "results")
+        self._specs = StateHandleStore(store, storage, "specs")
+        self._results = StateHandleStore(store, storage, "results")
+
+    # -- Who submits
+
+    def submit(self, spec: JobSpec, id_: str | None = None) -> str:
+        """Stores a job for whoever leads; answers its id when it is durable.
+
+        An id that is given twice with the same content answers the same job, whatever has become of it. Raises `JobExists` for
+        other content; what the store raises: behind `PossiblyInconsistentError`, submit again with the same id.
+        """
+        job = id_ if id_ is not None else f"{spec.name}-{uuid.uuid4().hex[:12]}"
+        if not job or len(job) > 200:
+            raise RecoveryMisused(f"a job's id is a text of 1 to 200 characters, not of {len(job)}")
+        digest = spec.digest
+        if self._same(job, digest):
+            return job
+        key = key_of(job)
+        record = JobRecord(digest, spec.max_attempts, self._clock())
+        below = (Create(f"{key}/claim"), Create(f"{key}/steps"), Create(f"{key}/commits"))
+        try:
+            self._specs.add(job, spec.to_bytes(), also=(Create(key, record.to_bytes()), *below))
+        except (HandleExists, StoreConflict):
+            if not self._same(job, digest):
+                raise
+        return job
+
+    def _same(self, job: str, digest: str) -> bool:
+        """Whether there is this job; raises `JobExists` for one of other content."""
+        entry = self._store.read(key_of(job))
+        if entry is None:
+            return False
+        known = self._record(job, entry.value)
+        if known.digest != digest:
+            raise JobExists(f"job {job!r} is there with other content, {known.state}: choose another id")
+        return True
+
+    def cancel(self, job: str) -> JobState:
+        """Asks whoever leads to end a job; answers the state that it was found in. Nothing changes for one that has ended."""
+        record, _ = self.read(job)
+        if not record.state.is_terminal:
+            try:
+                self._store.transact(Create(f"{key_of(job)}/cancel", uuid.uuid4().hex.encode()))
+            except StoreConflict as error:
+                if error.why != "exists":
+                    raise
+        return record.state
+
+    # -- Who looks
+
+    def read(self, job: str) -> tuple[JobRecord, int]:
+        """The record of a job and its version. Raises `JobUnknown`, `JobUnreadable`."""
+        entry = self._store.read(key_of(job))
+        if entry is None:
+            raise JobUnknown(f"there is no job {job!r}; `stagecrew jobs` shows those that there are")
+        return self._record(job, entry.value), entry.version
+
+    def names(self) -> list[str]:
+        """The ids of all jobs."""
+        return [text_of(part) for part in self._store.children("jobs")]
+
+    def all(self) -> tuple[dict[str, tuple[JobRecord, int]], dict[str, StagecrewError]]:
+        """The records of all jobs, and beside them the errors of those that cannot be read."""
+        found: dict[str, tuple[JobRecord, int]] = {}
+        unreadable: dict[str, StagecrewError] = {}
+        for job in self.names():
+            try:
+                found[job] = self.read(job)
+            except (JobUnreadable, StoreUnsupported) as error:
+                unreadable[job] = error
+        return found, unreadable
+
+    def spec(self, job: str) -> JobSpec:
+        """What a job runs. Raises `JobUnreadable` when it cannot be read; nothing is deleted."""
+        try:
+            return JobSpec.from_bytes(self._specs.get(job).data)
+        except StagecrewError as error:
+            raise JobUnreadable(f"what job {job!r} runs cannot be read: {error}") from error
+
+    def result(self, job: str) -> Result | None:
+        """How a job has ended; None while it has not. Raises `JobUnknown`, `JobUnreadable`."""
+        record, _ = self.read(job)
+        if not record.state.is_terminal:
+            return None
+        try:
+            return Result.from_bytes(self._results.get(job).data)
+        except StagecrewError as error:
+            raise JobUnreadable(
+                f"the result of job {job!r}, which has {record.state}, cannot be read: {error}"
+            ) from error
+
+    def is_cancel_requested(self, job: str) -> bool:
+        """Whether somebody has asked for its end."""
+        return self._store.read(f"{key_of(job)}/cancel") is not None
+
+    def process(self, job: str) -> Mapping[str, Any] | None:
+        """Who runs it now, as the process said of itself; None when nobody does."""
+        entry = self._store.read(f"{key_of(job)}/process")
+        return None if entry is None else json.loads(entry.value)
+
+    def leader(self) -> LeaderInfo | None:
+        """Who leads; None when nobody does."""
+        return leader_of(self._store)
+
+    def claim(self, job: str) -> int:
+        """The version that the claim on a job has."""
+        entry = self._store.read(f"{key_of(job)}/claim")
+        if entry is None:
+            raise JobUnreadable(f"job {job!r} has no claim in the store: somebody has changed it by hand")
+        return entry.version
+
+    def below(self, job: str, what: str) -> StateHandleStore:
+        """The handles that a job keeps as `steps`, or as `commits`."""
+        return StateHandleStore(self._store, self._storage, f"{key_of(job)}/{what}")
+
+    def sweep(self, grace: float, clock: Callable[[], float] | None = None) -> Report:
+        """Deletes state of jobs that nothing refers to and that is older than `grace` seconds; see `stagecrew.recovery.sweep`."""
+        roots = ["specs", "results"]
+        for job in self.names():
+            roots += [f"{key_of(job)}/steps", f"{key_of(job)}/commits"]
+        return sweep(self._store, self._storage, roots, grace, clock)
+
+    # -- Who leads
+
+    def start(self, job: str, known: tuple[JobRecord, int], claim: int) -> Run:
+        """Begins one more run; every earlier one is fenced by it. Raises `StoreConflict` when one has claimed meanwhile."""
+        record, version = known
+        started = record.started()
+        _, new = self._store.transact(
+            Replace(key_of(job), started.to_bytes(), version),
+            Replace(f"{key_of(job)}/claim", _unique({"run": started.run}), claim),
+        )
+        assert new is not None
+        return Run(job, started.run, new)
+
+    def end(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> Run:
+        """Has a job end: no run of it can write any more, but one that finishes what is decided."""
+        record, version = known
+        claim = self.claim(job)
+        _, new = self._store.transact(
+            Replace(key_of(job), record.ending(outcome, reason).to_bytes(), version),
+            Replace(f"{key_of(job)}/claim", _unique({"ending": outcome}), claim),
+        )
+        assert new is not None
+        return Run(job, record.run, new)
+
+    def again(self, job: str, claim: int) -> Run:
+        """One more try at an ending one, as `end` had."""
+        [new] = self._store.transact(Replace(f"{key_of(job)}/claim", _unique({"ending": True}), claim))
+        assert new is not None
+        return Run(job, self.read(job)[0].run, new)
+
+    def clean(self, job: str) -> None:
+        """Deletes what a terminal job held, but for its record and its result. Repeatable; raises what could not be done."""
+        record, version = self.read(job)
+        if record.clean:
+            return
+        cleaned = record.cleaned()
+        for below in ("steps", "commits"):
+            self.below(job, below).remove_all()
+        self._specs.remove(job)
+        self._store.transact(Replace(key_of(job), cleaned.to_bytes(), version))
+
+    # -- The process of a run
+
+    def take(self, run: Run, who: Mapping[str, Any]) -> int:
+        """Claims a run for this process: once. Answers the claim's version, which fences all that it writes from now on.
+
+        Raises `StoreConflict` when another has it, or another run was begun.
+        """
+        mine = _unique(dict(who) | {"run": run.number})
+        key = key_of(run.job)
+        version, _ = self._store.transact(
+            Replace(f"{key}/claim", mine, run.claim), Create(f"{key}/process", mine, ephemeral=True)
+        )
+        assert version is not None
+        return version
+
+    def finish(self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result) -> None:
+        """Stores how a job ended, and that it has: one transaction."""
+        record, version = known
+        finished = record.finished(state, result.reason, self._clock())
+        self._results.add(job, result.to_bytes(), also=(Replace(key_of(job), finished.to_bytes(), version),))
+
+    def _record(self, job: str, data: bytes) -> JobRecord:
+        try:
+            return JobRecord.from_bytes(data)
+        except JobUnreadable as error:
+            raise JobUnreadable(f"job {job!r}: {error}. Nothing of it is deleted; others are not held up") from error
+
+
+@contextlib.contextmanager
+def open_jobs(store: str, state: str) -> Iterator[Jobs]:
+    """The jobs that are kept in a store and a state storage, as `stagecrew driver` has them; for submitting and looking.
+
+        with stagecrew.open_jobs("sqlite:///var/lib/stagecrew/jobs.db", "/var/lib/stagecrew/state") as jobs:
+            job = jobs.submit(JobSpec.of_function("etl:load", {"day": "2013-01-01"}))
+
+    Raises `RecoveryMisused` for what is no URL of a store, `StoreUnsupported`, `StoreUnavailable`, `StateStorageError`.
+    """
+    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.stores import open_store
+
+    opened = open_store(store)
+    try:
+        yield Jobs(opened, StateStorage(state))
+    finally:
+        opened.close()
+
+
+def key_of(job: str) -> str:
+    """The key of a job's record."""
+    return f"jobs/{segment(job)}"
+
+
+def fence_of(job: str, claim: int) -> Check:
+    """What every write of a job's process checks."""
+    return Check(f"{key_of(job)}/claim", claim)
+
+
+def _unique(what: Mapping[str, Any]) -> bytes:
+    return json.dumps({**what, "write": uuid.uuid4().hex}).encode()

@@ -1,0 +1,216 @@
+"""What a job is: everything that a standby needs to run it, without the disk of whoever submitted it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+import sysconfig
+import zipfile
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from stagecrew.errors import JobUnreadable, RecoveryMisused
+
+__all__ = ["JobSpec"]
+
+_FORMAT: Final = 1
+_TARGET: Final = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSpec:
+    """A function or a script, with its arguments, Spark's configuration, and the bytes of its files.
+
+    Values of `conf` may be secrets: they lie in the state storage, and reach spark-submit by a file of its user alone.
+    """
+
+    #: `module:function`, or the name of a script among `files`.
+    target: str
+    #: Of a function, by name, pickled; of a script, its command line.
+    arguments: bytes | tuple[str, ...] = ()
+    conf: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    #: What is put on Python's path, on the driver and the executors, by name.
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+    script: bytes | None = None
+    #: How many runs may be started, before the job is given up as failed.
+    max_attempts: int = 10
+
+    @property
+    def name(self) -> str:
+        """A word for people."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "-", self.target.rpartition(":")[2] or self.target)[:60]
+
+    def to_bytes(self) -> bytes:
+        """As bytes to be stored: the same for the same content."""
+        arguments = (
+            {"pickled": b64encode(self.arguments).decode()}
+            if isinstance(self.arguments, bytes)
+            else list(self.arguments)
+        )
+        body = {
+            "format": _FORMAT,
+            "target": self.target,
+            "arguments": arguments,
+            "conf": dict(sorted(self.conf.items())),
+            "files": [
+                [name, hashlib.sha256(data).hexdigest(), b64encode(data).decode()]
+                for name, data in sorted(self.files.items())
+            ],
+            "script": None if self.script is None else b64encode(self.script).decode(),
+            "max_attempts": self.max_attempts,
+        }
+        return json.dumps(body, sort_keys=True).encode()
+
+    @property
+    def digest(self) -> str:
+        """What tells two jobs apart."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> JobSpec:
+        """What `to_bytes` made. Raises `JobUnreadable`."""
+        try:
+            found = json.loads(data)
+            if found["format"] != _FORMAT:
+                raise JobUnreadable(
+                    f"it is of format {found['format']}; this stagecrew reads {_FORMAT}: use the one that wrote it"
+                )
+            files = {name: b64decode(text, validate=True) for name, _, text in found["files"]}
+            for name, digest, _ in found["files"]:
+                if hashlib.sha256(files[name]).hexdigest() != digest:
+                    raise JobUnreadable(f"the digest of its file {name} differs")
+            arguments = found["arguments"]
+            return cls(
+                target=found["target"],
+                arguments=b64decode(arguments["pickled"]) if isinstance(arguments, dict) else tuple(arguments),
+                conf=found["conf"],
+                files=files,
+                script=None if found["script"] is None else b64decode(found["script"]),
+                max_attempts=found["max_attempts"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobUnreadable(f"it is not as it was written: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def of_function(
+        cls,
+        target: str,
+        arguments: Mapping[str, Any],
+        conf: Mapping[str, str] | None = None,
+        py_files: Iterable[str | Path] = (),
+        max_attempts: int = 10,
+    ) -> JobSpec:
+        """A job that calls a function with these arguments by name; what it returns is the job's result.
+
+        A module that is a file beside the caller (on `sys.path`, not installed) travels by itself; a package and what that module
+        imports is named by `py_files`: `.py`, `.zip` or `.egg` files, as for spark-submit.
+
+        Raises `RecoveryMisused` when there is no such function as far as can be told here, or an argument cannot be pickled.
+        """
+        match = _TARGET.fullmatch(target)
+        if match is None:
+            raise RecoveryMisused(f"{target!r} is no module:function; write it like etl.nightly:load")
+        module, function = match.groups()
+        files = _bytes_of(py_files)
+        if not _is_among(module, files):
+            files |= _shipped(module, function)
+        try:
+            from pyspark import cloudpickle
+
+            pickled = bytes(cloudpickle.dumps(dict(arguments)))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            raise RecoveryMisused(
+                f"the arguments of {target} cannot be pickled: {type(error).__name__}: {error}"
+            ) from error
+        return cls(target, pickled, dict(conf or {}), files, None, _checked(max_attempts))
+
+    @classmethod
+    def of_script(
+        cls,
+        path: str | Path,
+        arguments: Sequence[str] = (),
+        conf: Mapping[str, str] | None = None,
+        py_files: Iterable[str | Path] = (),
+        max_attempts: int = 10,
+    ) -> JobSpec:
+        """A job that runs a script with a command line. Its result is None.
+
+        Raises `RecoveryMisused` when the script or a file cannot be read, or is no Python.
+        """
+        [(name, data)] = _bytes_of([path]).items()
+        try:
+            compile(data, name, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise RecoveryMisused(f"{path} is no Python script: {error}") from error
+        return cls(name, tuple(arguments), dict(conf or {}), _bytes_of(py_files), data, _checked(max_attempts))
+
+
+def _checked(max_attempts: int) -> int:
+    if max_attempts < 1:
+        raise RecoveryMisused(f"a job has at least one run, not {max_attempts}")
+    return max_attempts
+
+
+def _bytes_of(paths: Iterable[str | Path]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for path in map(Path, paths):
+        if path.name in files:
+            raise RecoveryMisused(f"two files are named {path.name}: they would be one on the driver's path")
+        try:
+            files[path.name] = path.read_bytes()
+        except OSError as error:
+            raise RecoveryMisused(f"{path} cannot be read: {error.strerror or error}") from error
+    return files
+
+
+def _is_among(module: str, files: Mapping[str, bytes]) -> bool:
+    """Whether one of these files has the module."""
+    import io
+
+    path = module.replace(".", "/")
+    if f"{path}.py" in files:
+        return True
+    for name, data in files.items():
+        if name.endswith((".zip", ".egg")):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                if {f"{path}.py", f"{path}/__init__.py"} & set(archive.namelist()):
+                    return True
+    return False
+
+
+def _shipped(module: str, function: str) -> dict[str, bytes]:
+    """The file of a module that nobody has installed. Raises `RecoveryMisused`."""
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin is None:
+        raise RecoveryMisused(
+            f"no module {module!r} is here, nor in the files of the job: submit where it can be imported, or name it with --py-files"
+        )
+    origin = Path(found.origin)
+    installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
+    if any(origin.is_relative_to(folder) for folder in installed):
+        return {}
+    if "." in module or origin.name == "__init__.py":
+        raise RecoveryMisused(
+            f"module {module!r} is of a package that is not installed: a standby would not find it. Zip the package, and name it with "
+            f"--py-files"
+        )
+    source = origin.read_bytes()
+    names = compile(source, str(origin), "exec").co_names
+    if function not in names:
+        raise RecoveryMisused(f"module {module!r} ({origin.name}) defines no {function!r}")
+    return {origin.name: source}
+
+
+def on_path(folder: Path) -> None:
+    """Puts the files of a job that lie in a folder on Python's path."""
+    for path in [folder, *sorted(folder.glob("*.zip")), *sorted(folder.glob("*.egg"))]:
+        sys.path.insert(0, str(path))

@@ -1,0 +1,313 @@
+"""Jobs that survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
+
+import os
+import signal
+import textwrap
+import uuid
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from haprocesses import QUICK, Drivers, alive, until
+from stagecrew.recovery.specs import JobSpec
+
+MODULE = textwrap.dedent(
+    '''
+    import os, pathlib, time
+    import stagecrew
+
+    def mark(folder, name):
+        with open(f"{folder}/{name}", "a") as file:
+            file.write(f"{stagecrew.current_job().attempt}\\n")
+
+    def wait_for(folder, name):
+        due = time.monotonic() + 120
+        while not os.path.exists(f"{folder}/{name}"):
+            assert time.monotonic() < due, name
+            time.sleep(0.02)
+
+    def steps(folder, count):
+        """Each step marks that it runs, and the last waits to be let go."""
+        job = stagecrew.current_job()
+        def body(number):
+            mark(folder, f"step-{number}")
+            if os.path.exists(f"{folder}/hold-{number}"):
+                wait_for(folder, f"go-{number}")
+            return number * 10
+        return sum(job.step(f"step-{number}", lambda: body(number)) for number in range(int(count)))
+
+    def committing(folder):
+        """Writes rows in a commit, in a job of Spark; waits before and behind it to be let go."""
+        from pyspark.sql import SparkSession
+        from stagecrew.operators.sinks import ParquetSink
+        job = stagecrew.current_job()
+        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+        def write():
+            with stagecrew.crew(spark).topology("load") as topology:
+                mark(folder, "writes")
+                rows = spark.range(100)
+                if job.attempt == 1 and os.path.exists(f"{folder}/hold-task"):
+                    def slow(batches):
+                        wait_for(folder, "go-task")
+                        yield from batches
+                    rows = rows.mapInArrow(slow, "id long")
+                return topology.commit(rows, ParquetSink(f"{folder}/table")).rows
+        written = job.step("write", write)
+        mark(folder, "written")
+        if os.path.exists(f"{folder}/hold-end"):
+            wait_for(folder, "go-end")
+        return written
+
+    class Counter(stagecrew.Coordinator):
+        """Hands out numbers, one after the other."""
+        def __init__(self, context):
+            super().__init__(context)
+            self.count = 0
+        def handle_request(self, evaluation, request):
+            self.count += 1
+            return self.count
+        def checkpoint(self, checkpoint_id):
+            return str(self.count).encode()
+        def reset_to_checkpoint(self, checkpoint_id, state):
+            self.count = int(state or b"0")
+
+    def counting(folder):
+        """Three actions, each of which gets ten numbers of one coordinator, and one that was bound in the second step."""
+        from pyspark.sql import SparkSession
+        job = stagecrew.current_job()
+        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+        def ask(gateway, batches):
+            import pyarrow as pa
+            for batch in batches:
+                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
+        found = []
+        with stagecrew.crew(spark).topology("numbers") as topology:
+            counter = topology.coordinate("counter", Counter)
+            numbers = counter.map(spark.range(0, 10, 1, 1), ask, "n long")
+            def action(number):
+                mark(folder, f"action-{number}")
+                rows = sorted(row.n for row in numbers.collect())
+                if number == 1:
+                    rows += sorted(row.n for row in counter.map(spark.range(0, 3, 1, 1), ask, "n long").collect())
+                if os.path.exists(f"{folder}/hold-{number}"):
+                    wait_for(folder, f"go-{number}")
+                return rows
+            for number in range(3):
+                found.append(job.step(f"action-{number}", lambda: action(number)))
+                mark(folder, f"behind-{number}")
+                if os.path.exists(f"{folder}/hold-behind-{number}"):
+                    wait_for(folder, f"go-behind-{number}")
+        return found
+
+    def fails(folder):
+        mark(folder, "failed")
+        raise ValueError("no such day")
+
+    def dies(folder):
+        mark(folder, "died")
+        os._exit(9)
+
+    def unpicklable(folder):
+        return (one for one in ())
+    '''
+)
+
+
+ODD = "a = b: c # d ! \\ é € 𝄞"
+SCRIPT = f"""
+import sys
+import stagecrew
+from pyspark import SparkContext
+assert sys.argv[1:] == ["a b", "--c"], sys.argv
+assert stagecrew.current_job().id == "script"
+SparkContext._ensure_initialized()
+assert SparkContext._jvm.System.getProperty("spark.odd") == {ODD!r}
+"""
+
+
+@pytest.fixture
+def drivers(tmp_path):
+    """Over SQLite, with a folder that jobs write to."""
+    found = Drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path)
+    (tmp_path / "out").mkdir()
+    yield found
+    found.close()
+
+
+def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
+    """A job of this file's module, which lies nowhere but in the job."""
+    path = drivers.folder / "ha_jobs.py"
+    path.write_text(MODULE)
+    spec = JobSpec.of_function(
+        f"ha_jobs:{function}",
+        {"folder": str(drivers.folder / "out"), **arguments},
+        QUICK | dict(conf),
+        [path],
+        max_attempts,
+    )
+    path.unlink()
+    return spec
+
+
+def lines(drivers, name):
+    path = drivers.folder / "out" / name
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_leader_that_is_killed(drivers):
+    """A standby runs the job of a killed leader to its end: finished steps are not run again, and its process has ended itself."""
+    out = drivers.folder / "out"
+    (out / "hold-2").touch()
+    drivers.start()
+    leader = drivers.leader()
+    standby = drivers.start()
+    drivers.submit(job_of("steps", drivers, count=4), "job")
+    until(lambda: lines(drivers, "step-2"), "the third step runs")
+    orphan = drivers.process("job")
+    drivers.kill(leader)
+    assert drivers.leader() is standby
+    until(lambda: not alive(orphan), "the run of the killed leader has ended itself")
+    until(lambda: len(lines(drivers, "step-2")) == 2, "the step that was cut short runs again")
+    (out / "go-2").touch()
+    result = drivers.result("job")
+    assert result.value() == 60
+    assert [lines(drivers, f"step-{number}") for number in range(4)] == [["1"], ["1"], ["1", "2"], ["2"]]
+    assert drivers.record("job").run == 2
+
+
+@pytest.fixture
+def drivers_at_zookeeper(tmp_path, zookeeper):
+    """Over ZooKeeper, in a folder of the test's own, with sessions of four seconds."""
+    found = Drivers(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path)
+    (tmp_path / "out").mkdir()
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_leader_on_zookeeper(drivers_at_zookeeper, how):
+    """A leader that is killed, or only stopped, past its session is followed; its run ends itself; back again, it leads no more."""
+    drivers = drivers_at_zookeeper
+    out = drivers.folder / "out"
+    (out / "hold-1").touch()
+    drivers.start()
+    leader = drivers.leader()
+    standby = drivers.start()
+    drivers.submit(job_of("steps", drivers, count=2), "job")
+    until(lambda: lines(drivers, "step-1"), "the second step runs")
+    orphan = drivers.process("job")
+    if how == "killed":
+        drivers.kill(leader)
+    else:
+        leader.send_signal(signal.SIGSTOP)
+    until(lambda: not alive(orphan), "the run has ended itself")
+    until(lambda: len(lines(drivers, "step-1")) == 2, "the step that was cut short runs again")
+    assert drivers.leader() is standby
+    leader.send_signal(signal.SIGCONT)
+    (out / "go-1").touch()
+    assert drivers.result("job").value() == 10
+    assert [lines(drivers, "step-0"), lines(drivers, "step-1")] == [["1"], ["1", "2"]]
+    assert drivers.leader() is standby
+
+
+def test_rows_of_a_job_whose_leader_is_killed(drivers):
+    """Its commit is there once, with all rows, when the leader is killed while tasks stage; and nothing that they staged is left."""
+    out = drivers.folder / "out"
+    (out / "hold-task").touch()
+    drivers.start()
+    leader = drivers.leader()
+    drivers.start()
+    drivers.submit(job_of("committing", drivers), "job")
+    until(lambda: lines(drivers, "writes"), "the job writes")
+    drivers.kill(leader)
+    assert drivers.result("job").value() == 100
+    assert sorted(pq.read_table(out / "table")["id"].to_pylist()) == list(range(100))
+    assert lines(drivers, "writes") == ["1", "2"]
+    assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
+
+
+@pytest.mark.parametrize("which", ["python", "jvm"])
+def test_a_run_that_is_killed(drivers, which):
+    """SIGKILL of the job's Python, or of its JVM alone, loses a run, not the job; the commit that was decided is not done again."""
+    out = drivers.folder / "out"
+    (out / "hold-end").touch()
+    drivers.start()
+    drivers.submit(job_of("committing", drivers), "job")
+    until(lambda: lines(drivers, "written"), "the rows are written")
+    run = drivers.process("job")
+    os.kill(run if which == "python" else psutil.Process(run).ppid(), signal.SIGKILL)
+    until(lambda: len(lines(drivers, "written")) == 2, "another run goes on")
+    assert not alive(run)
+    (out / "go-end").touch()
+    assert drivers.result("job").value() == 100
+    assert lines(drivers, "writes") == ["1"]
+
+
+@pytest.mark.parametrize("moment", ["1", "behind-1"])
+def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
+    """A coordinator that dies in the middle of an action, or between two, goes on as of the last step: results are as if undisturbed."""
+    (drivers.folder / "out" / f"hold-{moment}").touch()
+    drivers.start()
+    drivers.submit(job_of("counting", drivers), "job")
+    started = "action-1" if moment == "1" else "behind-1"
+    until(lambda: lines(drivers, started), "the job has come to its moment")
+    os.kill(drivers.process("job"), signal.SIGKILL)
+    until(lambda: len(lines(drivers, started)) == 2, "another run goes on")
+    (drivers.folder / "out" / f"go-{moment}").touch()
+    assert drivers.result("job").value() == [
+        list(range(1, 11)),
+        [*range(11, 21), 1, 2, 3],
+        list(range(21, 31)),
+    ]
+
+
+def test_hand_over(drivers):
+    """SIGTERM of the leader hands over at once: its run ends, and the standby runs the job."""
+    out = drivers.folder / "out"
+    (out / "hold-1").touch()
+    drivers.start()
+    leader = drivers.leader()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=2), "job")
+    until(lambda: lines(drivers, "step-1"), "the second step runs")
+    run = drivers.process("job")
+    leader.terminate()
+    assert leader.wait(60) == 0
+    drivers.running.remove(leader)
+    assert not alive(run)
+    until(lambda: len(lines(drivers, "step-1")) == 2, "the standby runs it")
+    (out / "go-1").touch()
+    assert drivers.result("job").value() == 10
+
+
+def test_ends_of_jobs(drivers):
+    """Several at once: one that raises has failed, with its traceback; one that dies each time is given up; one is cancelled."""
+    out = drivers.folder / "out"
+    (out / "hold-0").touch()
+    script = drivers.folder / "script.py"
+    script.write_text(
+        "import sys, stagecrew\nassert sys.argv[1:] == ['a b', '--c']\nprint(stagecrew.current_job().id)\n"
+    )
+    drivers.submit(job_of("fails", drivers), "failing")
+    drivers.submit(job_of("dies", drivers, max_attempts=2), "dying")
+    drivers.submit(job_of("steps", drivers, count=1), "held")
+    drivers.submit(job_of("steps", drivers, count=1), "early")
+    drivers.submit(JobSpec.of_script(script, ["a b", "--c"], QUICK | {"spark.odd": ODD}), "script")
+    script.unlink()
+    with drivers.jobs() as jobs:
+        jobs.cancel("early")
+    drivers.start()
+    assert drivers.result("failing").reason == "ValueError: no such day"
+    assert "in fails" in drivers.result("failing").traceback
+    assert drivers.result("script").state == "succeeded"
+    assert drivers.result("early").state == "cancelled"
+    until(lambda: lines(drivers, "step-0"), "the held one runs")
+    run = drivers.process("held")
+    with drivers.jobs() as jobs:
+        jobs.cancel("held")
+    assert drivers.result("held").state == "cancelled"
+    assert not alive(run)
+    dying = drivers.result("dying")
+    assert (dying.state, lines(drivers, "died")) == ("failed", ["1", "2"])
+    assert "each of its 2 runs was lost" in dying.reason

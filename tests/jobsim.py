@@ -1,0 +1,367 @@
+"""Drivers and runs of jobs in one process, over a store in memory: all that they do is real, but for Spark and for processes.
+
+Whatever runs can be interrupted before and after each of its transactions: another goes on meanwhile (it is paused), or it ends
+there for good (it is killed). What a killed one held at the store stays until the store ends its session, some time later.
+"""
+
+import contextlib
+import contextvars
+import math
+import random
+import zlib
+
+import pyarrow as pa
+import pyarrow.fs
+
+from modelstore import ModelServer
+from stagecrew.errors import PossiblyInconsistentError, StagecrewError, StoreConflict
+from stagecrew.operators.commits import commit
+from stagecrew.recovery.decisions import finish_commits
+from stagecrew.recovery.driver import Tending
+from stagecrew.recovery.election import HOLDER, Fenced, fence
+from stagecrew.recovery.job import Job
+from stagecrew.recovery.jobs import Jobs, JobState, fence_of
+from stagecrew.recovery.results import Result
+from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.stores.contract import Create, Replace
+
+SCHEMA = pa.schema([("id", pa.int64())])
+STEPS = 3
+
+
+class Killed(BaseException):
+    """The one that runs ends here."""
+
+
+class MemorySink:
+    """A sink that remembers; what is asked of it twice it does once. Pickled as its name: the place outlives all drivers."""
+
+    def __init__(self, name):
+        self.identity = name
+        self.visible, self.staged = {}, {}
+        PLACES[name] = self
+
+    def __reduce__(self):
+        return _place, (self.identity,)
+
+    def begin(self, staging):
+        self.staged[staging.run] = []
+
+    def commit(self, staging, messages):
+        if staging.commit_id not in self.visible:
+            assert staging.run in self.staged, "what was decided must not be deleted"
+            self.visible[staging.commit_id] = [message["text"] for message in messages]
+
+    def done(self, commit_id):
+        return commit_id in self.visible
+
+    def discard(self, staging, kept):
+        self.staged.pop(staging.run, None)
+
+
+PLACES = {}
+
+
+def _place(name):
+    return PLACES[name]
+
+
+class World:
+    """One history, made by a seed."""
+
+    def __init__(self, seed, jobs=2, faults=40):
+        self.random = random.Random(seed)
+        self.server = ModelServer()
+        self.server.fault = self._moment
+        self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: without a disk that has to be reached
+        filesystem.create_dir("states")
+        self.storage = StateStorage("states", filesystem)
+        self.clock = 0.0
+        self.faults = faults
+        self.depth = 0
+        self.current = None
+        self.drivers = []
+        self.processes = []
+        self.doomed = []  # sessions of the dead, which the store has not ended yet
+        self.sink = MemorySink(f"sink-{seed}")
+        self.ran = []  # (job, step, run) of each call of a step
+        self.stored = set()  # (job, step) behind which it must not be called again
+        self.names = [f"job-{number}" for number in range(jobs)]
+        self.submitted, self.cancelled = set(), set()
+        self.over = {}
+
+    # -- What may happen at each moment of a transaction
+
+    def _moment(self, session, operations, moment):
+        if self.faults <= 0 or self.depth > 3:
+            return
+        chance = self.random.random()
+        if chance > 0.12:
+            return
+        self.faults -= 1
+        if chance < 0.03 and self.current is not None:
+            raise Killed
+        if chance < 0.045:
+            raise PossiblyInconsistentError(f"lost {moment} it was done")
+        self.depth += 1
+        mine = self.current
+        try:
+            for _ in range(self.random.randrange(1, 6)):  # this one is paused
+                self.act()
+        finally:
+            self.current = mine
+            self.depth -= 1
+        if mine is not None and mine.dead:
+            raise Killed
+
+    def act(self):
+        """One of those that can do something does it."""
+        self.clock += self.random.choice([0.0, 0.3, 1.0, 5.0])
+        choices = [self._submit, self._cancel, self._expire, self._kill, self._sweep]
+        choices += [driver.act for driver in self.drivers if not driver.busy and not driver.dead] * 3
+        choices += [process.act for process in self.processes if not process.busy and not process.dead] * 3
+        if len([driver for driver in self.drivers if not driver.dead]) < 2:
+            choices.append(self._new_driver)
+        self.random.choice(choices)()
+
+    def _submit(self):
+        job = self.random.choice(self.names)
+        with self.as_(None):
+            session = self.server.session()
+            try:
+                Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
+                self.submitted.add(job)
+            except StagecrewError:
+                pass  # it would be submitted again
+            session.close()
+
+    def _cancel(self):
+        if self.random.random() > 0.1:
+            return
+        job = self.random.choice(self.names)
+        with self.as_(None):
+            session = self.server.session()
+            try:
+                self.cancelled.add(job)
+                Jobs(session, self.storage, lambda: self.clock).cancel(job)
+            except StagecrewError:
+                pass
+            session.close()
+
+    def _sweep(self):
+        if self.random.random() > 0.3:
+            return
+        with self.as_(None):
+            session = self.server.session()
+            with contextlib.suppress(StagecrewError):
+                Jobs(session, self.storage).sweep(0.0, lambda: math.inf)
+            session.close()
+
+    def states(self):
+        """The files that are stored, of all jobs."""
+        selector = pyarrow.fs.FileSelector("states", recursive=True)
+        infos = self.filesystem.get_file_info(selector)
+        return {info.path for info in infos if info.type == pyarrow.fs.FileType.File}
+
+    def _expire(self):
+        if self.doomed:
+            self.server.expire(self.doomed.pop(self.random.randrange(len(self.doomed))))
+        elif self.random.random() < 0.2:  # of one that lives and is paused
+            for one in self.drivers + self.processes:
+                if one.busy and not one.dead:
+                    self.server.expire(one.session.session)
+                    return
+
+    def _kill(self):
+        if self.faults > 0 and self.random.random() < 0.05:
+            living = [one for one in self.drivers + self.processes if not one.dead]
+            if living:
+                self.random.choice(living).die()
+
+    def _new_driver(self):
+        self.drivers.append(SimDriver(self))
+
+    def as_(self, who):
+        return _As(self, who)
+
+    @staticmethod
+    def fails(job):
+        """Whether the job's own code raises."""
+        return zlib.crc32(job.encode()) % 3 == 0
+
+    # -- The end
+
+    def settle(self):
+        """Nothing fails any more: what is left is done by one more driver."""
+        self.faults = 0
+        for driver in self.drivers:
+            driver.die()
+        while self.doomed:
+            self.server.expire(self.doomed.pop())
+        for job in self.names:
+            session = self.server.session()
+            Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
+            session.close()
+        last = SimDriver(self)
+        self.drivers.append(last)
+        for _ in range(600):
+            self.clock += 30.0
+            last.act()
+            for process in self.processes:
+                if not process.dead:
+                    process.act()
+            while self.doomed:
+                self.server.expire(self.doomed.pop())
+            if last.jobs is not None and all(last.jobs.read(job)[0].clean for job in self.names):
+                break
+        return last.jobs
+
+
+class _As:
+    def __init__(self, world, who):
+        self.world, self.who = world, who
+
+    def __enter__(self):
+        self.before, self.world.current = self.world.current, self.who
+
+    def __exit__(self, *_):
+        self.world.current = self.before
+
+
+class Actor:
+    """Has a session; is busy while it is in the middle of something."""
+
+    def __init__(self, world):
+        self.world, self.session = world, world.server.session()
+        self.busy = self.dead = False
+
+    def die(self):
+        if not self.dead:
+            self.dead = True
+            self.world.doomed.append(self.session.session)
+
+    def act(self):
+        self.busy = True
+        try:
+            with self.world.as_(self):
+                contextvars.Context().run(self._act)  # a job's step is that of its process
+        except Killed:
+            self.die()
+        except StagecrewError:
+            self.die()  # as a driver, and a run, end themselves
+        finally:
+            self.busy = False
+
+
+class SimDriver(Actor):
+    """Campaigns by the same transaction as a contender, and tends to jobs while it leads."""
+
+    def __init__(self, world):
+        super().__init__(world)
+        self.jobs = self.tending = None
+
+    def _act(self):
+        if self.tending is None:
+            self.session.ensure("leader", "leader/term")
+            term = self.session.read("leader/term").version
+            try:
+                _, term = self.session.transact(
+                    Create(HOLDER, self.session.session.encode(), ephemeral=True),
+                    Replace("leader/term", self.session.session.encode(), term),
+                )
+            except StoreConflict:
+                return
+            self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
+            self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock)
+        self.tending.look()
+
+    def start(self, spec, run, term, finish):
+        process = SimProcess(self.world, run, term, finish)
+        self.world.processes.append(process)
+        return process
+
+
+class SimProcess(Actor):
+    """One run: what `stagecrew.recovery.run` does, without Spark."""
+
+    def __init__(self, world, run, term, finish):
+        super().__init__(world)
+        self.run, self.term, self.finishing = run, term, finish
+        self.code = None
+
+    def ended(self):
+        return self.code if self.code is not None else (137 if self.dead else None)
+
+    def ask(self):
+        self.die()
+
+    def kill(self):
+        self.die()
+
+    def wait(self, seconds):
+        pass
+
+    def _act(self):
+        if self.code is not None:
+            return
+        world, job = self.world, self.run.job
+        clock = lambda: world.clock  # noqa: E731
+        try:
+            claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, clock).take(self.run, {"pid": id(self)})
+        except StagecrewError:
+            self._leave(75)
+            return
+        jobs = Jobs(Fenced(self.session, fence(self.term), fence_of(job, claim)), world.storage, clock)
+        try:
+            known = jobs.read(job)
+            steps, commits = jobs.below(job, "steps"), jobs.below(job, "commits")
+            finish_commits(commits, ending=self.finishing)
+            if self.finishing:
+                result = Result(str(known[0].outcome), "ended")
+            else:
+                result = self._program(Job(job, self.run.number, steps, commits, patience=0.0))
+                finish_commits(commits, ending=True)
+            jobs.finish(job, known, JobState(result.state), result)
+            assert job not in world.over, f"{job} has ended twice: {world.over}"
+            world.over[job] = result.state
+        except StagecrewError:
+            self._leave(75)
+            return
+        self._leave(0)
+
+    def _program(self, job):
+        """Steps, of which the second commits what the first has made."""
+        text = job.step("make", lambda: self._step(job, "make"))
+        self.world.stored.add((job.id, "make"))
+
+        def write():
+            def execute(staging):
+                self.world.sink.staged[staging.run].append(text)
+                return [{"text": text, "rows": 1}]
+
+            commit(
+                self.world.sink,
+                job.decisions(self.world.sink),
+                job.commit_id("sink"),
+                SCHEMA,
+                execute,
+                sleep=lambda _: None,
+            )
+            return self._step(job, "write")
+
+        job.step("write", write)
+        self.world.stored.add((job.id, "write"))
+        if self.world.fails(job.id):
+            return Result.of_error(ValueError("as its code says"))
+        return Result.of_value(job.step("last", lambda: self._step(job, "last")))
+
+    def _step(self, job, name):
+        assert (job.id, name) not in self.world.stored, f"step {name} of {job.id} was done, and is run again"
+        self.world.ran.append((job.id, name, job.attempt))
+        return f"{name} by run {job.attempt}"
+
+    def _leave(self, code):
+        self.code = code
+        self.session.close()
+        self.dead = True

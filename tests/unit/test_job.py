@@ -1,0 +1,222 @@
+"""Steps and batches of a job, over a store in memory."""
+
+import pyarrow.fs
+import pytest
+
+from modelstore import ModelServer
+from stagecrew.errors import JobError, JobStepReused, RecoveryMisused, StateStorageError
+from stagecrew.recovery import job as job_module
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.job import Job, current_job, set_current
+from stagecrew.recovery.storage import StateStorage
+
+
+class Place:
+    """Where the steps of one job lie, for any number of runs."""
+
+    def __init__(self):
+        self.store = ModelServer().session()
+        self.store.ensure("steps", "commits")
+        filesystem = pyarrow.fs._MockFileSystem()
+        filesystem.create_dir("states")
+        self.storage = StateStorage("states", filesystem)
+        self.steps = StateHandleStore(self.store, self.storage, "steps")
+        self.runs = 0
+
+    def run(self, patience=0.0):
+        self.runs += 1
+        return Job("job", self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), patience)
+
+
+class FakeOperators:
+    """The operators of a topology: a number is the state of all its coordinators."""
+
+    def __init__(self, name):
+        self.name, self.state = name, 0
+
+    def checkpoint(self, id_, timeout):
+        from stagecrew.coordination.checkpoints import Checkpoint
+
+        return Checkpoint(1, {"count/1": str(self.state).encode()})
+
+    def restore(self, checkpoint):
+        self.state = int(checkpoint.states["count/1"])
+
+
+@pytest.fixture
+def place():
+    return Place()
+
+
+@pytest.fixture
+def operators(monkeypatch):
+    """One topology is open, with a coordinator."""
+    open_ = [FakeOperators("load")]
+    monkeypatch.setattr(job_module, "_open_operators", lambda: open_)
+    return open_
+
+
+def test_a_step_runs_once(place):
+    """A later run gets the stored result, of a step in another too, and calls nothing; a step that raised runs again."""
+    calls = []
+
+    def program(job, fail):
+        def outer():
+            calls.append("outer")
+            return job.step("inner", lambda: calls.append("inner") or 2) + 1
+
+        first = job.step("outer", outer)
+        if fail:
+            job.step("last", lambda: 1 // 0)
+        return first + job.step("last", lambda: calls.append("last") or 10)
+
+    one = place.run()
+    with pytest.raises(ZeroDivisionError):
+        program(one, fail=True)
+    two = place.run()
+    assert (one.restored, two.restored, two.attempt) == (False, True, 2)
+    assert program(two, fail=False) == 13
+    assert program(place.run(), fail=False) == 13
+    assert calls == ["outer", "inner", "last"]
+
+
+def test_the_inner_step_of_one_that_was_cut_short(place):
+    """A step that was cut short runs again, but for the steps in it that were done."""
+    calls = []
+
+    def outer(job, fail):
+        job.step("inner", lambda: calls.append("inner"))
+        calls.append("behind")
+        if fail:
+            raise KeyboardInterrupt
+
+    one = place.run()
+    with pytest.raises(KeyboardInterrupt):
+        one.step("outer", lambda: outer(one, fail=True))
+    two = place.run()
+    two.step("outer", lambda: outer(two, fail=False))
+    assert calls == ["inner", "behind", "behind"]
+
+
+def test_a_name_that_comes_twice(place):
+    """A step's name that comes twice in one place is refused; in another place it is another step."""
+    job = place.run()
+    job.step("a", lambda: job.step("b", lambda: 1))
+    job.step("b", lambda: 2)
+    for again in ("a", "b"):
+        with pytest.raises(JobStepReused, match="Name them apart"):
+            job.step(again, lambda: 3)
+    assert job.commit_id("sink") == "job/sink"
+    with pytest.raises(JobStepReused):
+        job.commit_id("sink")
+    assert place.run().step("c", lambda: 4) == 4
+
+
+@pytest.mark.parametrize("name", ["", "a/b"])
+def test_names_that_are_none(place, name):
+    """An empty name, and one with a slash, are refused."""
+    with pytest.raises(RecoveryMisused, match="without slashes"):
+        place.run().step(name, lambda: 1)
+
+
+def test_a_result_that_cannot_be_pickled(place):
+    """It is an error that names the step; the step is not done then."""
+    with pytest.raises(JobError, match=r"step 'a' .* cannot be pickled"):
+        place.run().step("a", lambda: (one for one in ()))
+    assert place.run().step("a", lambda: 1) == 1
+
+
+def test_state_belongs_to_a_position(place, operators):
+    """A run that skips a step gives the coordinators the states of that step's end: not of later, not of the beginning."""
+
+    def program(job, stop_before):
+        [topology] = operators
+        for number in range(4):
+            if number == stop_before:
+                raise KeyboardInterrupt
+
+            def body(number=number):
+                topology.state += 10**number
+                return topology.state
+
+            job.step(f"step-{number}", body)
+        return topology.state
+
+    with pytest.raises(KeyboardInterrupt):
+        program(place.run(), stop_before=2)
+    operators[0] = FakeOperators("load")  # of another process
+    assert program(place.run(), stop_before=None) == 1111
+
+
+def test_a_topology_that_is_not_there_any_more(place, operators):
+    """A step whose topology is not open in a later run is an error that says so; the program has changed."""
+    place.run().step("a", lambda: 1)
+    operators.clear()
+    with pytest.raises(JobError, match="not open here"):
+        place.run().step("a", lambda: 1)
+
+
+def test_two_topologies_of_one_name(place, operators):
+    """Two open topologies with coordinators and one name cannot be told apart by a later run: refused."""
+    operators.append(FakeOperators("load"))
+    with pytest.raises(JobStepReused, match="two topologies named 'load'"):
+        place.run().step("a", lambda: 1)
+
+
+def test_batches(place, operators):
+    """A batch that was done is not run again; else the coordinators are as of the batch before; two are kept."""
+    ran = []
+
+    def body(number):
+        operators[0].state += 10**number
+        ran.append(number)
+        return operators[0].state
+
+    one = place.run()
+    for number in range(4):
+        one.batch("load", number, lambda: body(number))  # noqa: B023 (called at once)
+    assert place.steps.names() == ["load/batch-2", "load/batch-3"]
+    operators[0] = FakeOperators("load")
+    two = place.run()
+    assert two.batch("load", 3, lambda: body(3)) == 1111  # Spark had not committed it: done, not run again
+    assert (operators[0].state, two.batch("load", 4, lambda: body(4))) == (1111, 11111)
+    operators[0] = FakeOperators("load")
+    assert place.run().batch("load", 5, lambda: body(5)) == 111111  # Spark had committed 4
+    assert ran == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(JobError, match="another checkpoint location"):
+        place.run().batch("load", 0, lambda: body(0))
+    for wrong in (-1, "1"):
+        with pytest.raises(RecoveryMisused, match="numbered from 0"):
+            place.run().batch("load", wrong, lambda: 1)
+
+
+def test_a_full_storage_is_waited_for(place, monkeypatch):
+    """A result that cannot be stored is tried again, and the step is not run again for it; behind the patience it is an error."""
+    writes, runs = [], []
+    real = StateStorage.write
+
+    def full(self, *arguments):
+        writes.append(1)
+        if len(writes) < 3:
+            raise StateStorageError("no space left on device")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(StateStorage, "write", full)
+    monkeypatch.setattr(job_module, "_AGAIN", 0.0)
+    assert place.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
+    assert (len(writes), len(runs)) == (3, 1)
+    monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
+    with pytest.raises(StateStorageError, match="no space"):
+        place.run().step("b", lambda: 1)
+
+
+def test_current_job(place):
+    """Outside of a job there is none, and the error says how to start one."""
+    with pytest.raises(JobError, match="stagecrew submit"):
+        current_job()
+    job = place.run()
+    set_current(job)
+    try:
+        assert current_job() is job
+    finally:
+        set_current(None)

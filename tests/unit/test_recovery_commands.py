@@ -1,0 +1,196 @@
+"""The commands of jobs, over a real SQLite store, without a driver."""
+
+import json
+import os
+
+import pytest
+from click.testing import CliRunner
+
+from stagecrew.cli import main
+from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
+from stagecrew.recovery.results import Result
+from stagecrew.recovery.stores.contract import Replace
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """A store and a state storage of the test's own, as the environment names them."""
+    (tmp_path / "state").mkdir()
+    (tmp_path / "etl.py").write_text("def load(day):\n    return day\n")
+    (tmp_path / "job.py").write_text("print(1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STAGECREW_STORE", f"sqlite://{tmp_path}/jobs.db")
+    monkeypatch.setenv("STAGECREW_STATE", str(tmp_path / "state"))
+    return tmp_path
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, arguments, catch_exceptions=False)
+
+
+def jobs():
+    return open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"])
+
+
+def end(job, result):
+    """Ends a job as its run would."""
+    with jobs() as known:
+        record, version = known.read(job)
+        known.start(job, (record, version), known.claim(job))
+        known.finish(job, known.read(job), JobState(result.state), result)
+
+
+def test_the_same_id_is_the_same_job(places):
+    """An id that is given twice with the same content answers the same job, also behind its end; other content is refused."""
+    assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
+    assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
+    other = run("submit", "--id", "nightly", "--arg", "day=2", "etl:load")
+    assert (other.exit_code, "is there with other content, submitted" in other.stderr) == (1, True)
+    end("nightly", Result.of_value(7))
+    assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
+    with jobs() as known:
+        assert known.names() == ["nightly"]
+        assert known.read("nightly")[0].state == "succeeded"
+
+
+def test_a_job_needs_nothing_of_its_submitter(places):
+    """What is stored has the bytes of script and files: they may be deleted when the id is printed."""
+    job = run("submit", "--conf", "spark.x=1=2", "--py-files", "etl.py", "job.py", "--verbose", "a b").output.strip()
+    (places / "job.py").unlink()
+    (places / "etl.py").unlink()
+    with jobs() as known:
+        spec = known.spec(job)
+    assert (spec.script, spec.arguments, dict(spec.files)) == (
+        b"print(1)\n", ("--verbose", "a b"), {"etl.py": b"def load(day):\n    return day\n"},
+    )  # fmt: skip
+    assert spec.conf == {"spark.x": "1=2"}
+
+
+def test_results_by_exit_code(places):
+    """`result` says by its exit code how a job has ended, and shows its value, or its error with the traceback."""
+    for job in ("one", "two", "three"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    assert (run("result", "one").exit_code, run("result", "one", "--wait", "--timeout", "0.3").exit_code) == (5, 5)
+    end("one", Result.of_value({"rows": 3}))
+    try:
+        raise ValueError("no such day")
+    except ValueError as error:
+        end("two", Result.of_error(error))
+    shown = run("result", "one", "--wait")
+    assert (shown.exit_code, json.loads(shown.output)) == (0, {"rows": 3})
+    failed = run("result", "two")
+    assert failed.exit_code == 3
+    assert "job two has failed: ValueError: no such day" in failed.output
+    assert "Traceback" in failed.output
+    found = json.loads(run("result", "--json", "two").output)
+    assert (found["state"], found["reason"]) == ("failed", "ValueError: no such day")
+    assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
+
+
+def test_cancel_is_asked_for_once(places):
+    """A job may be cancelled any number of times; one that has ended stays as it is."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    assert "whoever leads ends it" in run("cancel", "one").output
+    assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
+    with jobs() as known:
+        assert known.is_cancel_requested("one")
+    end("one", Result.of_value(None))
+    assert "has succeeded already" in run("cancel", "one").output
+
+
+def test_one_unreadable_job_does_not_hide_the_others(places):
+    """`jobs` lists all that can be read, and names what cannot; nothing of that is deleted."""
+    for job in ("good", "bad"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known._store.transact(Replace("jobs/bad", b"not a record", 0))
+    listed = json.loads(run("jobs", "--json").output)
+    assert [one["id"] for one in listed["jobs"]] == ["good"]
+    assert [one["id"] for one in listed["unreadable"]] == ["bad"]
+    assert "unreadable" in run("jobs").output
+    for command in (("result", "bad"), ("cancel", "bad"), ("submit", "--id", "bad", "--arg", "day=1", "etl:load")):
+        answer = run(*command)
+        assert (answer.exit_code, "cannot be read" in answer.stderr) == (1, True)
+    with jobs() as known:
+        assert known.names() == ["bad", "good"]
+
+
+def test_a_record_of_a_newer_stagecrew(places):
+    """A job that a newer stagecrew has stored is named as that."""
+    run("submit", "--id", "new", "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known._store.transact(
+            Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 1', b'"format": 2'), 0)
+        )
+    answer = run("result", "new")
+    assert (answer.exit_code, "format 2" in answer.stderr) == (1, True)
+
+
+def test_nobody_leads(places):
+    """Without a driver, `leader` says so, and how to start one; the exit code is 1."""
+    answer = run("leader")
+    assert (answer.exit_code, "nobody leads" in answer.output) == (1, True)
+    assert run("leader", "--json").output == "null\n"
+    assert run("jobs").output == "no jobs\n"
+
+
+def test_sweep(places):
+    """`sweep` deletes what nothing refers to, and nothing else; what is younger than its grace stays."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    before = {path for path in (places / "state").rglob("*") if path.is_file()}
+    [state] = [path for path in before if "spec" in str(path)]
+    state.with_name("orphan").write_bytes(b"left by one that died")
+    assert json.loads(run("sweep", "--json").output)["removed"] == 0
+    assert json.loads(run("sweep", "--json", "--grace", "0").output)["removed"] == 1
+    assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
+    with jobs() as known:
+        assert known.spec("one").target == "etl:load"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("result", "absent"), 1, "no job 'absent'"),
+        (("cancel", "absent"), 1, "no job 'absent'"),
+        (("submit", "--id", "", "--arg", "day=1", "etl:load"), 1, "1 to 200 characters"),
+        (("submit", "etl.load"), 1, "module:function"),
+        (("submit", "etl:unload"), 1, "defines no 'unload'"),
+        (("submit", "no_such_module:load"), 1, "no module 'no_such_module'"),
+        (("submit", "absent.py"), 1, "cannot be read"),
+        (("submit", "etl:load", "1"), 1, "--arg name=text"),
+        (("submit", "--arg", "day=1", "job.py"), 1, "--arg is for functions"),
+        (("submit", "--arg", "day", "etl:load"), 2, "no key=value"),
+        (("submit", "--conf", "=1", "etl:load"), 2, "no key=value"),
+        (("submit", "--max-attempts", "0", "etl:load"), 2, "0 is not in the range"),
+        (("jobs", "--store", "postgres://host/db"), 1, "sqlite:///path"),
+        (("jobs", "--store", "sqlite:///nowhere/at/all/jobs.db"), 1, "nowhere"),
+        (("jobs", "--state", "nowhere"), 1, "is no folder that is there"),
+        (("jobs", "--state", "gopher://host/x"), 1, "is no place for states"),
+        (("submit",), 2, "Missing argument"),
+    ],
+)
+def test_bad_input(places, arguments, code, text):
+    """Each wrong call is a line that says what to write, and an exit code; nothing is stored."""
+    answer = run(*arguments)
+    assert (answer.exit_code, text in answer.stderr) == (code, True), answer.output + answer.stderr
+    assert "Traceback" not in answer.stderr
+    with jobs() as known:
+        assert known.names() == []
+
+
+def test_without_a_store(monkeypatch):
+    """Without a store the command says which option and which variable name one."""
+    monkeypatch.delenv("STAGECREW_STORE", raising=False)
+    monkeypatch.delenv("STAGECREW_STATE", raising=False)
+    answer = run("jobs")
+    assert (answer.exit_code, "--store" in answer.stderr) == (2, True)
+
+
+def test_jobs_are_those_of_the_store(places):
+    """The Python API and the commands see the same jobs."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        assert isinstance(known, Jobs)
+        assert known.result("one") is None
+        records, unreadable = known.all()
+        assert (list(records), unreadable) == (["one"], {})
