@@ -192,14 +192,14 @@ class World:
 
     # -- The end
 
-    def settle(self):
+    def settle(self, submit=True):
         """Nothing fails any more: what is left is done by one more driver."""
         self.faults = 0
         for driver in self.drivers:
             driver.die()
         while self.doomed:
             self.server.expire(self.doomed.pop())
-        for job in self.names:
+        for job in self.names if submit else ():
             session = self.server.session()
             Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
             session.close()
@@ -365,3 +365,28 @@ class SimProcess(Actor):
         self.code = code
         self.session.close()
         self.dead = True
+
+
+def check(world, jobs):
+    """What must hold at the end of a history."""
+    entries = world.server.entries
+    for job in world.names:
+        record, _ = jobs.read(job)
+        # Each job is at its end, clean, and has a result of that kind.
+        assert record.clean, (job, record)
+        assert jobs.result(job).state == str(record.state)
+        # A job that was not cancelled has ended as its code does.
+        if job not in world.cancelled:
+            assert str(record.state) == ("failed" if world.fails(job) else "succeeded"), (job, record)
+        # Rows are there once or not at all; those of a job that has succeeded are there.
+        visible = world.sink.visible.get(f"{job}/write/sink")
+        assert visible is not None or record.state == "cancelled", (job, record)
+        # There is a reference if and only if the job must be recovered.
+        assert f"specs/{job}" not in entries
+        assert not [key for key in entries if key.startswith((f"jobs/{job}/steps/", f"jobs/{job}/commits/"))]
+    assert not world.sink.staged, "what was staged is left"
+    # Behind a sweep there is no state but the results, and what jobs need that cannot be run.
+    others = [job for job in jobs.names() if job not in world.names]
+    report = jobs.sweep(0.0, lambda: math.inf)
+    assert bool(report.failed) <= bool(others), report
+    assert len(world.states()) <= len(world.names) + len(others), world.states()

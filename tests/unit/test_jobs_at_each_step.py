@@ -1,0 +1,267 @@
+"""Jobs whose processes die, or are not answered, before and after each single write of a whole history; and schedules by name."""
+
+import contextlib
+import itertools
+
+import pytest
+
+from jobsim import Killed, SimDriver, World, check
+from stagecrew.errors import (
+    JobExists,
+    JobUnreadable,
+    LeadershipLost,
+    PossiblyInconsistentError,
+    StagecrewError,
+    StateStorageError,
+)
+from stagecrew.recovery.jobs import Jobs, JobState
+from stagecrew.recovery.results import Result
+from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.stores.contract import Replace
+
+SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
+
+
+class At:
+    """Something happens at one moment of one transaction, and nothing else."""
+
+    def __init__(self, world, number, moment, what):
+        self.world, self.number, self.moment, self.what = world, number, moment, what
+        self.seen = 0
+        self.operations = None
+
+    def __call__(self, session, operations, moment):
+        if moment == "before":
+            self.seen += 1
+        if self.seen != self.number or moment != self.moment or self.operations is not None:
+            return
+        self.operations = operations
+        if self.what == "killed":
+            raise Killed
+        raise PossiblyInconsistentError("the answer was lost")
+
+
+def session_of(world):
+    return Jobs(world.server.session(), world.storage, lambda: world.clock)
+
+
+def whole(world, cancel):
+    """Submits, runs and cleans one job; with `cancel` it is cancelled while it waits behind its first run."""
+    try:
+        session_of(world).submit(SPEC, "job-0")
+    except (Killed, StagecrewError):
+        return
+    driver = SimDriver(world)
+    world.drivers.append(driver)
+    for turn in range(8):
+        world.clock += 30.0
+        driver.act()
+        if cancel and turn == 0:
+            world.cancelled.add("job-0")
+            with contextlib.suppress(Killed, StagecrewError):
+                session_of(world).cancel("job-0")
+        for process in world.processes:
+            if not process.dead:
+                process.act()
+
+
+def consistent(world):
+    """What holds at any time: a job that may run again has all that it needs; of one that is clean nothing is left but its end."""
+    jobs = session_of(world)
+    records, unreadable = jobs.all()
+    assert not unreadable
+    for job, (record, _) in records.items():
+        if not record.state.is_terminal:
+            assert jobs.spec(job).target == "job-0.py"
+            assert jobs.result(job) is None
+        else:
+            assert jobs.result(job).state == record.state
+        assert record.state.is_terminal or not record.clean
+        assert not (record.clean and f"specs/{job}" in world.server.entries)
+
+
+@pytest.mark.parametrize("cancel", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "what"), [("before", "killed"), ("after", "killed"), ("before", "lost"), ("after", "lost")]
+)
+def test_at_each_write(moment, what, cancel):
+    """Whoever dies or is not answered at any one write of a job's life: all is consistent then, and another driver ends the job."""
+    reached = 0
+    for number in itertools.count(1):
+        world = World(0, jobs=1, faults=0)
+        world.sink.visible.clear()
+        at = world.server.fault = At(world, number, moment, what)
+        whole(world, cancel)
+        world.server.fault = lambda session, operations, moment: None
+        if at.operations is None:
+            break
+        reached += 1
+        consistent(world)
+        check(world, world.settle())
+    assert reached > 25
+
+
+def leading(world):
+    driver = SimDriver(world)
+    world.drivers.append(driver)
+    driver.act()
+    return driver
+
+
+def test_the_schedule_of_the_seed():
+    """Leader 1 removes a finished job while leader 2 recovers it, granted before 1 was told: 1 changes nothing, the job ends once."""
+    world = World(1, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    one = leading(world)
+    for process in world.processes:
+        process.act()
+    assert one.jobs.read("job-0")[0].state == "succeeded"
+    found = []
+
+    def meanwhile(session, operations, moment):
+        if not found:  # the store gives the term to another, and 1 was not told
+            world.server.entries.pop("leader/holder")
+            found.append(None)
+            found[0] = leading(world)
+
+    world.server.fault = meanwhile
+    with pytest.raises(LeadershipLost):
+        one.jobs.clean("job-0")
+    [two] = found
+    assert two.jobs.read("job-0")[0].clean  # by 2, which did not run it
+    assert len(world.processes) == 1
+    assert two.jobs.submit(SPEC, "job-0") == "job-0"  # resubmitted: the same job, which has ended
+    check(world, two.jobs)
+
+
+def test_a_run_of_the_old_leader_does_not_decide():
+    """A run whose leader was replaced meanwhile decides nothing and finishes nothing, also when its own session lives."""
+    world = World(2, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    leading(world)
+    [old] = world.processes
+    world.server.entries.pop("leader/holder")
+    leading(world)
+    old.act()
+    assert (old.code, world.ran) == (75, [])
+    jobs = world.settle()
+    check(world, jobs)
+    assert jobs.read("job-0")[0].run > 1
+
+
+def test_cancel_behind_a_decision():
+    """A commit that is decided is done, though its job is cancelled before it was applied; only then is the job cancelled."""
+    world = World(3, jobs=1, faults=0)
+    world.sink.visible.clear()
+    real, world.sink.commit = world.sink.commit, lambda *_: (_ for _ in ()).throw(Killed)
+    session_of(world).submit(SPEC, "job-0")
+    driver = leading(world)
+    world.processes[0].act()
+    assert world.processes[0].dead
+    session_of(world).cancel("job-0")
+    world.cancelled.add("job-0")
+    world.server.expire(world.doomed.pop())
+    for _ in range(5):  # the sink is away: the job is not cancelled yet, and nothing of it is deleted
+        world.clock += 60
+        driver.act()
+        for process in world.processes:
+            if not process.dead:
+                process.act()
+        while world.doomed:
+            world.server.expire(world.doomed.pop())
+        assert driver.jobs.read("job-0")[0].state == "ending"
+    world.sink.commit = real
+    jobs = world.settle()
+    assert jobs.read("job-0")[0].state == "cancelled"
+    assert list(world.sink.visible.values()) == [["make by run 1"]]
+
+
+def test_cancel_and_finish():
+    """Of a cancel and an end that meet, the first that is written stays; the other changes nothing."""
+    world = World(4, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    driver = leading(world)
+    known = driver.jobs.read("job-0")
+    driver.jobs.finish("job-0", known, JobState.SUCCEEDED, Result.of_value(1))
+    with pytest.raises(StagecrewError):
+        driver.jobs.end("job-0", known, JobState.CANCELLED, "late")
+    assert session_of(world).cancel("job-0") == "succeeded"
+    world.processes[0].act()  # which finds that its job has ended
+    assert world.processes[0].code == 75
+    for _ in range(2):  # a run that was lost is looked at again a while later
+        driver.act()
+        world.clock += 60
+    assert driver.jobs.read("job-0")[0].clean
+    assert driver.jobs.result("job-0").value() == 1
+
+
+def test_submit_while_it_finishes():
+    """The same job, submitted at each write of its end, is that job; other content is refused at each, and never runs."""
+    world = World(5, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    answers = []
+
+    def again(session, operations, moment):
+        world.server.fault = lambda *_: None
+        answers.append(session_of(world).submit(SPEC, "job-0"))
+        with pytest.raises(JobExists):
+            session_of(world).submit(JobSpec("other.py", (), {}, {}, b"", 50), "job-0")
+        world.server.fault = again
+
+    world.server.fault = again
+    driver = SimDriver(world)
+    for _ in range(4):
+        driver.act()
+        for process in world.processes:
+            if not process.dead:
+                process.act()
+    world.server.fault = lambda *_: None
+    assert set(answers) == {"job-0"}
+    assert len(answers) > 30
+    assert (driver.jobs.read("job-0")[0].clean, len(world.processes)) == (True, 1)
+
+
+@pytest.mark.parametrize("damage", ["record", "state", "gone"])
+def test_one_unreadable_job_does_not_stop_the_others(damage):
+    """A job whose record or state is corrupt, cut short or gone is named, kept, and not run; the others end."""
+    world = World(6, jobs=1, faults=0)
+    before = world.states()
+    session_of(world).submit(JobSpec("bad.py", (), {}, {}, b"", 50), "bad")
+    [state] = world.states() - before
+    if damage == "record":
+        world.server.session().transact(Replace("jobs/bad", b"{", 0))
+    elif damage == "state":
+        with world.filesystem.open_output_stream(state) as stream:
+            stream.write(b"half")
+    else:
+        world.filesystem.delete_file(state)
+    check(world, world.settle())
+    jobs = session_of(world)
+    assert "specs/bad" in world.server.entries
+    with pytest.raises(JobUnreadable, match="'bad'"):
+        jobs.read("bad") if damage == "record" else jobs.spec("bad")
+    assert all(process.run.job == "job-0" for process in world.processes)
+
+
+def test_an_unreadable_job_can_be_cancelled():
+    """A job whose state is gone ends when it is cancelled, without its files."""
+    world = World(7, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    for state in world.states():
+        world.filesystem.delete_file(state)
+    session_of(world).cancel("job-0")
+    world.cancelled.add("job-0")
+    assert world.settle(submit=False).read("job-0")[0].state == "cancelled"
+
+
+def test_a_storage_that_is_full(monkeypatch):
+    """Submitting where state cannot be written is an error that says so, and stores nothing; it works when there is room again."""
+    from stagecrew.recovery.storage import StateStorage
+
+    world = World(8, jobs=1, faults=0)
+    full = lambda *_: (_ for _ in ()).throw(StateStorageError("no space left on device"))  # noqa: E731
+    with monkeypatch.context() as patch, pytest.raises(StateStorageError, match="no space"):
+        patch.setattr(StateStorage, "write", full)
+        session_of(world).submit(SPEC, "job-0")
+    assert session_of(world).names() == []
+    check(world, world.settle())
