@@ -122,11 +122,3 @@ class Drivers:
 
         with contextlib.suppress(psutil.NoSuchProcess):
             until(gone, "every process that a driver started has ended", 60)
-
-
-def alive(pid):
-    """Whether a process is there, and not only waits to be buried."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -1,15 +1,19 @@
 """Jobs that survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
 
+import dataclasses
 import os
+import pickle
 import signal
 import textwrap
+import time
 import uuid
 
 import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from haprocesses import QUICK, Drivers, alive, until
+from crewtools import alive, standalone_cluster
+from haprocesses import QUICK, Drivers, until
 from stagecrew.recovery.specs import JobSpec
 
 MODULE = textwrap.dedent(
@@ -185,7 +189,7 @@ def drivers_at_zookeeper(tmp_path, zookeeper):
     found.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
 def test_a_leader_on_zookeeper(drivers_at_zookeeper, how):
     """A leader that is killed, or only stopped, past its session is followed; its run ends itself; back again, it leads no more."""
     drivers = drivers_at_zookeeper
@@ -227,7 +231,7 @@ def test_rows_of_a_job_whose_leader_is_killed(drivers):
     assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
 
 
-@pytest.mark.parametrize("which", ["python", "jvm"])
+@pytest.mark.parametrize("which", ["jvm", pytest.param("python", marks=pytest.mark.long)])
 def test_a_run_that_is_killed(drivers, which):
     """SIGKILL of the job's Python, or of its JVM alone, loses a run, not the job; the commit that was decided is not done again."""
     out = drivers.folder / "out"
@@ -244,7 +248,7 @@ def test_a_run_that_is_killed(drivers, which):
     assert lines(drivers, "writes") == ["1"]
 
 
-@pytest.mark.parametrize("moment", ["1", "behind-1"])
+@pytest.mark.parametrize("moment", ["1", pytest.param("behind-1", marks=pytest.mark.long)])
 def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
     """A coordinator that dies in the middle of an action, or between two, goes on as of the last step: results are as if undisturbed."""
     (drivers.folder / "out" / f"hold-{moment}").touch()
@@ -311,3 +315,102 @@ def test_ends_of_jobs(drivers):
     dying = drivers.result("dying")
     assert (dying.state, lines(drivers, "died")) == ("failed", ["1", "2"])
     assert "each of its 2 runs was lost" in dying.reason
+
+
+def test_several_jobs_of_a_leader_that_is_killed(drivers):
+    """All running jobs of a killed leader go on under the next, each from its own steps."""
+    out = drivers.folder / "out"
+    folders = [out / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "hold-1").touch()
+    drivers.start()
+    leader = drivers.leader()
+    for number, folder in enumerate(folders):
+        spec = job_of("steps", drivers, count=2)
+        drivers.submit(
+            dataclasses.replace(spec, arguments=pickle.dumps({"folder": str(folder), "count": 2})), f"job-{number}"
+        )
+    for number in range(3):
+        until(lambda number=number: lines(drivers, f"{number}/step-1"), f"job {number} is in its second step")
+    drivers.start()
+    drivers.kill(leader)
+    for folder in folders:
+        (folder / "go-1").touch()
+    for number in range(3):
+        assert drivers.result(f"job-{number}").value() == 10
+        assert lines(drivers, f"{number}/step-0") == ["1"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_on_a_standalone_cluster(drivers, tmp_path):
+    """The same with executors of a cluster: rows once, though the leader dies while tasks stage; no executor is left."""
+    out = drivers.folder / "out"
+    (out / "hold-task").touch()
+    (tmp_path / "cluster").mkdir()
+    with standalone_cluster(tmp_path / "cluster") as master:
+        drivers.start()
+        leader = drivers.leader()
+        drivers.start()
+        conf = {"spark.master": master, "spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1"}
+        drivers.submit(job_of("committing", drivers, conf), "job")
+        until(lambda: lines(drivers, "writes"), "the job writes")
+        drivers.kill(leader)
+        assert drivers.result("job").value() == 100
+    assert sorted(pq.read_table(out / "table")["id"].to_pylist()) == list(range(100))
+    assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ten_kills_in_a_row(drivers):
+    """Ten leaders are killed, each in the middle of a step: every step that was done stays done, and the result is right."""
+    out = drivers.folder / "out"
+    for number in range(10):
+        (out / f"hold-{number}").touch()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=10, max_attempts=30), "job")
+    for number in range(10):
+        until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
+        leader = drivers.leader()
+        drivers.start()
+        drivers.kill(leader)
+        until(lambda number=number: len(lines(drivers, f"step-{number}")) == 2, f"step {number} runs again")
+        (out / f"go-{number}").touch()
+    assert drivers.result("job").value() == 450
+    assert all(len(lines(drivers, f"step-{number}")) == 2 for number in range(10))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_killed_in_the_middle_of_each_step(drivers):
+    """A job of five steps whose process is killed in each: finished steps are not run again."""
+    out = drivers.folder / "out"
+    for number in range(5):
+        (out / f"hold-{number}").touch()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=5), "job")
+    for number in range(5):
+        until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
+        os.kill(drivers.process("job"), signal.SIGKILL)
+        until(lambda number=number: len(lines(drivers, f"step-{number}")) == 2, f"step {number} runs again")
+        (out / f"go-{number}").touch()
+    assert drivers.result("job").value() == 100
+    assert [lines(drivers, f"step-{number}") for number in range(5)] == [[str(n + 1), str(n + 2)] for n in range(5)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
+def test_a_leader_that_is_killed_at_any_moment(drivers, seconds):
+    """Wherever the leader is with two short jobs - taking them up, starting, ending, cleaning - they end once, under the next."""
+    drivers.start()
+    leader = drivers.leader()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=2), "one")
+    drivers.submit(job_of("fails", drivers), "two")
+    time.sleep(seconds)  # the moment
+    drivers.kill(leader)
+    assert drivers.result("one").value() == 10
+    assert drivers.result("two").state == "failed"
