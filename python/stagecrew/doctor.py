@@ -58,6 +58,10 @@ def examine(master: str | None) -> list[Check]:
         _contained("Jar", jar),
         _contained("pandas", pandas_version),
     ]
+    if store := os.environ.get("STAGECREW_STORE"):
+        checks.append(_contained("Store", lambda: coordination_store(store)))
+    if state := os.environ.get("STAGECREW_STATE"):
+        checks.append(_contained("State", lambda: state_storage(state)))
     if master is None:
         return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
     broken = [check.name for check in checks[:3] if check.status == "failed"]
@@ -189,6 +193,37 @@ def pandas_version() -> Check:
     if int(found.split(".", maxsplit=1)[0]) >= 3:
         return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} is not made for pandas 3", install)
     return Check("pandas", "ok", found)
+
+
+def coordination_store(url: str) -> Check:
+    """The store of jobs that the environment names; somebody may lead there."""
+    from stagecrew.recovery.election import leader_of
+    from stagecrew.recovery.stores import open_store
+
+    try:
+        store = open_store(url)
+        try:
+            leader = leader_of(store)
+        finally:
+            store.close()
+    except StagecrewError as error:
+        return Check("Store", "failed", str(error), "mend STAGECREW_STORE, or what it names")
+    who = "nobody leads" if leader is None else f"{leader.host}:{leader.pid} leads in term {leader.term}"
+    return Check("Store", "ok", f"{type(store).__name__} answers; {who}")
+
+
+def state_storage(uri: str) -> Check:
+    """The state storage of jobs that the environment names: it is written to, read, and cleaned."""
+    from stagecrew.recovery.storage import StateStorage
+
+    try:
+        storage = StateStorage(uri)
+        reference = storage.write("doctor", b"stagecrew doctor was here", "doctor")
+        storage.read(reference)
+        storage.discard(reference)
+    except StagecrewError as error:
+        return Check("State", "failed", str(error), "mend STAGECREW_STATE, or what it names")
+    return Check("State", "ok", f"{storage!r} can be written and read")
 
 
 def spark(master: str) -> list[Check]:

@@ -134,6 +134,21 @@ def test_nobody_leads(places):
     assert run("jobs").output == "no jobs\n"
 
 
+def test_doctor_checks_both(places, monkeypatch):
+    """`doctor` says of store and storage whether they can be used, and leaves nothing there."""
+    from stagecrew import doctor
+
+    found = {check.name: check for check in doctor.examine(None)}
+    assert (found["Store"].status, found["State"].status) == ("ok", "ok")
+    assert "nobody leads" in found["Store"].found
+    assert [path for path in (places / "state").rglob("*") if path.is_file()] == []
+    monkeypatch.setenv("STAGECREW_STORE", "sqlite:///nowhere/at/all/jobs.db")
+    monkeypatch.setenv("STAGECREW_STATE", str(places / "absent"))
+    found = {check.name: check for check in doctor.examine(None)}
+    assert (found["Store"].status, found["State"].status) == ("failed", "failed")
+    assert found["Store"].remedy
+
+
 def test_sweep(places):
     """`sweep` deletes what nothing refers to, and nothing else; what is younger than its grace stays."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
@@ -166,6 +181,9 @@ def test_sweep(places):
         (("jobs", "--store", "sqlite:///nowhere/at/all/jobs.db"), 1, "nowhere"),
         (("jobs", "--state", "nowhere"), 1, "is no folder that is there"),
         (("jobs", "--state", "gopher://host/x"), 1, "is no place for states"),
+        (("submit", "--conf", "spark.submit.deployMode=cluster", "etl:load"), 1, "client mode"),
+        (("driver", "--store", "postgres://host/db"), 1, "sqlite:///path"),
+        (("driver", "--state", "nowhere"), 1, "is no folder that is there"),
         (("submit",), 2, "Missing argument"),
     ],
 )

@@ -20,7 +20,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import RecoveryMisused, StoreUnavailable
 
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs import Jobs
@@ -148,6 +148,10 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
 
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
+    try:
+        open_store(store).close()
+    except StoreUnavailable as error:
+        logging.getLogger("stagecrew").warning("the store cannot be reached yet, and is tried again: %s", error)
     running = Driver(lambda: open_store(store), StateStorage(state), Launcher(store, state, work.resolve()), at_once)
     logging.getLogger("stagecrew").info("this driver campaigns, as process %d", os.getpid())
     stop.wait()

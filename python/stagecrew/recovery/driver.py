@@ -320,12 +320,10 @@ class Driver:
         return self._contender.close()
 
     def _granted(self, leadership: Leadership) -> None:
-        _log.info("this driver leads, in term %d", leadership.term)
         self._leading = _Leading(leadership, self._storage, self._launcher, self._at_once)
         self._leading.start()
 
     def _revoked(self, term: int, reason: str) -> None:
-        _log.info("this driver does not lead any more, since term %d: %s", term, reason)
         leading, self._leading = self._leading, None
         if leading is not None:
             leading.stop()

@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import runpy
+import shutil
 import socket
 import sys
 import threading
@@ -105,6 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores import open_store
 
+    def leave(reason: str) -> None:
+        """Nothing that this process writes from now on would be done."""
+        print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True)
+        shutil.rmtree(given.folder, ignore_errors=True)  # nobody may be left to do it
+        os._exit(LOST)
+
     store, storage = open_store(given.store), StateStorage(given.state)
     try:
         run = Run(given.job, given.run, given.claim)
@@ -114,17 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
         except StoreConflict as error:
             _log.warning("run %d of job %r is not this process's: %s", given.run, given.job, error)
             return LOST
-        Watch(store, given.term, f"{key_of(given.job)}/claim", claim, _leave, time.monotonic).start()
+        Watch(store, given.term, f"{key_of(given.job)}/claim", claim, leave, time.monotonic).start()
         jobs = Jobs(Fenced(store, fence(given.term), fence_of(given.job, claim)), storage)
         return _run(jobs, run, Path(given.folder), given.finish)
     finally:
         store.close()
-
-
-def _leave(reason: str) -> None:
-    """Nothing that this process wrote from now on would be done."""
-    print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True)
-    os._exit(LOST)
 
 
 def _run(jobs: Any, run: Any, folder: Path, finish: bool) -> int:

@@ -128,7 +128,7 @@ class JobSpec:
             raise RecoveryMisused(
                 f"the arguments of {target} cannot be pickled: {type(error).__name__}: {error}"
             ) from error
-        return cls(target, pickled, dict(conf or {}), files, None, _checked(max_attempts))
+        return cls(target, pickled, _client(conf), files, None, _checked(max_attempts))
 
     @classmethod
     def of_script(
@@ -148,7 +148,16 @@ class JobSpec:
             compile(data, name, "exec")
         except (SyntaxError, ValueError) as error:
             raise RecoveryMisused(f"{path} is no Python script: {error}") from error
-        return cls(name, tuple(arguments), dict(conf or {}), _bytes_of(py_files), data, _checked(max_attempts))
+        return cls(name, tuple(arguments), _client(conf), _bytes_of(py_files), data, _checked(max_attempts))
+
+
+def _client(conf: Mapping[str, str] | None) -> dict[str, str]:
+    conf = dict(conf or {})
+    if conf.get("spark.submit.deployMode", "client") != "client":
+        raise RecoveryMisused(
+            "jobs run in Spark's client mode, on the leader's host, which follows their process: leave spark.submit.deployMode out"
+        )
+    return conf
 
 
 def _checked(max_attempts: int) -> int:

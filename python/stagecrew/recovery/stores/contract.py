@@ -112,7 +112,7 @@ class Store(Protocol):
         What is lost on the way is repeated for some seconds: where the repetition finds what the first has done, it counts as
         done. So values of `Create` and `Replace` should differ from all that others would write (a uuid in them).
 
-        Definitely nothing was done: `StoreConflict` with the index of the operation that failed and why; `StoreUnavailable`;
+        Definitely nothing was done, by an earlier repetition neither: `StoreConflict` with the index of the operation that failed and why; `StoreUnavailable`;
         `SessionLost`; `StoreRefused` (no access; an entry that is too large). Nobody knows: `PossiblyInconsistentError`.
         """
 
