@@ -13,6 +13,7 @@
   each, with the plugin and without; and shuffles that take turns, for their throughput.
 * supersteps: a step of two tasks with a number, and with 1 MB, beside Spark's allGather; PageRank beside chained joins.
 * commits: 1,000 files, beside Spark's FileOutputCommitter v1, and beside as many Python tasks that write nothing.
+* failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
 * stores: transactions of the coordination stores, beside SQLite and kazoo alone (see stores.py).
 * splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
@@ -36,6 +37,7 @@ import rich.table
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from failover import failover  # noqa: E402 (it lies in this folder)
 from stores import stores  # noqa: E402 (it lies in this folder)
 
 from postgres import postgresql  # noqa: E402 (it lies beside this folder)
@@ -65,6 +67,7 @@ FIGURES = [
     "supersteps",
     "commits",
     "stores",
+    "failover",
 ]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
@@ -434,6 +437,16 @@ def show(results) -> None:
         shown = f"{figures['raw']:,.0f} a second", f"{figures['store']:,.0f} a second", f"{figures['ratio']:.3f}"
         without = {"sqlite": "SQLite", "zookeeper": "kazoo"}[kind]
         table.add_row(f"transactions of three operations, one thread; without: {without} alone", *shown, ">= 0.8")
+    for kind, figures in results.get("failover", {}).items():
+        goal = {"sqlite": "<= 1 s", "zookeeper": "<= 5 s"}[kind]  # ZooKeeper: its session's 4 s and one
+        for words, part, aim in (
+            ("another leads", "elected", goal),
+            ("then the job's Python begins", "begun", ""),
+            ("then its first task runs", "task", ""),
+            ("in all", "all", ""),
+        ):
+            table.add_row(f"the leader is killed, {kind}: {words}", "", f"{figures[part]:.2f} s", "", aim)
+        table.add_row(f"1,000 jobs are recovered, {kind}", "", f"{figures['thousand']:.2f} s", "", "")
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -493,6 +506,8 @@ def main() -> None:
         results["commits"] = commits()
     if "stores" in chosen:
         results["stores"] = stores()
+    if "failover" in chosen:
+        results["failover"] = failover()
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

@@ -1,0 +1,129 @@
+"""How long it takes from SIGKILL of the leader to the first task of the recovered job, and to recover 1,000 jobs.
+
+A standby waits, and the job has a finished step. Its parts, by the clock of one host: until another has the term (detection and
+election), until the job's Python begins (the store, spark-submit, its JVM), until its first task runs (the session).
+"""
+
+import contextlib
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+import uuid
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from haprocesses import QUICK, Drivers, until
+from zookeeper import zookeeper
+
+MODULE = """
+import os, time
+import stagecrew
+from pyspark.sql import SparkSession
+
+def load(folder):
+    begun = time.time()
+    job = stagecrew.current_job()
+    spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+    def first():
+        rows = spark.range(1).rdd.map(lambda _: time.time()).collect()
+        with open(f"{folder}/times-{job.attempt}", "w") as file:
+            file.write(f"{begun} {rows[0]}")
+        while not os.path.exists(f"{folder}/go"):
+            time.sleep(0.05)
+        return rows[0]
+    job.step("first", first)
+    spark.stop()
+"""
+ROUNDS = 5
+JOBS = 1000
+
+
+def _failover(store, folder):
+    from stagecrew.recovery.specs import JobSpec
+
+    (folder / "bench_job.py").write_text(MODULE)
+    drivers = Drivers(store, folder)
+    try:
+        drivers.start()
+        leader = drivers.leader()
+        standby = drivers.start()
+        spec = JobSpec.of_function("bench_job:load", {"folder": str(folder)}, QUICK, [folder / "bench_job.py"])
+        drivers.submit(spec, "job")
+        until((folder / "times-1").exists, "the job runs")
+        killed = time.time()
+        drivers.kill(leader)
+        with drivers.jobs() as jobs:
+            info = until(lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads")
+        until((folder / "times-2").exists, "the job runs again")
+        begun, task = map(float, (folder / "times-2").read_text().split())
+        (folder / "go").touch()
+        assert drivers.result("job").state == "succeeded"
+    finally:
+        drivers.close()
+    elected = info.since.timestamp()
+    return {"elected": elected - killed, "begun": begun - elected, "task": task - begun, "all": task - killed}
+
+
+class _Nothing:
+    """A launcher that starts nothing."""
+
+    def start(self, spec, run, term, finish):
+        return self
+
+    def ended(self):
+        return None
+
+
+def _thousand(store_of, folder):
+    from stagecrew.recovery.driver import Tending
+    from stagecrew.recovery.jobs import Jobs
+    from stagecrew.recovery.specs import JobSpec
+    from stagecrew.recovery.storage import StateStorage
+
+    storage = StateStorage(str(folder))
+    with contextlib.closing(store_of()) as store:
+        jobs = Jobs(store, storage)
+        for number in range(JOBS):
+            jobs.submit(JobSpec(f"job-{number}.py", (), {}, {}, b"pass"), f"job-{number}")
+    with contextlib.closing(store_of()) as store:
+        tending = Tending(Jobs(store, storage), 1, _Nothing(), at_once=JOBS)
+        began = time.perf_counter()
+        tending.look()
+        seconds = time.perf_counter() - began
+        assert len(tending.processes) == JOBS
+        return seconds
+
+
+def failover():
+    """The medians of some rounds on each store, in seconds."""
+    from stagecrew.recovery.stores import open_store
+
+    results = {}
+    with contextlib.ExitStack() as open_:
+        server = open_.enter_context(zookeeper())
+
+        def sqlite(folder):
+            return f"sqlite://{folder}/jobs.db"
+
+        def ensemble(folder):
+            return f"zookeeper://{server.hosts}/bench-{uuid.uuid4().hex}?timeout=4"
+
+        for kind, url in (("sqlite", sqlite), ("zookeeper", ensemble)):
+            rounds = []
+            for _ in range(ROUNDS):
+                folder = pathlib.Path(open_.enter_context(tempfile.TemporaryDirectory()))
+                rounds.append(_failover(url(folder), folder))
+            folder = pathlib.Path(open_.enter_context(tempfile.TemporaryDirectory()))
+            store = url(folder)
+            results[kind] = {
+                **{part: statistics.median(one[part] for one in rounds) for part in rounds[0]},
+                "slowest_election": max(one["elected"] for one in rounds),
+                "thousand": _thousand(lambda store=store: open_store(store), folder),
+            }
+    return results
+
+
+if __name__ == "__main__":
+    print(failover())
