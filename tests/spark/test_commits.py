@@ -73,10 +73,10 @@ def test_a_session_remembers_its_commits(strict, place):
         pytest.raises(stagecrew.CommitPending, match="the network is down"),
         stagecrew.crew(strict).topology("one") as topology,
     ):
-        topology.commit(rows_of(strict), sink, "daily")
+        topology.commit(rows_of(strict), sink, f"daily {place.folder}")
     assert place.visible() == []
     with stagecrew.crew(strict).topology("two") as topology:
-        report = topology.commit(through(rows_of(strict), never), sink, "daily")
+        report = topology.commit(through(rows_of(strict), never), sink, f"daily {place.folder}")
     assert (report.rows, report.repeated) == (40, True)
     assert place.visible() == ROWS
     assert place.left() == []

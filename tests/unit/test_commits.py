@@ -634,6 +634,7 @@ def test_a_password_is_not_shown():
     sink = DatabaseSink("postgresql://user:secret@host/db", "t")
     assert "secret" not in repr(sink)
     assert "secret" not in str(sink)
+    assert sink.identity == "<table t of postgresql> in host:/db"
 
 
 def test_readers_of_parquet(tmp_path):
@@ -747,7 +748,9 @@ def test_an_id_of_another_sink(tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
         database.execute('CREATE TABLE other (id INTEGER, "text" TEXT)')
     other = DatabaseSink(f"sqlite:///{tmp_path}/one/data.db", "other")
-    with pytest.raises(OperatorMisused, match="commit 'c' is known for <table target of sqlite>, not for <table other"):
+    with pytest.raises(
+        OperatorMisused, match="commit 'c' is known for <table target of sqlite> in .*data.db, not for <table other"
+    ):
         commit(other, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
     report = commit(other, MemoryDecisions(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
     assert not report.repeated

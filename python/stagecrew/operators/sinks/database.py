@@ -55,7 +55,9 @@ class DatabaseSink:
     @property
     def identity(self) -> str:
         """See `Committer`."""
-        return repr(self)
+        parts = urllib.parse.urlsplit(self._url)
+        server = "" if self._lite else f"{parts.hostname or ''}:{parts.port or ''}"
+        return f"{self!r} in {server}{parts.path}"
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
