@@ -16,12 +16,11 @@ import pyarrow.fs
 from modelstore import ModelServer
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
-from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.driver import Tending
 from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.jobs import Jobs, JobState, fence_of
-from stagecrew.recovery.results import Result
+from stagecrew.recovery.job import current_job, set_current
+from stagecrew.recovery.jobs import Jobs
+from stagecrew.recovery.run import Claimed, carry_out
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
@@ -101,6 +100,7 @@ class World:
             return
         self.faults -= 1
         if chance < 0.03 and self.current is not None:
+            self.current.killed = True
             raise Killed
         if chance < 0.045:
             raise PossiblyInconsistentError(f"lost {moment} it was done")
@@ -113,6 +113,7 @@ class World:
             self.current = mine
             self.depth -= 1
         if mine is not None and mine.dead:
+            mine.killed = True
             raise Killed
 
     def act(self):
@@ -234,7 +235,7 @@ class Actor:
 
     def __init__(self, world):
         self.world, self.session = world, world.server.session()
-        self.busy = self.dead = False
+        self.busy = self.dead = self.killed = False
 
     def die(self):
         if not self.dead:
@@ -276,7 +277,10 @@ class SimDriver(Actor):
             self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock)
         self.tending.look()
 
-    def start(self, spec, run, term, finish):
+    def prepare(self, spec, job):
+        return None
+
+    def start(self, folder, run, term, finish):
         process = SimProcess(self.world, run, term, finish)
         self.world.processes.append(process)
         return process
@@ -306,29 +310,27 @@ class SimProcess(Actor):
         if self.code is not None:
             return
         world, job = self.world, self.run.job
-        clock = lambda: world.clock  # noqa: E731
         try:
-            claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, clock).take(self.run, {"pid": id(self)})
+            claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, lambda: world.clock).take(
+                self.run, {"pid": id(self)}
+            )
+            claimed = Claimed(self.session, world.storage, self.term, self.run, claim)
+            done = carry_out(
+                claimed,
+                self.finishing,
+                lambda spec: self._program(current_job()),
+                lambda: "killed" if self.killed else None,
+            )
         except StagecrewError:
-            self._leave(75)
-            return
-        jobs = Jobs(Fenced(self.session, fence(self.term), fence_of(job, claim)), world.storage, clock)
-        try:
-            known = jobs.read(job)
-            steps, commits = jobs.below(job, "steps"), jobs.below(job, "commits")
-            finish_commits(commits, ending=self.finishing)
-            if self.finishing:
-                result = Result(str(known[0].outcome), "ended")
-            else:
-                result = self._program(Job(job, self.run.number, steps, commits, patience=0.0))
-                finish_commits(commits, ending=True)
-            jobs.finish(job, known, JobState(result.state), result)
+            done = False
+        finally:
+            set_current(None)
+        if self.killed:
+            raise Killed
+        if done:
             assert job not in world.over, f"{job} has ended twice: {world.over}"
-            world.over[job] = result.state
-        except StagecrewError:
-            self._leave(75)
-            return
-        self._leave(0)
+            world.over[job] = claimed.jobs.read(job)[0].state
+        self._leave(0 if done else 75)
 
     def _program(self, job):
         """Steps, of which the second commits what the first has made."""
@@ -353,8 +355,8 @@ class SimProcess(Actor):
         job.step("write", write)
         self.world.stored.add((job.id, "write"))
         if self.world.fails(job.id):
-            return Result.of_error(ValueError("as its code says"))
-        return Result.of_value(job.step("last", lambda: self._step(job, "last")))
+            raise ValueError("as its code says")
+        return job.step("last", lambda: self._step(job, "last"))
 
     def _step(self, job, name):
         assert (job.id, name) not in self.world.stored, f"step {name} of {job.id} was done, and is run again"

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from stagecrew.coordination.operators import Operators
+from stagecrew.coordination.positions import POSITION
 from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
 from stagecrew.partitions import PartitionReport, Release, java_dataset
@@ -187,6 +188,8 @@ class Topology:
         Calling it after the topology closed raises `TopologyClosed`, after the session has stopped `NotActive`.
         """
 
+        position = POSITION.get()
+
         @functools.wraps(f)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             if not self.is_active:
@@ -196,9 +199,11 @@ class Topology:
                 )
             self._crew.require_running()
             self._crew.marks.enter(self)
+            token = POSITION.set(position)
             try:
                 return f(*args, **kwargs)
             finally:
+                POSITION.reset(token)
                 self._crew.marks.leave(self)
 
         return wrapped
@@ -343,9 +348,9 @@ class Topology:
 
         self._require_active("commit datasets")
         job = running_job()
-        if job is not None and decisions is None:
+        if job is not None:
             commit_id = job.commit_id(name) if commit_id is None else commit_id
-            decisions = job.decisions(sink)
+            decisions = job.decisions(sink) if decisions is None else decisions
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")

@@ -69,7 +69,10 @@ def _failover(store, folder):
 class _Nothing:
     """A launcher that starts nothing."""
 
-    def start(self, spec, run, term, finish):
+    def prepare(self, spec, job):
+        return pathlib.Path("/nowhere")
+
+    def start(self, folder, run, term, finish):
         return self
 
     def ended(self):

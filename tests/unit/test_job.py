@@ -1,10 +1,12 @@
 """Steps and batches of a job, over a store in memory."""
 
+import contextvars
+
 import pyarrow.fs
 import pytest
 
 from modelstore import ModelServer
-from stagecrew.errors import JobError, JobStepReused, RecoveryMisused, StateStorageError
+from stagecrew.errors import JobError, JobStepReused, PossiblyInconsistentError, RecoveryMisused, StateStorageError
 from stagecrew.recovery import job as job_module
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
@@ -188,6 +190,58 @@ def test_batches(place, operators):
     for wrong in (-1, "1"):
         with pytest.raises(RecoveryMisused, match="numbered from 0"):
             place.run().batch("load", wrong, lambda: 1)
+
+
+def test_a_batch_that_is_run_again_in_the_same_process(place, operators):
+    """A query that is started again does its last batch again, with the coordinators as of the one before, and its steps anew."""
+    job = place.run()
+
+    def body(number, fail=False):
+        operators[0].state += 10**number
+        job.step("inner", lambda: None)
+        if fail:
+            raise ConnectionError
+        return operators[0].state
+
+    assert job.batch("load", 0, lambda: body(0)) == 1
+    with pytest.raises(ConnectionError):
+        job.batch("load", 1, lambda: body(1, fail=True))
+    assert job.batch("load", 1, lambda: body(1)) == 11
+    assert job.batch("load", 1, lambda: body(1)) == 11  # done: not run again
+    assert job.batch("load", 2, lambda: body(2)) == 111
+    assert job.batch("load", 3, lambda: body(3)) == 1111
+    assert place.steps.names() == ["load/batch-2", "load/batch-2/inner", "load/batch-3", "load/batch-3/inner"]
+
+
+def test_steps_at_once(place, operators):
+    """Two steps that run at once in one topology with coordinators are refused; a step inside another is not."""
+    job = place.run()
+    job.step("outer", lambda: job.step("inner", lambda: 1))
+    with pytest.raises(JobError, match="run at once in topology 'load'"):
+        job.step("a", lambda: contextvars.Context().run(job.step, "b", lambda: 1))
+
+
+def test_a_job_that_has_ended_commits_nothing(place):
+    """A thread that outlives the job's code is refused, and not left to commit outside of it."""
+    job = place.run()
+    job.end()
+    with pytest.raises(JobError, match="has ended"):
+        job.commit_id("sink")
+
+
+def test_a_lost_answer_is_asked_for_again(place, monkeypatch):
+    """A step whose write nobody knows the outcome of is written again, once in all, and not run again."""
+    monkeypatch.setattr(job_module, "_AGAIN", 0.0)
+    faults, runs = ["before", "after"], []
+
+    def fault(session, operations, moment):
+        if faults[:1] == [moment] and any("steps/" in one.key for one in operations):
+            raise PossiblyInconsistentError(f"lost {faults.pop(0)} it was done")
+
+    place.store.server.fault = fault
+    assert place.run(patience=60).step("a", lambda: runs.append(1) or 7) == 7
+    assert (faults, runs) == ([], [1])
+    assert place.run().step("a", lambda: 8) == 7
 
 
 def test_a_full_storage_is_waited_for(place, monkeypatch):

@@ -37,6 +37,8 @@ class At:
             return
         self.operations = operations
         if self.what == "killed":
+            if self.world.current is not None:
+                self.world.current.killed = True
             raise Killed
         raise PossiblyInconsistentError("the answer was lost")
 
@@ -153,7 +155,13 @@ def test_cancel_behind_a_decision():
     """A commit that is decided is done, though its job is cancelled before it was applied; only then is the job cancelled."""
     world = World(3, jobs=1, faults=0)
     world.sink.visible.clear()
-    real, world.sink.commit = world.sink.commit, lambda *_: (_ for _ in ()).throw(Killed)
+    real = world.sink.commit
+
+    def killed(*_):
+        world.current.killed = True
+        raise Killed
+
+    world.sink.commit = killed
     session_of(world).submit(SPEC, "job-0")
     driver = leading(world)
     world.processes[0].act()

@@ -4,16 +4,18 @@ import os
 import stat
 import time
 
+import pyarrow.fs
 import pytest
 
 from modelstore import ModelServer
-from stagecrew.errors import StoreUnavailable
+from stagecrew.errors import CommitUnknown, JobError, LeadershipLost, StoreUnavailable
 from stagecrew.recovery import driver
 from stagecrew.recovery.driver import Launcher
 from stagecrew.recovery.election import HOLDER, TERM
 from stagecrew.recovery.jobs import Run
-from stagecrew.recovery.run import Watch
+from stagecrew.recovery.run import Claimed, Watch, _no_fault_of_its_own
 from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 
 
@@ -23,13 +25,16 @@ class Watched:
     def __init__(self, timeout=None):
         self.server = ModelServer()
         self.leader, self.store = self.server.session(), self.server.session()
-        self.leader.ensure("leader", TERM, "jobs/one/claim")
+        self.leader.ensure("leader", TERM, "jobs/one/claim", "specs", "results")
         self.leader.transact(Replace(TERM, b"", 0), Create(HOLDER, b"", ephemeral=True))
         self.leader.transact(Replace("jobs/one/claim", b"", 0))
         self.leader.transact(Replace("jobs/one/claim", b"", 1))
         self.store.timeout = timeout
         self.now = 0.0
-        self.watch = Watch(self.store, 1, "jobs/one/claim", 2, lambda reason: None, lambda: self.now)
+        filesystem = pyarrow.fs._MockFileSystem()
+        filesystem.create_dir("states")
+        self.claimed = Claimed(self.store, StateStorage("states", filesystem), 1, Run("one", 1, 1), 2)
+        self.watch = Watch(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
 
 
 def test_a_run_that_may_go_on():
@@ -75,6 +80,14 @@ def test_a_store_that_does_not_answer(monkeypatch):
         assert (watched.watch.look() is None) == (timeout is None)
 
 
+def test_a_question_that_hangs():
+    """A run whose question to the store hangs ends by its own clock, as does one whose look fails in a way that nobody foresaw."""
+    watched = Watched(9.0)
+    watched.now = 6.1
+    assert "has not answered" in watched.watch.late()
+    assert "KeyError" in watched.watch._why(lambda: {}["x"])
+
+
 def test_a_jvm_that_is_gone(monkeypatch):
     """It ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
     watched = Watched()
@@ -88,9 +101,9 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
     submit = tmp_path / "spark-submit"
     submit.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {argv}\nsleep 60\n')
     submit.chmod(0o755)
-    launcher = Launcher("sqlite:///x", "/y", tmp_path / "work", str(submit))
+    launcher = Launcher("sqlite:///x", "s3://key:s3cret@bucket", tmp_path / "work", str(submit))
     spec = JobSpec("job.py", (), {"spark.password": "s3cret = ü#!\\"}, {"etl.py": b"x = 1"}, b"print(1)")
-    process = launcher.start(spec, Run("a/b", 3, 5), 2, finish=False)
+    process = launcher.start(launcher.prepare(spec, "a/b"), Run("a/b", 3, 5), 2, finish=False)
     try:
         due = time.monotonic() + 30
         while not argv.exists() or "--term=2" not in argv.read_text():
@@ -103,7 +116,7 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
         assert "spark.password=s3cret\\ \\=\\ \\u00fc\\#\\!\\\\\n" in properties.read_text()
         assert stat.S_IMODE(properties.stat().st_mode) == 0o600
         assert stat.S_IMODE(properties.parent.stat().st_mode) == 0o700
-        assert (properties.parent / "job.py").read_bytes() == b"print(1)"
+        assert (properties.parent / "script" / "job.py").read_bytes() == b"print(1)"
     finally:
         process.ask()
         process.wait(10)
@@ -113,6 +126,50 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
 
 
 def test_the_jobs_own_plugins_stay():
-    """A job that names plugins of its own keeps them; one that names none gets stagecrew's jar and plugin."""
-    assert driver._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y"}))["spark.plugins"] == "x.Y"
+    """A job keeps the plugins and jars that it names, and has stagecrew's beside them."""
+    given = driver._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
+    assert given["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
+    assert given["spark.jars"].startswith("/x.jar,")
     assert driver._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
+
+
+def test_files_that_cannot_be_written(tmp_path):
+    """A work folder that is full or no folder is an error that names it, and leaves nothing; so is a spark-submit that is not there."""
+    (tmp_path / "work").write_text("a file")
+    launcher = Launcher("sqlite:///x", "/y", tmp_path / "work", "/bin/true")
+    with pytest.raises(JobError, match="cannot be written into"):
+        launcher.prepare(JobSpec("a.py"), "job")
+    launcher = Launcher("sqlite:///x", "/y", tmp_path / "other", "/bin/true")
+    with pytest.raises(JobError, match="cannot be written into"):
+        launcher.prepare(JobSpec("a.py", (), {}, {"x" * 300: b""}), "..")
+    assert list(tmp_path.rglob("run-*")) == []
+    assert launcher.prepare(JobSpec("a.py"), "..").parent.parent == tmp_path / "other"
+    with pytest.raises(JobError, match="no program here"):
+        Launcher("sqlite:///x", "/y", tmp_path, str(tmp_path / "absent"))
+
+
+def test_what_is_no_fault_of_a_job():
+    """A job has not failed when what it raised, or wraps, is that the store or its commit's outcome was away; otherwise it has."""
+
+    def wrapped(inner):
+        try:
+            try:
+                raise inner
+            except Exception as error:
+                raise RuntimeError("my own words") from error
+        except RuntimeError as error:
+            return error
+
+    assert "away" in _no_fault_of_its_own(wrapped(StoreUnavailable("away")))
+    assert "CommitUnknown" in _no_fault_of_its_own(CommitUnknown("lost"))
+    assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
+
+
+def test_a_claim_that_is_renewed():
+    """A run that renews its claim goes on, and what was made by the claim before changes nothing."""
+    watched = Watched()
+    old = watched.claimed.jobs
+    watched.claimed.renew()
+    assert watched.watch.look() is None
+    with pytest.raises(LeadershipLost):
+        old.renew("one", 3)

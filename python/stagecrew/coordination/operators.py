@@ -108,7 +108,9 @@ class Operators:
             self._host = host
             self._uses[place] = self._uses.get(place, 0) + 1
             key = f"{place}/{self._uses[place]}"
-            binding = self._prepared.pop(key, None)
+            # Those that were made before the session ran are taken in their order, wherever they are used.
+            mine = [prepared for prepared in self._prepared if prepared.rpartition("/")[0] == operator]
+            binding = self._prepared.pop(mine[0]) if mine else None
             if binding is not None:
                 self._bindings.append(binding)
         if binding is None:

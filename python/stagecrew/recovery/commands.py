@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stagecrew.errors import RecoveryMisused, StoreUnavailable
 
@@ -179,9 +180,10 @@ def list_jobs(store: str, state: str, as_json: bool) -> None:
     for one in found:
         process = one["process"]
         where = "" if process is None else f"{process['host']}:{process['pid']}"
-        table.add_row(one["id"], one["state"], str(one["run"]), _time(one["submitted"]), where, one["reason"][:80])
+        cells = (one["id"], one["state"], str(one["run"]), _time(one["submitted"]), where, one["reason"][:80])
+        table.add_row(*map(Text, cells))  # nothing of a job is markup
     for job, error in unreadable.items():
-        table.add_row(job, "unreadable", "", "", "", str(error))
+        table.add_row(*map(Text, (job, "unreadable", "", "", "", str(error))))
     console.print(table if found or unreadable else "no jobs")
 
 
@@ -213,15 +215,15 @@ def cancel(store: str, state: str, as_json: bool, id_: str) -> None:
     if as_json:
         click.echo(json.dumps({"id": id_, "state": str(found), "requested": not found.is_terminal}))
     elif found.is_terminal:
-        console.print(f"job {id_} has {found} already")
+        console.print(f"job {id_} has {found} already", markup=False)
     else:
-        console.print(f"job {id_} was {found}; whoever leads ends it")
+        console.print(f"job {id_} was {found}; whoever leads ends it", markup=False)
 
 
 @click.command()
 @_places
 @click.option("--wait", is_flag=True, help="Wait until the job has ended.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Wait so long at most.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Wait, so long at most.")
 @_json
 @click.argument("id_", metavar="ID")
 @click.pass_context
@@ -232,7 +234,7 @@ def result(
 
     The exit code is 0 when it succeeded, 3 when it failed, 4 when it was cancelled, 5 while it has not ended.
     """
-    due = None if timeout is None else time.monotonic() + timeout
+    due, wait = (None, wait) if timeout is None else (time.monotonic() + timeout, True)
     with _opened(store, state) as jobs:
         while (found := jobs.result(id_)) is None and wait and (due is None or time.monotonic() < due):
             time.sleep(0.2)
@@ -243,7 +245,7 @@ def result(
             body |= {"value": found.shown, "reason": found.reason, "traceback": found.traceback}
         click.echo(json.dumps(body, indent=2))
     elif found is None:
-        console.print(f"job {id_} is {record.state}, in run {record.run}")
+        console.print(f"job {id_} is {record.state}, in run {record.run}", markup=False)
     elif found.state == "succeeded":
         click.echo(found.shown if isinstance(found.shown, str) else json.dumps(found.shown))
     else:

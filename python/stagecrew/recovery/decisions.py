@@ -6,7 +6,7 @@ import base64
 import json
 import logging
 import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
     CommitFailed,
@@ -21,15 +21,19 @@ from stagecrew.errors import (
     StoreConflict,
 )
 from stagecrew.operators.commits import abandon, resume
+from stagecrew.operators.decisions import OVER
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Committer
     from stagecrew.operators.decisions import Record
     from stagecrew.recovery.handles import StateHandleStore
 
-__all__ = ["StoredDecisions", "finish_commits"]
+__all__ = ["StoredDecisions", "finish_commits", "is_over"]
 
 _log = logging.getLogger("stagecrew")
+
+#: How often a write is tried whose outcome nobody knows.
+_TRIES: Final = 3
 
 
 class StoredDecisions:
@@ -56,12 +60,20 @@ class StoredDecisions:
         from pyspark import cloudpickle
 
         pickled = cloudpickle.dumps(self._sink)  # type: ignore[no-untyped-call]
-        data = json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
+        state = self._handles.prepare(
+            json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
+        )
         try:
-            if version == 0:
-                self._handles.add(key, data)
-            else:
-                self._handles.replace(key, version - 1, data)
+            for left in reversed(range(_TRIES)):
+                try:
+                    if version == 0:
+                        self._handles.add(key, state)
+                    else:
+                        self._handles.replace(key, version - 1, state)
+                    break
+                except PossiblyInconsistentError:  # the same write again: it is done once
+                    if not left:
+                        raise
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):
@@ -74,6 +86,11 @@ class StoredDecisions:
         except RecoveryError as error:
             raise CommitUnknown(f"the record of commit {key!r} was not written: {error}") from error
         return version + 1
+
+
+def is_over(handles: StateHandleStore, name: str) -> bool:
+    """Whether nothing is left to do for a commit."""
+    return json.loads(handles.get(name).data)["record"]["state"] in OVER
 
 
 def finish_commits(handles: StateHandleStore, ending: bool) -> None:

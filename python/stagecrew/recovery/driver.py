@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLost, StagecrewError, StoreConflict
+from stagecrew.operators.sinks.staged import quoted
 from stagecrew.recovery.contender import Contender, Leadership
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Run
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec
 
 if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
@@ -36,6 +37,9 @@ _LOOK: Final = 0.2
 _PAUSE: Final = (1.0, 60.0)
 #: How long a process has to end by itself when it is told to, in seconds.
 _POLITE: Final = 10.0
+#: How long a process may live behind its job's end, and behind its leader's before it is told, in seconds.
+_LINGER: Final = 30.0
+_PROPERTIES: Final = "spark.properties"
 
 
 class Process:
@@ -79,43 +83,63 @@ class Process:
 class Launcher:
     """Starts processes of runs: through spark-submit, with a job's files in a folder of their own.
 
-    The store's and the storage's addresses have no secrets in them; a job's configuration may, and lies in a file of this user's.
+    Store and storage reach them by the environment; a job's configuration lies in a file of this user's. So nothing that may be
+    secret is on a command line.
     """
 
     def __init__(self, store: str, state: str, work: Path, spark_submit: str | None = None) -> None:
-        self._store, self._state, self._work = store, state, work
+        self._environment = {"STAGECREW_STORE": store, "STAGECREW_STATE": state}
+        self._work = work
         self._spark_submit = spark_submit or found_spark_submit()
+        if not os.access(self._spark_submit, os.X_OK):
+            raise JobError(
+                f"jobs are run by {self._spark_submit}, which is no program here: install PySpark, or set SPARK_HOME"
+            )
 
-    def start(self, spec: JobSpec, run: Run, term: int, finish: bool) -> Process:
-        """Starts a run of the job, or one that finishes what is decided."""
-        logs = self._work / run.job.replace("/", "_")
-        logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
-        for name, data in spec.files.items():
-            (folder / name).write_bytes(data)
-        if spec.script is not None:
-            (folder / spec.target).write_bytes(spec.script)
-        program = Path(__file__).with_name("run.py")
-        arguments = [
-            f"--store={self._store}", f"--state={self._state}", f"--job={run.job}", f"--folder={folder}",
-            f"--run={run.number}", f"--claim={run.claim}", f"--term={term}",
-        ]  # fmt: skip
-        if finish:
-            command = [sys.executable, str(program), *arguments, "--finish"]
-        else:
-            properties = folder / "spark.properties"
-            descriptor = os.open(properties, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    def prepare(self, spec: JobSpec, job: str) -> Path:
+        """Writes a job's files for a run into a folder of its own, which `start` takes. Raises `JobError` when it cannot."""
+        try:
+            logs = self._work / quoted(job)
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
+        except OSError as error:
+            raise JobError(f"the files of job {job!r} cannot be written into {self._work}: {error}") from error
+        try:
+            (folder / FILES).mkdir()
+            for name, data in spec.files.items():
+                (folder / FILES / name).write_bytes(data)
+            if spec.script is not None:
+                (folder / SCRIPT).mkdir()
+                (folder / SCRIPT / spec.target).write_bytes(spec.script)
+            descriptor = os.open(folder / _PROPERTIES, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.writelines(f"{_escaped(key)}={_escaped(value)}\n" for key, value in _properties(spec).items())
-            command = [self._spark_submit, "--properties-file", str(properties)]
-            if spec.files:
-                command += ["--py-files", ",".join(str(folder / name) for name in sorted(spec.files))]
-            command += [str(program), *arguments]
-        log = logs / f"run-{run.number}{'-finish' if finish else ''}.log"
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise JobError(f"the files of job {job!r} cannot be written into {self._work}: {error}") from error
+            raise
+        return folder
+
+    def start(self, folder: Path, run: Run, term: int, finish: bool) -> Process:
+        """Starts a run of the job whose files these are, or one that finishes what is decided."""
+        arguments = [
+            f"--job={run.job}", f"--folder={folder}", f"--run={run.number}", f"--claim={run.claim}", f"--term={term}",
+        ]  # fmt: skip
+        program = str(Path(__file__).with_name("run.py"))
+        python = os.environ.get("PYSPARK_PYTHON", sys.executable)
+        if finish:
+            command = [python, program, *arguments, "--finish"]
+        else:
+            command = [self._spark_submit, "--load-spark-defaults", "--properties-file", str(folder / _PROPERTIES)]
+            if files := sorted((folder / FILES).iterdir()):
+                command += ["--py-files", ",".join(map(str, files))]
+            command += [program, *arguments]
+        log = folder.parent / f"run-{run.number}{'-finish' if finish else ''}.log"
         with log.open("ab") as output:
             popen = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env=os.environ | {"PYSPARK_PYTHON": os.environ.get("PYSPARK_PYTHON", sys.executable)},
+                env=os.environ | self._environment | {"PYSPARK_PYTHON": python},
             )  # fmt: skip
         _log.info("job %r: run %d begins as process %d; its output: %s", run.job, run.number, popen.pid, log)
         return Process(run, popen, folder, finish)
@@ -139,12 +163,8 @@ def found_spark_submit() -> str:
 def _properties(spec: JobSpec) -> dict[str, str]:
     from stagecrew.jar import spark_conf
 
-    given = dict(spec.conf)
-    for key, value in spark_conf().items():
-        # The plugin is there unless the job has asked for plugins of its own, among which it then has to be.
-        given.setdefault(key, value)
-    given.setdefault("spark.app.name", spec.name)
-    return given
+    given = {"spark.app.name": spec.name, **spec.conf}
+    return given | spark_conf(plugins=given.get("spark.plugins", ""), jars=given.get("spark.jars", ""))
 
 
 def _escaped(text: str) -> str:
@@ -172,10 +192,13 @@ def _utf16(char: str) -> Sequence[int]:
 
 
 class Starter(Protocol):
-    """Starts processes."""
+    """Starts processes. See `Launcher`."""
 
-    def start(self, spec: JobSpec, run: Run, term: int, finish: bool) -> Process:
-        """Starts a run of the job, or one that finishes what is decided."""
+    def prepare(self, spec: JobSpec, job: str) -> Path:
+        """Makes ready what a run needs, before the run is counted."""
+
+    def start(self, folder: Path, run: Run, term: int, finish: bool) -> Process:
+        """Starts a run, or one that finishes what is decided."""
 
 
 class Tending:
@@ -199,6 +222,9 @@ class Tending:
         #: Of a job that was lost, or could not be tended: how often, and when it is looked at again.
         self._later: dict[str, tuple[int, float]] = {}
         self._said: dict[str, str] = {}
+        #: Since when a job has ended whose process lives, and another's process is waited for.
+        self._ended: dict[str, float] = {}
+        self._waiting: dict[str, tuple[float, bool]] = {}
 
     def look(self) -> None:
         """Does for every job what can be done now. Raises `LeadershipLost` and `SessionLost` alone."""
@@ -224,9 +250,12 @@ class Tending:
         for process in self.processes.values():
             process.ask()
         due = time.monotonic() + _POLITE
-        for process in self.processes.values():
-            process.wait(due - time.monotonic())
-            process.kill()
+        for job, process in self.processes.items():
+            try:
+                process.wait(due - time.monotonic())
+                process.kill()
+            except Exception:  # the others are to be ended too
+                _log.exception("the process %d of job %r could not be ended", process.pid, job)
         self.processes.clear()
 
     def _tend(self, job: str) -> None:
@@ -242,11 +271,17 @@ class Tending:
                 self._jobs.clean(job)
                 self._done.add(job)
                 _log.info("job %r has %s", job, record.state)
+            elif self._clock() - self._ended.setdefault(job, self._clock()) > _LINGER:
+                _log.warning(
+                    "job %r has %s, but its process %d has not ended: it is killed", job, record.state, mine.pid
+                )
+                mine.kill()
         elif record.state is JobState.ENDING:
             if mine is not None and not mine.finishing:
                 mine.kill()  # nothing that it writes is done any more
-            elif mine is None and self._is_alone(job):
-                self._begin(self._jobs.again(job, self._jobs.claim(job)), self._readable(job), finish=True)
+            elif mine is None and self._has_room() and self._is_alone(job):
+                folder = self._launcher.prepare(self._readable(job), job)
+                self._begin(folder, lambda: self._jobs.again(job, self._jobs.claim(job)), finish=True)
         elif self._jobs.is_cancel_requested(job):
             self._jobs.end(job, (record, version), JobState.CANCELLED, "somebody has cancelled it")
             self._later.pop(job, None)
@@ -259,9 +294,12 @@ class Tending:
         if record.run >= record.max_attempts:
             reason = f"each of its {record.run} runs was lost before its end; the output of the last says more"
             self._jobs.end(job, (record, version), JobState.FAILED, reason)
-        elif len(self.processes) < self._at_once:
-            spec = self._jobs.spec(job)
-            self._begin(self._jobs.start(job, (record, version), claim), spec, finish=False)
+        elif self._has_room():
+            folder = self._launcher.prepare(self._jobs.spec(job), job)
+            self._begin(folder, lambda: self._jobs.start(job, (record, version), claim), finish=False)
+
+    def _has_room(self) -> bool:
+        return len(self.processes) < self._at_once
 
     def _readable(self, job: str) -> JobSpec:
         """What a job ran, for its files: without them what is decided may still be finished."""
@@ -271,12 +309,29 @@ class Tending:
             _log.warning("job %r ends without its files: %s", job, error)
             return JobSpec("unreadable")
 
-    def _begin(self, run: Run, spec: JobSpec, finish: bool) -> None:
-        self.processes[run.job] = self._launcher.start(spec, run, self._term, finish)
+    def _begin(self, folder: Path, counted: Callable[[], Run], finish: bool) -> None:
+        try:
+            run = counted()
+            self.processes[run.job] = self._launcher.start(folder, run, self._term, finish)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def _is_alone(self, job: str) -> bool:
-        """Whether no process of the job lives: a successor waits for each."""
-        return self._jobs.process(job) is None
+        """Whether no process of the job lives: a successor waits for each, and says for whom."""
+        process = self._jobs.process(job)
+        if process is None:
+            self._waiting.pop(job, None)
+            return True
+        since, said = self._waiting.get(job, (self._clock(), False))
+        if not said and self._clock() - since > _LINGER:
+            said = True
+            _log.warning(
+                "job %r waits for process %s on %s, which ran it before and lives: is it stopped?",
+                job, process.get("pid"), process.get("host"),
+            )  # fmt: skip
+        self._waiting[job] = (since, said)
+        return False
 
     def _reaped(self, job: str) -> Process | None:
         """The process of this leader for the job, while it lives."""
@@ -351,6 +406,10 @@ class _Leading(threading.Thread):
                     return
                 except StagecrewError as error:
                     _log.warning("the store does not answer this leader: %s", error)
+                except Exception as error:
+                    _log.exception("this leader cannot go on")
+                    self._leadership.over(f"it cannot go on: {type(error).__name__}: {error}")
+                    return
                 self._over.wait(_LOOK)
         finally:
             if tending is not None:

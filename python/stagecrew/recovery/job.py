@@ -15,12 +15,13 @@ from stagecrew.errors import (
     HandleMissing,
     JobError,
     JobStepReused,
+    PossiblyInconsistentError,
     RecoveryMisused,
     StateStorageError,
     StoreRefused,
     StoreUnavailable,
 )
-from stagecrew.recovery.decisions import StoredDecisions
+from stagecrew.recovery.decisions import StoredDecisions, is_over
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
@@ -73,9 +74,12 @@ class Job:
         self._steps, self._commits, self._patience = steps, commits, patience
         self.restored = bool(steps.names())
         self._lock = threading.Lock()
+        self._over = False
         self._used: set[str] = set()
-        #: Streams whose coordinators are behind a batch of this run.
-        self._positioned: set[str] = set()
+        #: The steps that run now, each with the operators that are open around it.
+        self._running: dict[str, list[Operators]] = {}
+        #: Of each stream, the batch behind which its coordinators are; None while they are in one.
+        self._behind: dict[str, int | None] = {}
 
     def __repr__(self) -> str:
         return f"<run {self.attempt} of job {self.id!r}>"
@@ -83,14 +87,16 @@ class Job:
     def step(self, name: str, f: Callable[[], T]) -> T:
         """What `f()` returns; a run that comes after one which did this step gets that one's result, and does not call it.
 
-        The result is durable when this returns, in one write with the states of all coordinators of the topologies that are open:
-        a later run that skips the step gives these their states back. A step inside another is named by the way there.
+        The result is durable when this returns, in one write with the states of all coordinators of the topologies that this thread
+        is in: a later run that skips the step gives these their states back. A step inside another is named by the way there.
 
         Not promised: that `f` runs once. A run that dies in it leaves what it did, and the next begins it anew: what is written
-        outside of `topology.commit` may be there twice. The result is picklable.
+        outside of `topology.commit` may be there twice. The result is picklable. Steps may run at once in several threads, each in a
+        topology of its own.
 
-        Raises what `f` raises; `JobStepReused` for a name that was used in the same place; `StateStorageError` and what the store
-        raises when the result cannot be stored for ten minutes.
+        Raises what `f` raises; `JobStepReused` for a name that was used in the same place; `JobError` when another step runs in the
+        same topology and that has coordinators; `StateStorageError` and what the store raises when the result cannot be stored for
+        ten minutes.
         """
         path = (*POSITION.get(), _named(name))
         key = "/".join(path)
@@ -104,34 +110,78 @@ class Job:
         """`step` for a batch of a streaming query, to be called by what `foreachBatch` calls: what `f()` returns.
 
         A batch that Spark runs again, as it had not committed it, is not run again if it was done: its result is the stored one. Where
-        a later run begins with a batch that was not done, the coordinators have the states that they had behind the one before: so
-        they are always as of the batch that Spark's log has. The last two batches are kept.
+        a batch begins that was not done, the coordinators have the states that they had behind the one before: so they are always
+        as of the batch that Spark's log has. The last two batches are kept.
 
         Raises as `step`; `JobError` when neither this batch nor the one before is known, though an older one is: the query has another
         checkpoint location than before.
         """
         if not isinstance(batch_id, int) or batch_id < 0:
             raise RecoveryMisused(f"a batch is numbered from 0, not {batch_id!r}")
-        path = (*POSITION.get(), _named(name), f"batch-{batch_id}")
-        key, parent = "/".join(path), "/".join(path[:-1])
-        self._use(f"batch {key!r}")
+        stream = (*POSITION.get(), _named(name))
+        parent = "/".join(stream)
+        path = (*stream, f"batch-{batch_id}")
+        key = "/".join(path)
+        with self._lock:  # a query that is started again does its last batch again
+            self._used = {used for used in self._used if not used.partition(" ")[2].strip("'").startswith(f"{key}/")}
         if (known := self._known(key)) is not None:
+            self._behind[parent] = batch_id
             value: T = known[0]
             return value
-        stored = {int(one.rpartition("-")[2]) for one in self._steps.names() if one.startswith(f"{parent}/batch-")}
-        if batch_id - 1 in stored:
-            if parent not in self._positioned:  # else the coordinators are there by themselves
-                self._known(f"{parent}/batch-{batch_id - 1}")
-        elif stored:
+        stored = self._batches(parent)
+        if stored and batch_id - 1 not in stored:
             raise JobError(
                 f"batch {batch_id} of {parent!r} comes behind batch {max(stored)}, which was the last: does the query have another "
                 f"checkpoint location than before? Submit it as another job"
             )
-        self._positioned.add(parent)
+        if batch_id - 1 in stored and self._behind.get(parent) != batch_id - 1:
+            self._known(f"{parent}/batch-{batch_id - 1}")
+        self._behind[parent] = None
         made = self._run(path, f)
+        self._behind[parent] = batch_id
         for old in stored - {batch_id - 1}:
-            self._steps.remove(f"{parent}/batch-{old}")
+            self._forget(f"{parent}/batch-{old}")
         return made
+
+    def commit_id(self, name: str) -> str:
+        """The id of a commit in this step: the same in every run. Raises `JobStepReused`."""
+        if self._over:
+            raise JobError(
+                f"job {self.id!r} has ended, and commits nothing more: wait for its threads and queries before you return"
+            )
+        key = "/".join((*POSITION.get(), name))
+        self._use(f"commit {key!r}")
+        return f"{self.id}/{key}"
+
+    def decisions(self, sink: Committer) -> StoredDecisions:
+        """Where what is decided about this sink's commits is kept."""
+        return StoredDecisions(self._commits, sink)
+
+    def end(self) -> None:
+        """The job's code has returned, or raised: nothing more is committed for it."""
+        self._over = True
+
+    def _use(self, what: str) -> None:
+        with self._lock:
+            if what in self._used:
+                raise JobStepReused(
+                    f"job {self.id!r} has used {what} before: a later run would take one's result for the other's. Name them apart"
+                )
+            self._used.add(what)
+
+    def _batches(self, parent: str) -> set[int]:
+        """The batches of a stream that are stored."""
+        parts = (name[len(parent) + 1 :] for name in self._steps.names() if name.startswith(f"{parent}/batch-"))
+        return {int(part.removeprefix("batch-")) for part in parts if part.removeprefix("batch-").isdigit()}
+
+    def _forget(self, batch: str) -> None:
+        """An old batch with its steps, and what it committed: Spark's log is past it."""
+        for name in self._steps.names():
+            if name == batch or name.startswith(f"{batch}/"):
+                self._steps.remove(name)
+        for name in self._commits.names():
+            if name.startswith(f"{self.id}/{batch}/") and is_over(self._commits, name):
+                self._commits.remove(name)
 
     def _known(self, key: str) -> tuple[Any] | None:
         """What a run before has stored of a step; the coordinators have their states back then."""
@@ -145,51 +195,66 @@ class Job:
         return (value,)
 
     def _run(self, path: tuple[str, ...], f: Callable[[], T]) -> T:
+        key = "/".join(path)
         token = POSITION.set(path)
+        with self._lock:
+            self._running[key] = _open_operators()
         try:
             made = f()
         finally:
             POSITION.reset(token)
-        self._store("/".join(path), made)
+            with self._lock:
+                del self._running[key]
+        self._store(key, made)
         return made
-
-    def commit_id(self, name: str) -> str:
-        """The id of a commit in this step: the same in every run. Raises `JobStepReused`."""
-        key = "/".join((*POSITION.get(), name))
-        self._use(f"commit {key!r}")
-        return f"{self.id}/{key}"
-
-    def decisions(self, sink: Committer) -> StoredDecisions:
-        """Where what is decided about this sink's commits is kept."""
-        return StoredDecisions(self._commits, sink)
-
-    def _use(self, what: str) -> None:
-        with self._lock:
-            if what in self._used:
-                raise JobStepReused(
-                    f"job {self.id!r} has used {what} before: a later run would take one's result for the other's. Name them apart"
-                )
-            self._used.add(what)
 
     def _store(self, key: str, value: Any) -> None:
         from pyspark import cloudpickle
 
         try:
-            data = bytes(cloudpickle.dumps((value, _checkpoints(key))))  # type: ignore[no-untyped-call]
+            data = bytes(cloudpickle.dumps((value, self._checkpoints(key))))  # type: ignore[no-untyped-call]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise JobError(f"the result of step {key!r} of job {self.id!r} cannot be pickled: {error}") from error
         due = time.monotonic() + self._patience
+        state = self._steps.prepare(data)
         while True:
             try:
-                self._steps.add(key, data)
+                self._steps.add(key, state)
                 return
-            except (StateStorageError, StoreUnavailable, StoreRefused) as error:  # nothing was written
+            except (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError) as error:
+                # Nothing was written; or nobody knows, and then the same write again is done once.
                 if time.monotonic() > due:
                     raise
                 _log.warning(
                     "step %r of job %r is done, and waits for its result to be stored: %s", key, self.id, error
                 )
                 time.sleep(_AGAIN)
+
+    def _checkpoints(self, key: str) -> dict[str, bytes]:
+        """The states of the coordinators of all topologies that this thread is in, by name."""
+        found: dict[str, bytes] = {}
+        for operators in _open_operators():
+            checkpoint = operators.checkpoint(None, _CHECKPOINT)
+            if not checkpoint.states:
+                continue
+            with self._lock:
+                beside = [
+                    other
+                    for other, around in self._running.items()
+                    if operators in around and not key.startswith(f"{other}/")
+                ]
+            if beside:
+                raise JobError(
+                    f"steps {key!r} and {beside[0]!r} run at once in topology {operators.name!r}, whose coordinators' states cannot be of "
+                    f"both positions: run one behind the other, or each in a topology of its own"
+                )
+            if operators.name in found:
+                raise JobStepReused(
+                    f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}: a later run could not "
+                    f"tell whose state is whose. Name them apart"
+                )
+            found[operators.name] = checkpoint.to_bytes()
+        return found
 
 
 def _named(name: str) -> str:
@@ -199,28 +264,17 @@ def _named(name: str) -> str:
 
 
 def _open_operators() -> list[Operators]:
-    """Those of the application, and of the topologies that are open."""
+    """Those of the application, and of the topologies that this thread is in."""
     from stagecrew.session import running_crew
 
     crew = running_crew()
-    return (
-        [] if crew is None else [crew.application.operators, *(topology.operators for topology in tuple(crew.active))]
-    )
-
-
-def _checkpoints(key: str) -> dict[str, bytes]:
-    """The states of the coordinators of all topologies that are open, by name."""
-    found: dict[str, bytes] = {}
-    for operators in _open_operators():
-        checkpoint = operators.checkpoint(None, _CHECKPOINT)
-        if not checkpoint.states:
-            continue
-        if operators.name in found:
-            raise JobStepReused(
-                f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}: a later run could not "
-                f"tell whose state is whose. Name them apart"
-            )
-        found[operators.name] = checkpoint.to_bytes()
+    found: list[Operators] = []
+    if crew is not None:
+        topology = crew.marks.innermost
+        while topology is not None:
+            found.append(topology.operators)
+            topology = topology.parent
+        found.append(crew.application.operators)
     return found
 
 

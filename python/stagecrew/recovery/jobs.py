@@ -17,6 +17,7 @@ from stagecrew.errors import (
     JobExists,
     JobUnknown,
     JobUnreadable,
+    PossiblyInconsistentError,
     RecoveryMisused,
     StagecrewError,
     StoreConflict,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["JobRecord", "JobState", "Jobs", "Run", "open_jobs"]
 
 _FORMAT: Final = 1
+#: How often a write is tried whose outcome nobody knows.
+_TRIES: Final = 3
 
 
 class JobState(enum.StrEnum):
@@ -182,12 +185,26 @@ class Jobs:
             return job
         key = key_of(job)
         record = JobRecord(digest, spec.max_attempts, self._clock())
-        below = (Create(f"{key}/claim"), Create(f"{key}/steps"), Create(f"{key}/commits"))
-        try:
-            self._specs.add(job, spec.to_bytes(), also=(Create(key, record.to_bytes()), *below))
-        except (HandleExists, StoreConflict):
-            if not self._same(job, digest):
-                raise
+        also = (
+            Create(key, record.to_bytes()),
+            Create(f"{key}/claim"),
+            Create(f"{key}/steps"),
+            Create(f"{key}/commits"),
+        )
+        state = self._specs.prepare(spec.to_bytes())
+        for left in reversed(range(_TRIES)):
+            try:
+                self._specs.add(job, state, also)
+                break
+            except (HandleExists, StoreConflict):
+                if not self._same(job, digest):
+                    raise
+                break
+            except PossiblyInconsistentError as error:
+                if not left:
+                    raise PossiblyInconsistentError(
+                        f"nobody knows whether job {job!r} is stored: submit it again with this id. {error}"
+                    ) from error
         return job
 
     def _same(self, job: str, digest: str) -> bool:
@@ -338,6 +355,12 @@ class Jobs:
         version, _ = self._store.transact(
             Replace(f"{key}/claim", mine, run.claim), Create(f"{key}/process", mine, ephemeral=True)
         )
+        assert version is not None
+        return version
+
+    def renew(self, job: str, claim: int) -> int:
+        """Claims the run once more: what still writes by the claim before changes nothing. Answers the version."""
+        [version] = self._store.transact(Replace(f"{key_of(job)}/claim", _unique({}), claim))
         assert version is not None
         return version
 

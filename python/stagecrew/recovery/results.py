@@ -41,7 +41,7 @@ class Result:
         except Exception as error:
             return cls.of_error(error, "what the job returned cannot be pickled: ")
         try:
-            shown = json.loads(json.dumps(value))
+            shown = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
             shown = repr(value)[:_SHOWN]
         return cls("succeeded", pickled=pickled, shown=shown)

@@ -12,6 +12,7 @@ import os
 import pickle
 import runpy
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -20,8 +21,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from stagecrew.errors import (
+    CommitPending,
+    CommitSuperseded,
+    CommitUnknown,
+    LeadershipLost,
+    SessionLost,
+    StateStorageError,
+    StoreConflict,
+    StoreError,
+    StoreUnavailable,
+)
+from stagecrew.recovery.decisions import finish_commits
+from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence
+from stagecrew.recovery.job import Job, set_current
+from stagecrew.recovery.jobs import Jobs, JobState, Run, fence_of, key_of
+from stagecrew.recovery.results import Result
+from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec, on_path
+from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.stores import open_store
+
 if TYPE_CHECKING:
-    from stagecrew.recovery.specs import JobSpec
     from stagecrew.recovery.stores.contract import Store
 
 _log = logging.getLogger("stagecrew")
@@ -30,67 +50,100 @@ _log = logging.getLogger("stagecrew")
 LOST: Final = 75
 #: How often it looks whether its leader leads, in seconds.
 _LOOK: Final = 0.25
+#: How long the store has to let go of its session when it ends itself, in seconds.
+_CLOSE: Final = 2.0
+
+
+class Claimed:
+    """A run that this process has claimed. `jobs` writes by the claim, and nothing once another has it."""
+
+    def __init__(self, store: Store, storage: StateStorage, term: int, run: Run, claim: int) -> None:
+        self._store, self._storage, self._term = store, storage, term
+        self.run = run
+        self.key = f"{key_of(run.job)}/claim"
+        self.version = claim
+        #: Whether the version moves by this process's own doing.
+        self.renewing = False
+        self.jobs = self._fenced()
+
+    def renew(self) -> None:
+        """Claims it once more: what was made of `jobs` before changes nothing any more."""
+        self.renewing = True
+        self.version = self.jobs.renew(self.run.job, self.version)
+        self.jobs = self._fenced()
+        self.renewing = False
+
+    def _fenced(self) -> Jobs:
+        return Jobs(Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version)), self._storage)
 
 
 class Watch:
     """Ends this process when it may not go on: its leader does not lead, its claim or its session is lost, its JVM is gone.
 
-    On a store with a time-out it ends when it has not heard of the store for two thirds of it: nobody can have taken over then.
+    On a store with a time-out it ends when it has not heard of the store for two thirds of it, also while a question hangs: nobody
+    can have taken over then.
     """
 
     def __init__(
-        self,
-        store: Store,
-        term: int,
-        claim_key: str,
-        claim: int,
-        end: Callable[[str], None],
-        clock: Callable[[], float],
+        self, store: Store, term: int, claimed: Claimed, end: Callable[[str], None], clock: Callable[[], float]
     ) -> None:
-        self._store, self._term, self._claim = store, term, (claim_key, claim)
+        self._store, self._term, self._claimed = store, term, claimed
         self._end, self._clock = end, clock
         self._heard = clock()
         self._parent = os.getppid()
 
     def start(self) -> None:
         """From now on."""
-        threading.Thread(target=self._watch, name="stagecrew-watch", daemon=True).start()
+        for look in (self.look, self.late):
+            threading.Thread(target=self._watch, args=(look,), name=f"stagecrew-{look.__name__}", daemon=True).start()
 
-    def _watch(self) -> None:
-        while (reason := self.look()) is None:
+    def _watch(self, look: Callable[[], str | None]) -> None:
+        while (reason := self._why(look)) is None:
             time.sleep(_LOOK)
         self._end(reason)
 
+    @staticmethod
+    def _why(look: Callable[[], str | None]) -> str | None:
+        try:
+            return look()
+        except Exception as error:  # a run that nobody watches does not go on
+            return f"it cannot be seen whether it may go on: {type(error).__name__}: {error}"
+
+    def late(self) -> str | None:
+        """Why this process has to end by its own clock alone."""
+        timeout, silent = self._store.timeout, self._clock() - self._heard
+        if timeout is not None and silent > timeout * 2 / 3:
+            return f"the store has not answered for {silent:.1f} s"
+        return None
+
     def look(self) -> str | None:
         """Why this process has to end; None while it may go on."""
-        from stagecrew.errors import SessionLost, StoreUnavailable
-        from stagecrew.recovery.election import HOLDER, TERM
-
         if os.getppid() != self._parent:
             return "the process that started it is gone"
-        asked = self._clock()
+        asked, expected = self._clock(), self._claimed.version
         try:
             term, holder = self._store.read(TERM), self._store.read(HOLDER)
-            claim = self._store.read(self._claim[0])
+            claim = self._store.read(self._claimed.key)
         except SessionLost as error:
             return f"its session at the store is over: {error}"
-        except StoreUnavailable as error:
-            timeout = self._store.timeout
-            if timeout is not None and asked - self._heard > timeout * 2 / 3:
-                return f"the store has not answered for {asked - self._heard:.1f} s: {error}"
-            return None
+        except StoreUnavailable:
+            return self.late()
         self._heard = asked
         if term is None or term.version != self._term or holder is None:
             return f"its leader, of term {self._term}, does not lead any more"
-        if claim is None or claim.version != self._claim[1]:
+        mine = self._claimed.renewing or self._claimed.version != expected  # it moves, or moved, by this process
+        if (claim is None or claim.version != expected) and not mine:
             return "another run of the job was begun, or the job was ended"
         return None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs what its arguments name. Answers the exit code: 0 when the job is at its end, however it ended."""
+    """Runs what its arguments name. Answers the exit code: 0 when the job is at its end, however it ended.
+
+    Store and storage are those of the environment: their addresses may be nobody else's business.
+    """
     parser = argparse.ArgumentParser(prog="stagecrew-run", description=__doc__)
-    for name in ("store", "state", "job", "folder"):
+    for name in ("job", "folder"):
         parser.add_argument(f"--{name}", required=True)
     for name in ("run", "claim", "term"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -100,68 +153,107 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("kazoo").setLevel(logging.WARNING)
 
-    from stagecrew.errors import StoreConflict
-    from stagecrew.recovery.election import Fenced, fence
-    from stagecrew.recovery.jobs import Jobs, Run, fence_of, key_of
-    from stagecrew.recovery.storage import StateStorage
-    from stagecrew.recovery.stores import open_store
+    store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
 
     def leave(reason: str) -> None:
         """Nothing that this process writes from now on would be done."""
         print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True)
         shutil.rmtree(given.folder, ignore_errors=True)  # nobody may be left to do it
+        closing = threading.Thread(target=store.close, daemon=True)  # so that the next need not wait for its time-out
+        closing.start()
+        closing.join(_CLOSE)
         os._exit(LOST)
 
-    store, storage = open_store(given.store), StateStorage(given.state)
+    signal.signal(signal.SIGTERM, lambda *_: leave("it was told to"))
+    run = Run(given.job, given.run, given.claim)
+    who = {"host": socket.gethostname(), "pid": os.getpid(), "term": given.term}
     try:
-        run = Run(given.job, given.run, given.claim)
-        who = {"host": socket.gethostname(), "pid": os.getpid(), "term": given.term}
-        try:
-            claim = Jobs(Fenced(store, fence(given.term)), storage).take(run, who)
-        except StoreConflict as error:
-            _log.warning("run %d of job %r is not this process's: %s", given.run, given.job, error)
-            return LOST
-        Watch(store, given.term, f"{key_of(given.job)}/claim", claim, leave, time.monotonic).start()
-        jobs = Jobs(Fenced(store, fence(given.term), fence_of(given.job, claim)), storage)
-        return _run(jobs, run, Path(given.folder), given.finish)
+        claim = Jobs(Fenced(store, fence(given.term)), storage).take(run, who)
+    except StoreConflict as error:
+        _log.warning("run %d of job %r is not this process's: %s", given.run, given.job, error)
+        store.close()
+        return LOST
+    claimed = Claimed(store, storage, given.term, run, claim)
+    watch = Watch(store, given.term, claimed, leave, time.monotonic)
+    watch.start()
+    folder = Path(given.folder)
+    on_path(folder / FILES)
+    try:
+        done = carry_out(claimed, given.finish, lambda spec: _called(spec, folder), watch.look)
     finally:
         store.close()
+    return 0 if done else LOST
 
 
-def _run(jobs: Any, run: Any, folder: Path, finish: bool) -> int:
-    from stagecrew.recovery.decisions import finish_commits
-    from stagecrew.recovery.job import Job, set_current
-    from stagecrew.recovery.jobs import JobState
-    from stagecrew.recovery.results import Result
-    from stagecrew.recovery.specs import on_path
+def carry_out(claimed: Claimed, finish: bool, call: Callable[[JobSpec], Any], look: Callable[[], str | None]) -> bool:
+    """What a process does that has claimed a run. Answers whether the job is at its end; else it is lost, and runs again.
 
+    `call` calls the job's own code; `look` says why the process may not go on.
+    """
+    run, jobs = claimed.run, claimed.jobs
     known = jobs.read(run.job)
-    steps, commits = jobs.below(run.job, "steps"), jobs.below(run.job, "commits")
-    on_path(folder)
-    finish_commits(commits, ending=finish)
-    record = known[0]
+    finish_commits(jobs.below(run.job, "commits"), ending=finish)
     if finish:
-        result = Result(str(record.outcome), record.reason)
+        result = Result(str(known[0].outcome), known[0].reason)
     else:
-        set_current(Job(run.job, run.number, steps, commits))
+        spec = jobs.spec(run.job)
+        job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"))
+        set_current(job)
         try:
-            result = Result.of_value(_called(jobs.spec(run.job), folder))
-        except SystemExit as error:
-            code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-            result = Result.of_value(None) if code == 0 else Result.of_error(error)
+            result = Result.of_value(call(spec))
         except BaseException as error:
-            result = Result.of_error(error)
-            _log.exception("job %r has failed", run.job)
-        set_current(None)
-        finish_commits(commits, ending=True)
+            if (ended := _ended_by_itself(error)) is None:
+                _log.exception("job %r has raised", run.job)
+                if (reason := _no_fault_of_its_own(error) or look()) is not None:
+                    _log.warning("job %r has not failed by that: %s. It runs again", run.job, reason)
+                    return False
+                ended = Result.of_error(error)
+            result = ended
+        finally:
+            job.end()
+        # What threads of the job still do from now on decides nothing: the claim has moved on.
+        claimed.renew()
+        jobs = claimed.jobs
+        finish_commits(jobs.below(run.job, "commits"), ending=True)
     jobs.finish(run.job, known, JobState(result.state), result)
-    return 0
+    return True
+
+
+def _ended_by_itself(error: BaseException) -> Result | None:
+    """A script's `sys.exit()`."""
+    return Result.of_value(None) if isinstance(error, SystemExit) and error.code in (None, 0) else None
+
+
+def _no_fault_of_its_own(error: BaseException) -> str | None:
+    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that."""
+    ours = (StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitPending, CommitSuperseded)
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, ours):
+            return f"{type(one).__name__}: {one}"
+        waiting += [one.__cause__, one.__context__]
+    return _jvm_gone()
+
+
+def _jvm_gone() -> str | None:
+    if (pyspark := sys.modules.get("pyspark")) is None or (gateway := pyspark.SparkContext._gateway) is None:
+        return None
+    try:
+        gateway.jvm.System.currentTimeMillis()
+    except Exception as error:
+        return f"its JVM does not answer: {type(error).__name__}: {error}"
+    return None
 
 
 def _called(spec: JobSpec, folder: Path) -> Any:
     if spec.script is not None:
         sys.argv = [spec.target, *map(str, spec.arguments)]
-        runpy.run_path(str(folder / spec.target), run_name="__main__")
+        runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")
         return None
     module, _, function = spec.target.partition(":")
     assert isinstance(spec.arguments, bytes)
@@ -169,4 +261,5 @@ def _called(spec: JobSpec, folder: Path) -> Any:
 
 
 if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules are none of the job's
     sys.exit(importlib.import_module("stagecrew.recovery.run").main())  # and not a second module, named __main__

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import json
 import re
+import site
 import sys
 import sysconfig
 import zipfile
@@ -17,7 +20,11 @@ from typing import Any, Final
 
 from stagecrew.errors import JobUnreadable, RecoveryMisused
 
-__all__ = ["JobSpec"]
+__all__ = ["FILES", "SCRIPT", "JobSpec"]
+
+#: In the folder of a run: what is put on Python's path, and the script.
+FILES: Final = "files"
+SCRIPT: Final = "script"
 
 _FORMAT: Final = 1
 _TARGET: Final = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
@@ -123,7 +130,7 @@ class JobSpec:
         try:
             from pyspark import cloudpickle
 
-            pickled = bytes(cloudpickle.dumps(dict(arguments)))  # type: ignore[no-untyped-call]
+            pickled = bytes(cloudpickle.dumps(dict(sorted(arguments.items()))))  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RecoveryMisused(
                 f"the arguments of {target} cannot be pickled: {type(error).__name__}: {error}"
@@ -180,16 +187,17 @@ def _bytes_of(paths: Iterable[str | Path]) -> dict[str, bytes]:
 
 def _is_among(module: str, files: Mapping[str, bytes]) -> bool:
     """Whether one of these files has the module."""
-    import io
-
     path = module.replace(".", "/")
     if f"{path}.py" in files:
         return True
     for name, data in files.items():
         if name.endswith((".zip", ".egg")):
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                if {f"{path}.py", f"{path}/__init__.py"} & set(archive.namelist()):
-                    return True
+            try:
+                with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                    if {f"{path}.py", f"{path}/__init__.py"} & set(archive.namelist()):
+                        return True
+            except zipfile.BadZipFile as error:
+                raise RecoveryMisused(f"{name} is no archive that Python can read: {error}") from error
     return False
 
 
@@ -204,8 +212,8 @@ def _shipped(module: str, function: str) -> dict[str, bytes]:
             f"no module {module!r} is here, nor in the files of the job: submit where it can be imported, or name it with --py-files"
         )
     origin = Path(found.origin)
-    installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]
-    if any(origin.is_relative_to(folder) for folder in installed):
+    installed = [sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")] + [site.getusersitepackages()]
+    if not found.has_location or any(origin.is_relative_to(folder) for folder in installed):
         return {}
     if "." in module or origin.name == "__init__.py":
         raise RecoveryMisused(
@@ -213,8 +221,12 @@ def _shipped(module: str, function: str) -> dict[str, bytes]:
             f"--py-files"
         )
     source = origin.read_bytes()
-    names = compile(source, str(origin), "exec").co_names
-    if function not in names:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise RecoveryMisused(f"{origin.name} is no Python module: {error}") from error
+    stars = any(isinstance(one, ast.ImportFrom) and one.names[0].name == "*" for one in ast.walk(tree))
+    if not stars and function not in compile(tree, str(origin), "exec").co_names:
         raise RecoveryMisused(f"module {module!r} ({origin.name}) defines no {function!r}")
     return {origin.name: source}
 

@@ -359,9 +359,18 @@ class SQLiteStore:
                     self._connection.execute(statement)
 
     def _is_new(self) -> bool:
-        (application,) = self._connection.execute("PRAGMA application_id").fetchone()
-        (version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if application == version == 0 and self._connection.execute(_ANYTHING).fetchone() is None:
+        # As of one moment: another may be making the tables.
+        outside = not self._connection.in_transaction
+        if outside:
+            self._connection.execute("BEGIN")
+        try:
+            anything = self._connection.execute(_ANYTHING).fetchone()
+            (application,) = self._connection.execute("PRAGMA application_id").fetchone()
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        finally:
+            if outside:
+                self._connection.execute("ROLLBACK")
+        if application == version == 0 and anything is None:
             return True
         if application != _APPLICATION:
             raise StoreUnsupported(f"{self._path} is a database of another program: it was left as it is")
