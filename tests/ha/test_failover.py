@@ -231,7 +231,21 @@ def test_rows_of_a_job_whose_leader_is_killed(drivers):
     assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
 
 
-@pytest.mark.parametrize("which", ["jvm", pytest.param("python", marks=pytest.mark.long)])
+def test_a_jvm_that_is_killed_in_an_action(drivers):
+    """A job whose JVM is killed while its Python waits for an action has not failed by what that raises: it runs again."""
+    out = drivers.folder / "out"
+    (out / "hold-task").touch()
+    drivers.start()
+    drivers.submit(job_of("committing", drivers), "job")
+    until(lambda: lines(drivers, "writes"), "the job writes")
+    os.kill(psutil.Process(drivers.process("job")).ppid(), signal.SIGKILL)
+    assert drivers.result("job").value() == 100
+    assert lines(drivers, "writes") == ["1", "2"]
+    assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("which", ["jvm", "python"])
 def test_a_run_that_is_killed(drivers, which):
     """SIGKILL of the job's Python, or of its JVM alone, loses a run, not the job; the commit that was decided is not done again."""
     out = drivers.folder / "out"

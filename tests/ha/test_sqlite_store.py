@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import random
@@ -11,6 +12,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -45,6 +47,21 @@ def store(path):
 
 def url(path):
     return f"sqlite://{path}"
+
+
+def test_many_sessions_make_one_store(tmp_path):
+    """Sessions that open a store at the same moment, which is not there yet, all open the one that one of them makes."""
+
+    def opens(path, barrier):
+        barrier.wait(30)
+        SQLiteStore(path).close()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for number in range(30):
+            barrier = threading.Barrier(8)
+            opened = [threads.submit(opens, tmp_path / f"{number}.db", barrier) for _ in range(8)]
+            for one in opened:
+                one.result(60)
 
 
 def test_files_are_for_their_user_alone_and_none_of_a_session_is_left(path):
