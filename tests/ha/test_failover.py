@@ -14,6 +14,7 @@ import pytest
 
 from crewtools import alive, standalone_cluster
 from haprocesses import QUICK, Drivers, until
+from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
 
 MODULE = textwrap.dedent(
@@ -102,6 +103,34 @@ MODULE = textwrap.dedent(
                 mark(folder, f"behind-{number}")
                 if os.path.exists(f"{folder}/hold-behind-{number}"):
                     wait_for(folder, f"go-behind-{number}")
+        return found
+
+    def streaming(folder):
+        """A query of three batches, whose tasks get their numbers of one coordinator."""
+        from pyspark.sql import SparkSession
+        job = stagecrew.current_job()
+        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+        def ask(gateway, batches):
+            import pyarrow as pa
+            for batch in batches:
+                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
+        found = {}
+        with stagecrew.crew(spark).topology("numbers") as topology:
+            counter = topology.coordinate("counter", Counter)
+            lines = spark.readStream.option("maxFilesPerTrigger", 1).text(f"{folder}/input")
+            def load(rows, batch_id):
+                def body():
+                    mark(folder, f"batch-{batch_id}")
+                    numbers = sorted(row.n for row in rows.collect())
+                    if os.path.exists(f"{folder}/hold-{batch_id}"):
+                        wait_for(folder, f"go-{batch_id}")
+                    return numbers
+                found[batch_id] = job.batch("load", batch_id, body)
+            query = (
+                counter.map(lines.coalesce(1), ask, "n long").writeStream.trigger(availableNow=True)
+                .option("checkpointLocation", f"{folder}/checkpoint").foreachBatch(topology.wrap(load)).start()
+            )
+            query.awaitTermination()
         return found
 
     def fails(folder):
@@ -428,3 +457,73 @@ def test_a_leader_that_is_killed_at_any_moment(drivers, seconds):
     drivers.kill(leader)
     assert drivers.result("one").value() == 10
     assert drivers.result("two").state == "failed"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_stream_of_a_job_that_is_killed(drivers):
+    """A batch that was cut short begins with the coordinator as it was behind the batch before; one that was done is not done again."""
+    out = drivers.folder / "out"
+    (out / "input").mkdir()
+    for number in range(3):
+        (out / "input" / f"{number}.txt").write_text("one\ntwo\n")
+    (out / "hold-1").touch()
+    drivers.start()
+    drivers.submit(job_of("streaming", drivers), "job")
+    until(lambda: lines(drivers, "batch-1"), "the second batch runs")
+    os.kill(drivers.process("job"), signal.SIGKILL)
+    until(lambda: len(lines(drivers, "batch-1")) == 2, "it runs again")
+    (out / "go-1").touch()
+    assert drivers.result("job").value() == {1: [3, 4], 2: [5, 6]}
+    assert [lines(drivers, f"batch-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_store_that_is_away(tmp_path):
+    """ZooKeeper is killed while a job runs and comes back past the session: the job runs again under whoever leads then, to its end."""
+    from zookeeper import zookeeper
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "hold-1").touch()
+    with zookeeper() as server:
+        drivers = Drivers(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path)
+        try:
+            drivers.start()
+            drivers.start()
+            drivers.submit(job_of("steps", drivers, count=2), "job")
+            until(lambda: lines(drivers, "step-1"), "the second step runs")
+            orphan = drivers.process("job")
+            server.kill()
+            until(lambda: not alive(orphan), "its run ends, as it hears nothing of the store")
+            with pytest.raises(StoreUnavailable):
+                drivers.submit(job_of("steps", drivers, count=1), "other")
+            server.start()
+            server.wait()
+            until(lambda: len(lines(drivers, "step-1")) == 2, "it runs again")
+            (out / "go-1").touch()
+            assert drivers.result("job").value() == 10
+            assert lines(drivers, "step-0") == ["1"]
+        finally:
+            drivers.close()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_storage_that_is_away(drivers):
+    """A job whose step ends while the storage is away waits for it and goes on, in its first run; submitting is a named error meanwhile."""
+    out = drivers.folder / "out"
+    (out / "hold-0").touch()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=2), "job")
+    until(lambda: lines(drivers, "step-0"), "the first step runs")
+    away = drivers.state.rename(drivers.folder / "away")
+    (out / "go-0").touch()
+    until(lambda: "waits for its result to be stored" in drivers.logs("job"), "the step waits")
+    with pytest.raises(StateStorageError, match="no folder that is there"):
+        drivers.submit(job_of("steps", drivers, count=1), "other")
+    assert lines(drivers, "step-1") == []
+    away.rename(drivers.state)
+    assert drivers.result("job").value() == 10
+    assert [drivers.record("job").run, lines(drivers, "step-0")] == [1, ["1"]]
