@@ -122,3 +122,14 @@ class Drivers:
 
         with contextlib.suppress(psutil.NoSuchProcess):
             until(gone, "every process that a driver started has ended", 60)
+
+
+@contextlib.contextmanager
+def campaign(store, folder):
+    """Drivers over a store, with a folder `out` that jobs write to; closed at the end."""
+    (folder / "out").mkdir()
+    drivers = Drivers(store, folder)
+    try:
+        yield drivers
+    finally:
+        drivers.close()

@@ -26,7 +26,6 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 
 SCHEMA = pa.schema([("id", pa.int64())])
-STEPS = 3
 
 
 class Killed(BaseException):

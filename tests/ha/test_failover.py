@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from crewtools import alive, standalone_cluster
-from haprocesses import QUICK, Drivers, until
+from haprocesses import QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
 
@@ -162,10 +162,8 @@ assert SparkContext._jvm.System.getProperty("spark.odd") == {ODD!r}
 @pytest.fixture
 def drivers(tmp_path):
     """Over SQLite, with a folder that jobs write to."""
-    found = Drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path)
-    (tmp_path / "out").mkdir()
-    yield found
-    found.close()
+    with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
+        yield found
 
 
 def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
@@ -212,10 +210,8 @@ def test_a_leader_that_is_killed(drivers):
 @pytest.fixture
 def drivers_at_zookeeper(tmp_path, zookeeper):
     """Over ZooKeeper, in a folder of the test's own, with sessions of four seconds."""
-    found = Drivers(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path)
-    (tmp_path / "out").mkdir()
-    yield found
-    found.close()
+    with campaign(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path) as found:
+        yield found
 
 
 @pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
@@ -484,29 +480,24 @@ def test_a_store_that_is_away(tmp_path):
     """ZooKeeper is killed while a job runs and comes back past the session: the job runs again under whoever leads then, to its end."""
     from zookeeper import zookeeper
 
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "hold-1").touch()
-    with zookeeper() as server:
-        drivers = Drivers(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path)
-        try:
-            drivers.start()
-            drivers.start()
-            drivers.submit(job_of("steps", drivers, count=2), "job")
-            until(lambda: lines(drivers, "step-1"), "the second step runs")
-            orphan = drivers.process("job")
-            server.kill()
-            until(lambda: not alive(orphan), "its run ends, as it hears nothing of the store")
-            with pytest.raises(StoreUnavailable):
-                drivers.submit(job_of("steps", drivers, count=1), "other")
-            server.start()
-            server.wait()
-            until(lambda: len(lines(drivers, "step-1")) == 2, "it runs again")
-            (out / "go-1").touch()
-            assert drivers.result("job").value() == 10
-            assert lines(drivers, "step-0") == ["1"]
-        finally:
-            drivers.close()
+    with zookeeper() as server, campaign(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
+        out = tmp_path / "out"
+        (out / "hold-1").touch()
+        drivers.start()
+        drivers.start()
+        drivers.submit(job_of("steps", drivers, count=2), "job")
+        until(lambda: lines(drivers, "step-1"), "the second step runs")
+        orphan = drivers.process("job")
+        server.kill()
+        until(lambda: not alive(orphan), "its run ends, as it hears nothing of the store")
+        with pytest.raises(StoreUnavailable):
+            drivers.submit(job_of("steps", drivers, count=1), "other")
+        server.start()
+        server.wait()
+        until(lambda: len(lines(drivers, "step-1")) == 2, "it runs again")
+        (out / "go-1").touch()
+        assert drivers.result("job").value() == 10
+        assert lines(drivers, "step-0") == ["1"]
 
 
 @pytest.mark.long

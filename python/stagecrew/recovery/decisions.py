@@ -6,7 +6,7 @@ import base64
 import json
 import logging
 import pickle
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from stagecrew.errors import (
     CommitFailed,
@@ -22,6 +22,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
+from stagecrew.recovery.writes import repeated
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Committer
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["StoredDecisions", "finish_commits", "is_over"]
 
 _log = logging.getLogger("stagecrew")
-
-#: How often a write is tried whose outcome nobody knows.
-_TRIES: Final = 3
 
 
 class StoredDecisions:
@@ -64,16 +62,10 @@ class StoredDecisions:
             json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
         )
         try:
-            for left in reversed(range(_TRIES)):
-                try:
-                    if version == 0:
-                        self._handles.add(key, state)
-                    else:
-                        self._handles.replace(key, version - 1, state)
-                    break
-                except PossiblyInconsistentError:  # the same write again: it is done once
-                    if not left:
-                        raise
+            if version == 0:
+                repeated(lambda: self._handles.add(key, state))
+            else:
+                repeated(lambda: self._handles.replace(key, version - 1, state))
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):

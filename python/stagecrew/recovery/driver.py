@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -281,7 +280,7 @@ class Tending:
                 mine.kill()  # nothing that it writes is done any more
             elif mine is None and self._has_room() and self._is_alone(job):
                 folder = self._launcher.prepare(self._readable(job), job)
-                self._begin(folder, lambda: self._jobs.again(job, self._jobs.claim(job)), finish=True)
+                self._begin(folder, lambda: self._jobs.again(job, record.run), finish=True)
         elif self._jobs.is_cancel_requested(job):
             self._jobs.end(job, (record, version), JobState.CANCELLED, "somebody has cancelled it")
             self._later.pop(job, None)
@@ -431,5 +430,5 @@ def shown(record: JobRecord, job: str, process: Any) -> dict[str, Any]:
         "ended": record.ended,
         "reason": record.reason,
         "clean": record.clean,
-        "process": None if process is None else json.loads(json.dumps(process)),
+        "process": process,
     }

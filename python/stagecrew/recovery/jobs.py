@@ -29,6 +29,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check, Create, Replace, Store, segment, text_of
 from stagecrew.recovery.sweep import Report, sweep
+from stagecrew.recovery.writes import repeated
 
 if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["JobRecord", "JobState", "Jobs", "Run", "open_jobs"]
 
 _FORMAT: Final = 1
-#: How often a write is tried whose outcome nobody knows.
-_TRIES: Final = 3
 
 
 class JobState(enum.StrEnum):
@@ -192,19 +191,15 @@ class Jobs:
             Create(f"{key}/commits"),
         )
         state = self._specs.prepare(spec.to_bytes())
-        for left in reversed(range(_TRIES)):
-            try:
-                self._specs.add(job, state, also)
-                break
-            except (HandleExists, StoreConflict):
-                if not self._same(job, digest):
-                    raise
-                break
-            except PossiblyInconsistentError as error:
-                if not left:
-                    raise PossiblyInconsistentError(
-                        f"nobody knows whether job {job!r} is stored: submit it again with this id. {error}"
-                    ) from error
+        try:
+            repeated(lambda: self._specs.add(job, state, also))
+        except (HandleExists, StoreConflict):
+            if not self._same(job, digest):
+                raise
+        except PossiblyInconsistentError as error:
+            raise PossiblyInconsistentError(
+                f"nobody knows whether job {job!r} is stored: submit it again with this id. {error}"
+            ) from error
         return job
 
     def _same(self, job: str, digest: str) -> bool:
@@ -315,22 +310,18 @@ class Jobs:
         assert new is not None
         return Run(job, started.run, new)
 
-    def end(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> Run:
+    def end(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
         """Has a job end: no run of it can write any more, but one that finishes what is decided."""
         record, version = known
         claim = self.claim(job)
-        _, new = self._store.transact(
+        self._store.transact(
             Replace(key_of(job), record.ending(outcome, reason).to_bytes(), version),
             Replace(f"{key_of(job)}/claim", _unique({"ending": outcome}), claim),
         )
-        assert new is not None
-        return Run(job, record.run, new)
 
-    def again(self, job: str, claim: int) -> Run:
-        """One more try at an ending one, as `end` had."""
-        [new] = self._store.transact(Replace(f"{key_of(job)}/claim", _unique({"ending": True}), claim))
-        assert new is not None
-        return Run(job, self.read(job)[0].run, new)
+    def again(self, job: str, number: int) -> Run:
+        """A process of an ending one, whose last run has this number, that finishes what is decided."""
+        return Run(job, number, self.renew(job, self.claim(job)))
 
     def clean(self, job: str) -> None:
         """Deletes what a terminal job held, but for its record and its result. Repeatable; raises what could not be done."""

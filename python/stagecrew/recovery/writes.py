@@ -30,7 +30,7 @@ from stagecrew.operators.sinks.staged import quoted
 from stagecrew.recovery.storage import Reference, StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Operation, Replace, Store
 
-__all__ = ["GENERATION", "Generation", "Prepared", "Writes", "generation", "packed", "unpacked"]
+__all__ = ["GENERATION", "Generation", "Prepared", "Writes", "generation", "packed", "repeated", "unpacked"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -40,6 +40,8 @@ _WRITERS: Final = "sweep/writers"
 _FORMAT: Final = 1
 #: How often one write begins again as it was swept, or met a half-done removal.
 TRIES: Final = 20
+#: How often a write is asked for whose outcome nobody knows.
+_AGAIN: Final = 3
 #: After these, the transaction was not done.
 _DEFINITE: Final = (StoreUnavailable, SessionLost, StoreRefused, StoreUnsupported, LeadershipLost, RecoveryMisused)
 
@@ -105,6 +107,17 @@ def generation(store: Store) -> Generation:
 def moved(store: str) -> bytes:
     """The next value of the generation."""
     return json.dumps({"format": _FORMAT, "store": store, "uuid": uuid.uuid4().hex}).encode()
+
+
+def repeated(write: Callable[[], Any]) -> Any:
+    """Does a write of something prepared, and again where nobody knows whether it was done: it is done once. Raises what is left."""
+    for left in reversed(range(_AGAIN)):
+        try:
+            return write()
+        except PossiblyInconsistentError:
+            if not left:
+                raise
+    raise AssertionError
 
 
 class Prepared:
