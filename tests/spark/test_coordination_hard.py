@@ -43,6 +43,28 @@ def made():
 # -- Much at once
 
 
+def dies_at_once(gateway: Any, batches: Any) -> Any:
+    """Work whose first attempts are killed while their first words are on their way."""
+    from pyspark import TaskContext
+
+    if TaskContext.get().attemptNumber() == 0:
+        gateway.send("hello")
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in batches:
+        pass
+    yield rows(gateway.subtask)
+
+
+def test_workers_that_die_at_their_first_word(cluster, made):
+    """Spark hears of their end before the executor has read what they said (its first evaluation takes long to set up): they
+    failed, and were not cut short."""
+    with stagecrew.crew(cluster).topology("early") as topology:
+        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator.map(cluster.range(0, 8, 1, 8), dies_at_once, "a long").collect()
+    (coordinator,) = made
+    assert [len(coordinator.named(name)) for name in ("finished", "failed", "cut")] == [8, 8, 0]
+
+
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
     """Work that sends so many events from so many threads; the first attempts of some subtasks die at their n-th event."""
 

@@ -29,14 +29,20 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     case "READY" =>
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
-      synchronized(book(id) = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes)))
+      val evaluation = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes))
+      synchronized(book(id) = evaluation) // before the driver hears of it, and answers
       val (stageAttempt, partitions) = attempts.stageOf(attempt)
       batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt, ready.long("number"), ready.long("stage"),
         ready.long("partition"), stageAttempt.toLong, partitions.toLong)
-      batch.flush() // the driver hears of its begin before it hears of its end
+      batch.flush()
+      val ending = synchronized {
+        evaluation.announced = true
+        evaluation.ending
+      }
+      ending.foreach { case (outcome, reason) => end(_.id == id, outcome, reason) }
       // Its end may have been told before it was booked.
-      if (attempts.interrupted(attempt)) end(_.id == id, "failed", Killed)
-      else if (!attempts.runs(attempt)) end(_.id == id, "cut", Unneeded)
+      val failed = attempts.failed(attempt)
+      if (failed.nonEmpty || !attempts.runs(attempt)) over(_.id == id, failed)
     case "WANT" =>
       val want = Frames.decode(ByteBuffer.wrap(frame))
       find(want.long("evaluation")).foreach { evaluation =>
@@ -89,17 +95,22 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   def gone(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
 
   /** Spark asks an attempt to end, which `attempts` knows by now: whoever waits for its coordinator ends at once. */
-  def interrupted(attempt: Long): Unit = end(_.attempt == attempt, "failed", Killed)
+  def interrupted(attempt: Long): Unit = over(_.attempt == attempt, Some(Killed))
 
   /** Spark's word on an attempt, which `attempts` knows by now to be over: "finished", which cuts what had not finished, or why
     * it failed. */
   def attemptOver(attempt: Long, failed: Option[String]): Unit =
-    if (book.nonEmpty) end(_.attempt == attempt, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
+    if (book.nonEmpty) over(_.attempt == attempt, failed)
 
-  /** Tells both sides: the coordinator, and whoever waits for it in the task. */
+  private def over(which: Evaluation => Boolean, failed: Option[String]): Unit =
+    end(which, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
+
+  /** Tells both sides: the coordinator, and whoever waits for it in the task. The driver hears of a begin before it hears of its
+    * end: who is about to tell it of one tells it of the other too. */
   private def end(which: Evaluation => Boolean, outcome: String, reason: String): Unit = {
     val over = synchronized {
-      val found = book.values.filter(which).toVector
+      val (found, unannounced) = book.values.filter(which).toVector.partition(_.announced)
+      unannounced.foreach(evaluation => evaluation.ending = evaluation.ending.orElse(Some(outcome -> reason)))
       found.foreach(book -= _.id)
       found
     }
@@ -116,8 +127,8 @@ object Evaluations {
   /** What the executor's books say of an attempt. */
   trait Attempts {
     def runs(attempt: Long): Boolean
-    /** Whether Spark has asked it to end. */
-    def interrupted(attempt: Long): Boolean
+    /** Why it failed, or that Spark has asked it to end; asked before `runs`. */
+    def failed(attempt: Long): Option[String]
     /** Which attempt at its stage it belongs to, and how many partitions that has: a Python task knows neither. */
     def stageOf(attempt: Long): (Int, Int)
   }
@@ -138,11 +149,15 @@ object Evaluations {
 
   private val BatchBytes = 1 << 18
   private val Unneeded = "Spark needed no more of its rows"
-  private val Killed = "its attempt was killed"
+  val Killed = "its attempt was killed"
+  val Failed = "its attempt failed"
 
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
     /** The sequence number of its end, once its function has ended: the answer to that is the last that it gets. */
     @volatile var finishing = -1L
+    /** Whether the driver was told of its begin, and how it ended before; with the book's lock. */
+    var announced = false
+    var ending = Option.empty[(String, String)]
 
     /** Changes the mailbox and sends the worker what it may have now. */
     def deliver[T](change: Mailbox => T): T = synchronized {

@@ -24,6 +24,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val table = new TopologyTable
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
   private val interrupted = ConcurrentHashMap.newKeySet[Long]() // attempts that Spark asked to end
+  private val failures = new ConcurrentHashMap[Long, String]() // attempts that might talk, and failed -> why
   private val stages = new ConcurrentHashMap[Long, (Int, Int)]() // attempts that may talk -> the attempt at their stage, its partitions
   private val ending = new AtomicBoolean(false)
   private val ended = new CountDownLatch(1)
@@ -59,7 +60,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   @volatile private var abandoned = false // the driver is gone
   private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
     override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
-    override def interrupted(attempt: Long): Boolean = ExecutorCrew.this.interrupted.contains(attempt)
+    override def failed(attempt: Long): Option[String] =
+      if (interrupted.contains(attempt)) Some(Evaluations.Killed) else Option(failures.get(attempt))
     override def stageOf(attempt: Long): (Int, Int) = stages.getOrDefault(attempt, (0, 0))
   })
   @volatile private var coordinated = false // whether a bound function ever ran here
@@ -91,14 +93,16 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
         if (topology != null) partitions.over(attempt, SparkInternals.updatedBlocks(context))
         strays.remove(attempt)
-        stages.remove(attempt)
+        val talked = stages.remove(attempt) != null
+        val failed = if (context.isInterrupted()) Some(Evaluations.Killed) else if (context.isFailed()) Some(Evaluations.Failed) else None
+        if (talked) failed.foreach(failures.put(attempt, _)) // before it is over: what its worker said may not have been read yet
         val quiescent = table.finish(attempt)
-        if (coordinated) {
-          val failed = if (context.isInterrupted()) Some("its attempt was killed") else if (context.isFailed()) Some("its attempt failed") else None
-          evaluations.attemptOver(attempt, failed)
-        }
+        if (coordinated) evaluations.attemptOver(attempt, failed)
         if (quiescent.nonEmpty) closings.changed()
-        if (interrupted.contains(attempt)) schedule(RememberMs)(interrupted.remove(attempt))
+        if (interrupted.contains(attempt) || failures.containsKey(attempt)) schedule(RememberMs) {
+          interrupted.remove(attempt)
+          failures.remove(attempt)
+        }
         if (watched) {
           problems.remove(attempt)
           if (processes.running(attempt).nonEmpty) endIfCut(attempt)
@@ -490,7 +494,7 @@ object ExecutorCrew {
   /** How much longer one has that was asked to end; as Spark's daemon has it with stagecrew (worker/politely.py). */
   private val KillGraceMs = 5000L
 
-  /** How long an interrupted attempt is remembered after its end, for a worker that begins it late. */
+  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it late. */
   private val RememberMs = 60000L
 
   /** How long an executor waits for an answer of the driver. */

@@ -12,15 +12,22 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
 
   /** Attempts 1 to 9 run here. */
   private object attempts extends Evaluations.Attempts {
-    val asked = mutable.Set.empty[Long]
+    val failures = mutable.Map.empty[Long, String]
     val over = mutable.Set.empty[Long]
     override def runs(attempt: Long): Boolean = attempt < 10 && !over(attempt)
-    override def interrupted(attempt: Long): Boolean = asked(attempt)
+    override def failed(attempt: Long): Option[String] = failures.get(attempt)
     override def stageOf(attempt: Long): (Int, Int) = (2, 8)
   }
 
+  /** What happens while the next message is on its way to the driver. */
+  private var meanwhile = Option.empty[() => Unit]
+
   /** An executor; what it sends goes to `driver`. */
-  private val evaluations = new Evaluations(10, 1000, attempts, { bytes =>
+  private val evaluations: Evaluations = new Evaluations(10, 1000, attempts, { bytes =>
+    meanwhile.foreach { happens =>
+      meanwhile = None
+      happens()
+    }
     val buffer = ByteBuffer.wrap(bytes)
     while (buffer.hasRemaining) {
       val frame = new Array[Byte](buffer.getInt())
@@ -88,7 +95,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   test("an attempt that is killed ends its evaluations at once, and those that it begins until it is over") {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
-    attempts.asked += 1
+    attempts.failures(1) = "killed"
     evaluations.interrupted(1)
     assert(kinds(driver) == List("GONE") && worker.map(_.long("evaluation")) == Seq(1))
     kinds(worker)
@@ -102,7 +109,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   }
 
   test("an attempt that was asked to end before the executor's first evaluation began has that ended at once") {
-    attempts.asked += 1
+    attempts.failures(1) = "killed"
     says(ready(1, 1))
     assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
   }
@@ -111,6 +118,22 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     says(ready(3, 99))
     assert(driver.last.text("outcome") == "cut")
     assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+  }
+
+  test("one whose attempt had failed before it was booked failed: its worker may be dead before this thread reads what it said") {
+    attempts.failures(99) = "its attempt failed"
+    says(ready(3, 99))
+    assert(driver.map(_.kind) == Seq("READY", "GONE"))
+    assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
+    assert(kinds(worker) == List("POISON"))
+  }
+
+  test("the driver hears of a begin before it hears of its end, also where the attempt fails while the begin is being told") {
+    meanwhile = Some(() => evaluations.attemptOver(1, Some("its attempt failed")))
+    says(ready(3, 1))
+    assert(driver.map(_.kind) == Seq("READY", "GONE"))
+    assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
+    assert(kinds(worker) == List("POISON"))
   }
 
   test("when nothing reaches the driver's Python any more all end, and their tasks are told why") {
