@@ -21,6 +21,10 @@ private[stagecrew] object Json {
     node
   }
   def integers(node: JsonNode): Seq[Int] = if (node == null) Nil else node.elements.asScala.map(_.asInt).toSeq
+  def put(node: ObjectNode, name: String, items: Iterable[ObjectNode]): Unit = {
+    val array = node.putArray(name)
+    items.foreach(array.add(_))
+  }
   def write(node: JsonNode): String = mapper.writeValueAsString(node)
   def items(node: JsonNode): Seq[ObjectNode] =
     if (node == null) Nil else node.elements.asScala.map(_.asInstanceOf[ObjectNode]).toSeq

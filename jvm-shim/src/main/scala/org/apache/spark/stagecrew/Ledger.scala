@@ -1,5 +1,6 @@
 package org.apache.spark.stagecrew
 
+import com.fasterxml.jackson.databind.JsonNode
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.collection.mutable
 
@@ -24,11 +25,11 @@ final case class ListenerCounts(
 }
 
 object ListenerCounts {
-  private[stagecrew] def of(node: ObjectNode): (Int, ListenerCounts) =
-    node.get("index").asInt -> ListenerCounts(
-      node.get("name").asText, node.get("scope").asText, node.get("opens").asLong, node.get("closes").asLong,
-      node.get("failures").asLong, node.get("lost").asLong, node.get("openMicros").asLong,
-      node.get("closeMicros").asLong, node.get("lastError").asText)
+  private[stagecrew] def of(node: JsonNode): (Int, ListenerCounts) =
+    node.path("index").asInt -> ListenerCounts(
+      node.path("name").asText, node.path("scope").asText, node.path("opens").asLong, node.path("closes").asLong,
+      node.path("failures").asLong, node.path("lost").asLong, node.path("openMicros").asLong,
+      node.path("closeMicros").asLong, node.path("lastError").asText)
 }
 
 /** Sums over listeners. They never go down: what a topology that is forgotten had counted stays in them. */
@@ -41,8 +42,8 @@ final case class Totals(opens: Long = 0, closes: Long = 0, failures: Long = 0, l
 }
 
 object Totals {
-  private[stagecrew] def of(node: ObjectNode): Totals =
-    Totals(node.get("opens").asLong, node.get("closes").asLong, node.get("failures").asLong, node.get("lost").asLong)
+  private[stagecrew] def of(node: JsonNode): Totals =
+    Totals(node.path("opens").asLong, node.path("closes").asLong, node.path("failures").asLong, node.path("lost").asLong)
 }
 
 /** One topology on one executor. */
@@ -72,10 +73,10 @@ final case class ExecutorCounts(
 }
 
 object ExecutorCounts {
-  private[stagecrew] def of(node: ObjectNode): ExecutorCounts = ExecutorCounts(
+  private[stagecrew] def of(node: JsonNode): ExecutorCounts = ExecutorCounts(
     Json.items(node.get("listeners")).map(ListenerCounts.of).toMap,
-    node.get("processes").asLong,
-    node.get("lostProcesses").asLong,
+    node.path("processes").asLong,
+    node.path("lostProcesses").asLong,
     Json.strings(node.get("deferred")).toSet,
     Stored(
       node.at("/partitions/inProgress").asLong, node.at("/partitions/outputs").asLong, node.at("/partitions/outputBytes").asLong,

@@ -232,6 +232,6 @@ final class DriverFacade(crew: DriverCrew) {
   /** All that is known of one topology, or of all when `id` is empty. */
   def report(id: String): String = {
     val snapshot = crew.snapshot
-    Json.write(Views.json(snapshot.copy(topologies = snapshot.topologies.filter(t => id.isEmpty || t.id == id))))
+    Json.write(snapshot.copy(topologies = snapshot.topologies.filter(t => id.isEmpty || t.id == id)).json)
   }
 }

@@ -18,7 +18,7 @@ private[stagecrew] object Tab {
 
   def attach(sc: SparkContext, crew: DriverCrew): Unit = SparkInternals.attachTab(sc, Prefix, new TabContent {
     override def html: Seq[Node] = page(crew.snapshot, System.currentTimeMillis())
-    override def json: String = Json.write(Views.json(crew.snapshot))
+    override def json: String = Json.write(crew.snapshot.json)
   })
 
   /** The page of a snapshot at this time. */

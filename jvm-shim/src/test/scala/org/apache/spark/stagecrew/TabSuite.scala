@@ -59,7 +59,7 @@ class TabSuite extends AnyFunSuite {
     val html = page(topology("a", listeners = Tab.MaxRows + 1))
     assert(rows(html, "stagecrew-listeners").size == Tab.MaxRows)
     assert(html.text.contains(s"The first ${Tab.MaxRows} of ${Tab.MaxRows + 1} are shown"))
-    assert(Json.items(Views.json(Snapshot(Vector(topology("a", listeners = Tab.MaxRows + 1)), Totals())).get("topologies"))
+    assert(Json.items(Snapshot(Vector(topology("a", listeners = Tab.MaxRows + 1)), Totals()).json.get("topologies"))
       .head.get("executors").get("1").get("listeners").size == Tab.MaxRows + 1)
   }
 }

@@ -1,0 +1,31 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+
+class SnapshotSuite extends AnyFunSuite {
+  private val counts = ExecutorCounts(
+    Map(0 -> ListenerCounts("a", "worker", 3, 2, 1, 1, 70, 80, "it broke")), 2, 1, Set("p"), Stored(1, 2, 3, 4, 5), 6, 7)
+  private val operator = OperatorView("o", "splits", "active", 1, 2, 3, 4, 5, 6, 7, 8, 9, Percentiles(1, 2, 3, 4, 5),
+    Percentiles(6, 7, 8, 9, 10), "subtask 3", Vector("splits done" -> 4L, "splits left" -> 2L), "no")
+  private val full = Snapshot(
+    Vector(TopologyView("t", "<name>", "named", Some("p"), "closed", 10, 20, 3, Vector("1"), Vector("1" -> counts), Vector("2"),
+      Vector("u"), Vector(operator), Vector(Span("1", "open", "a", 11, 12, failed = true)), 9)),
+    Totals(1, 2, 3, 4),
+    Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)))),
+    Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)))))
+
+  test("a snapshot is read back from its JSON as it was") {
+    assert(Snapshot.of(Json.parse(Json.write(full.json))) == full)
+    assert(full.json.get("version").asInt == 1)
+  }
+
+  test("what an older one lacks is nothing, and what a newer one has more is ignored") {
+    val node = Json.parse(Json.write(full.json))
+    node.put("more", 1).remove("processes")
+    val topology = node.get("topologies").get(0).asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode]
+    topology.put("more", "x").remove("operators")
+    assert(Snapshot.of(node) == full.copy(processes = Vector.empty,
+      topologies = full.topologies.map(_.copy(operators = Vector.empty))))
+    assert(Snapshot.of(Json.obj()) == Snapshot(Vector.empty, Totals()))
+  }
+}
