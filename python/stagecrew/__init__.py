@@ -71,6 +71,7 @@ from stagecrew.errors import (
     VersionMismatch,
 )
 from stagecrew.listeners import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
+from stagecrew.logs import StructuredFormatter
 
 if TYPE_CHECKING:
     from stagecrew.application import Crew
@@ -181,6 +182,7 @@ __all__ = [
     "StoreRefused",
     "StoreUnavailable",
     "StoreUnsupported",
+    "StructuredFormatter",
     "SuperstepsFailed",
     "Task",
     "TaskGateway",

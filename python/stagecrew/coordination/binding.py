@@ -15,6 +15,7 @@ from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evalu
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
 from stagecrew.errors import OperatorMisused
+from stagecrew.logs import coordinates, handles
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
@@ -26,7 +27,7 @@ class Threads:
 
     def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
         """Its own thread."""
-        return Loop(name, failed, owner.idle, owner.wait)
+        return Loop(name, failed, owner.idle, owner.wait, lambda: coordinates(owner.name, name))
 
     def background(self, name: str) -> InBackground:
         """Where `call_async` runs."""
@@ -104,6 +105,7 @@ class Instance:
         """On its thread: asks the coordinator for its state. The cut is made where that is there."""
         if self.context.state == "closed" or self.coordinator is None:
             return  # whoever closed it gives the checkpoint up
+        handles(None)
 
         def taken(done: Future[bytes | None]) -> None:
             try:
@@ -144,9 +146,11 @@ class Instance:
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         if self.context.state != "closed" and self.coordinator is not None:
+            handles(args[0] if args and isinstance(args[0], Evaluation) else None)
             getattr(self.coordinator, method)(*args)
 
     def _close(self) -> None:
+        handles(None)
         if self.coordinator is not None:
             self.coordinator.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stagecrew.errors import NotInitialised
+from stagecrew.logs import handles
 
 if TYPE_CHECKING:
     from stagecrew.coordination.background import InBackground
@@ -131,6 +132,7 @@ class CoordinatorContext:
 
     def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":
+            handles(None)
             f(*args)
 
     def _may(self, what: str) -> bool:

@@ -20,6 +20,7 @@ from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
 from stagecrew.frames import Frame, decode_all, encode
+from stagecrew.logs import handles
 
 __all__ = ["Host", "Wire"]
 
@@ -326,6 +327,7 @@ class Host:
         if instance.context.state == "closed" or instance.coordinator is None:
             return  # it was reset: what came before is dropped
         handle, evaluation = instance.coordinator.handle_event, live.evaluation
+        handles(evaluation)
         context = instance.context
         for payload in payloads:
             if context.state == "closed":
@@ -336,6 +338,7 @@ class Host:
     def _handle_request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
         if instance.context.state == "closed" or instance.coordinator is None:
             return
+        handles(live.evaluation)
         try:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):

@@ -30,7 +30,7 @@ class CallsInOrder(Protocol):
 class Loop:
     """One thread that calls what it is given, in order. What a call raises goes to `failed`, and the loop goes on.
 
-    `idle` is called whenever there is nothing more to do at once: what was put off until then is done. `wait` is then asked
+    `begin` is called first, there. `idle` is called whenever there is nothing more to do at once: what was put off until then is done. `wait` is then asked
     to wait for the next call; it answers whether it did, and may do for others what it can meanwhile.
     """
 
@@ -40,9 +40,10 @@ class Loop:
         failed: Callable[[BaseException], None],
         idle: Callable[[], None],
         wait: Callable[[Loop], bool] = lambda _: False,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._failed, self._idle, self._wait = failed, idle, wait
+        self._failed, self._idle, self._wait, self._begin = failed, idle, wait, begin
         #: Ends the waiting of `wait`, while it waits.
         self.waits_in: Callable[[], None] | None = None
         self._closed = threading.Event()
@@ -94,6 +95,7 @@ class Loop:
                 return self._calls.get()
 
     def _run(self) -> None:
+        self._begin()
         while (call := self._next()) is not None:
             f, args = call
             try:

@@ -1,0 +1,77 @@
+"""Log records say where they come from."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+
+from pyspark.logger import PySparkLogger
+
+from stagecrew import StructuredFormatter
+from stagecrew.coordination.coordinator import Evaluation
+from stagecrew.coordination.loop import Loop
+from stagecrew.logs import FIELDS, coordinates, handles
+
+ONE = Evaluation(
+    id=1,
+    operator="o",
+    subtask=3,
+    attempt=77,
+    attempt_number=1,
+    stage=4,
+    partition=5,
+    executor="1",
+    stage_attempt=0,
+    partitions=8,
+)
+
+
+def record() -> dict[str, object]:
+    """What a record that is made now says of where it comes from."""
+    made = logging.getLogRecordFactory()("x", logging.INFO, "f", 1, "hello", (), None)
+    return {name: made.__dict__[name] for name in FIELDS if name in made.__dict__}
+
+
+def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
+    """On its own thread only, and of an evaluation only while it handles something of that."""
+    before, found, done = logging.getLogRecordFactory(), [], threading.Event()
+    try:
+        loop = Loop("o", lambda error: None, lambda: None, begin=lambda: coordinates("t", "o"))
+        for evaluation in (None, ONE, None):
+            loop.call(handles, evaluation)
+            loop.call(lambda: found.append(record()))
+        loop.call(done.set)
+        assert done.wait(10)
+        assert loop.end(10)
+        place = {"topology": "t", "operator": "o"}
+        assert found == [place, place | {"subtask": 3, "stage": 4, "partition": 5, "attempt": 77}, place]
+        assert record() == {}
+    finally:
+        logging.setLogRecordFactory(before)
+
+
+def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_given():
+    """One line of JSON; what was given stands before what we know."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = PySparkLogger("structured")
+    logger.addHandler(handler)
+    handler.setFormatter(StructuredFormatter())  # behind PySpark's own
+    before = logging.getLogRecordFactory()
+
+    def factory(*args, **kwargs):
+        made = before(*args, **kwargs)
+        made.topology, made.stage = "t", 4
+        return made
+
+    try:
+        logging.setLogRecordFactory(factory)
+        logger.warning("three\nrows", table="<a>", stage="mine")
+    finally:
+        logging.setLogRecordFactory(before)
+    (line,) = stream.getvalue().splitlines()
+    found = json.loads(line)
+    assert found["msg"] == "three\nrows"
+    assert found["context"] == {"topology": "t", "stage": "mine", "table": "<a>"}
