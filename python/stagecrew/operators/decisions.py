@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown
+from stagecrew.files import sync
 
 __all__ = ["Decisions", "FileDecisions", "MemoryDecisions"]
 
@@ -174,15 +175,6 @@ _KEPT: Final = 100
 _REFUSED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 #: How long one waits for another's write, in seconds.
 _LOCK: Final = 60.0
-
-
-def sync(path: str | os.PathLike[str]) -> None:
-    """What is written of a local file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _forget(temporary: str | None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLost, StagecrewError, StoreConflict
-from stagecrew.operators.sinks.staged import quoted
+from stagecrew.files import quoted
 from stagecrew.recovery.contender import Contender, Leadership
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Run
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec

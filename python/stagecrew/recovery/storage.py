@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from stagecrew.errors import RecoveryMisused, StateCorrupt, StateStorageError
-from stagecrew.operators.decisions import sync
-from stagecrew.operators.sinks.staged import file_system, is_local, is_store, quoted
+from stagecrew.files import file_system, is_local, is_store, quoted, sync
 
 __all__ = ["Reference", "StateStorage", "Stored"]
 

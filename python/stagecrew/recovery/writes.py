@@ -26,7 +26,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.operators.sinks.staged import quoted
+from stagecrew.files import quoted
 from stagecrew.recovery.storage import Reference, StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Operation, Replace, Store
 

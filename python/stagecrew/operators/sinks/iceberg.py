@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.operators.sinks.staged import differing, file_system, keep_only, open_folder, quoted, write_part
+from stagecrew.files import file_system, quoted
+from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
     from pyiceberg.table import Table

@@ -11,17 +11,8 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
-from stagecrew.operators.sinks.staged import (
-    differing,
-    file_system,
-    keep_only,
-    list_files,
-    open_folder,
-    quoted,
-    read_whole,
-    write_part,
-    write_whole,
-)
+from stagecrew.files import file_system, list_files, quoted, read_whole, write_whole
+from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging

@@ -12,25 +12,21 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from stagecrew.errors import CommitConflict, CommitFailed, OperatorMisused
-from stagecrew.operators.decisions import sync
-from stagecrew.operators.sinks.staged import (
-    differing,
+from stagecrew.files import (
     exists,
     file_system,
     is_local,
     is_store,
-    keep_only,
     list_files,
     move,
-    open_folder,
     quoted,
     read_whole,
     remove_file,
     remove_folder,
-    write_empty,
-    write_part,
+    sync,
     write_whole,
 )
+from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_empty, write_part
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging

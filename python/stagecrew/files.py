@@ -1,0 +1,163 @@
+"""Files on this host, on HDFS and in object stores: what sinks and state storage share."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import re
+import uuid
+from typing import Any, Final
+
+import pyarrow.fs
+
+__all__ = [
+    "exists",
+    "file_system",
+    "is_local",
+    "is_store",
+    "list_files",
+    "move",
+    "quoted",
+    "read_whole",
+    "remove_file",
+    "remove_folder",
+    "sync",
+    "write_whole",
+]
+
+_PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,80}")
+_UNFIT: Final = re.compile(r"[^A-Za-z0-9._-]")
+_STORES: Final = tuple(
+    getattr(pyarrow.fs, name)
+    for name in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem")
+    if hasattr(pyarrow.fs, name)
+)
+#: What fsspec calls them.
+_PROTOCOLS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+
+
+def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
+    """The file system and the path on it, of a URI or a local path."""
+    if filesystem is not None:
+        return filesystem, str(path).rstrip("/")
+    found, inner = (
+        pyarrow.fs.FileSystem.from_uri(str(path)) if "://" in str(path) else (pyarrow.fs.LocalFileSystem(), str(path))
+    )
+    return found, inner.rstrip("/")
+
+
+def quoted(text: str) -> str:
+    """A commit's id as the name of a file, or as part of a URI."""
+    if _PLAIN.fullmatch(text):
+        return text
+    return f"{_UNFIT.sub('_', text)[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+
+
+def exists(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
+    """Whether there is a file or a folder."""
+    return bool(filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
+
+
+def is_local(filesystem: pyarrow.fs.FileSystem) -> bool:
+    """Whether it is the disk of this host."""
+    return isinstance(filesystem, pyarrow.fs.LocalFileSystem)
+
+
+def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
+    """Whether it is an object store, which has no folders to rename."""
+    if isinstance(filesystem, _STORES):
+        return True
+    handler = getattr(filesystem, "handler", None)
+    if not isinstance(handler, pyarrow.fs.FSSpecHandler):
+        return False
+    protocol = handler.fs.protocol
+    return not _PROTOCOLS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+
+def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Deletes a folder with all that is in it, also while somebody else does the same, or still writes there."""
+    for _ in range(5):
+        try:
+            filesystem.delete_dir(path)
+        except FileNotFoundError:
+            return
+        except OSError:
+            if not exists(filesystem, path):
+                return
+        else:
+            return
+    filesystem.delete_dir(path)
+
+
+def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
+    """The files of a folder; none when there is no such folder."""
+    selector = pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
+    try:
+        infos = filesystem.get_file_info(selector)
+    except NotADirectoryError:  # fsspec's handler looks twice: the folder came in between
+        infos = filesystem.get_file_info(selector)
+    if not infos:
+        exists(filesystem, folder)  # fsspec's shows nothing, too, of what it cannot reach; this raises
+    return [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
+
+
+def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
+    """The bytes of a small file; None when there is none."""
+    for _ in range(2):
+        try:
+            with filesystem.open_input_stream(path) as stream:
+                return bytes(stream.read())
+        except FileNotFoundError:
+            if not exists(filesystem, path):  # which raises; fsspec says so, too, of what it cannot reach
+                return None
+    raise OSError(f"{path} is there, and cannot be read")
+
+
+def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """Deletes a file, also while somebody else does the same."""
+    try:
+        filesystem.delete_file(path)
+    except OSError:
+        if exists(filesystem, path):
+            raise
+
+
+def move(filesystem: pyarrow.fs.FileSystem, source: str, destination: str) -> None:
+    """Moves a file or a folder to where nothing is. HDFS says nothing, to some, when it has not."""
+    try:
+        filesystem.move(source, destination)
+    except RuntimeError as error:  # fsspec's, for what the server says
+        raise OSError(str(error)) from error
+    if not is_local(filesystem) and (exists(filesystem, source) or not exists(filesystem, destination)):
+        raise OSError(f"{source} could not be renamed to {destination}")
+
+
+def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
+    """A small file that is there with all of its bytes, or not: on object stores a write does that, elsewhere a rename."""
+    if is_store(filesystem):
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+        return
+    temporary = f"{path}.{uuid.uuid4().hex}"
+    with filesystem.open_output_stream(temporary) as stream:
+        stream.write(data)
+    if is_local(filesystem):
+        sync(temporary)
+    try:
+        move(filesystem, temporary, path)
+    except OSError:
+        if not exists(filesystem, path):
+            raise
+        remove_file(filesystem, temporary)  # HDFS puts nothing in the place of a file
+    if is_local(filesystem):
+        sync(posixpath.dirname(path) or ".")
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """What is written of a local file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
