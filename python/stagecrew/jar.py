@@ -11,9 +11,9 @@ from urllib.parse import unquote, urlsplit
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
-from stagecrew.errors import JarMissing
+from stagecrew.errors import ConfigurationError, JarMissing
 
-__all__ = ["SPARK_LINE", "jar_path", "joined", "spark_conf"]
+__all__ = ["SPARK_LINE", "found_spark_submit", "jar_path", "joined", "spark_conf"]
 
 #: The Spark that the jar is built for, as major.minor.
 SPARK_LINE: Final = "4.3"
@@ -30,6 +30,24 @@ def jar_path() -> str:
             f"stagecrew`), or run `make jar` in a checkout"
         )
     return str(jars[0])
+
+
+def found_spark_submit() -> str:
+    """The spark-submit of SPARK_HOME, else of the PySpark that is installed here. Raises `ConfigurationError`."""
+    home = os.environ.get("SPARK_HOME")
+    if home is None:
+        import importlib.util
+
+        spec = importlib.util.find_spec("pyspark")
+        if spec is None or spec.origin is None:
+            raise ConfigurationError(
+                "this needs spark-submit: install PySpark here (pip install 'stagecrew[spark]'), or set SPARK_HOME"
+            )
+        home = str(Path(spec.origin).parent)
+    program = str(Path(home) / "bin" / "spark-submit")
+    if not os.access(program, os.X_OK):
+        raise ConfigurationError(f"{program} is no program here: install PySpark, or set SPARK_HOME right")
+    return program
 
 
 def spark_conf(

@@ -8,7 +8,7 @@ import pyarrow.fs
 import pytest
 
 from modelstore import ModelServer
-from stagecrew.errors import CommitUnknown, JobError, LeadershipLost, StoreUnavailable
+from stagecrew.errors import CommitUnknown, ConfigurationError, JobError, LeadershipLost, StoreUnavailable
 from stagecrew.recovery import driver
 from stagecrew.recovery.driver import Launcher
 from stagecrew.recovery.election import HOLDER, TERM
@@ -98,10 +98,12 @@ def test_a_jvm_that_is_gone(monkeypatch):
 def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
     """A job's configuration is on no command line: it lies in a file of this user's alone, and is deleted with the run."""
     argv = tmp_path / "argv"
-    submit = tmp_path / "spark-submit"
+    submit = tmp_path / "bin" / "spark-submit"
+    submit.parent.mkdir()
     submit.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {argv}\nsleep 60\n')
     submit.chmod(0o755)
-    launcher = Launcher("sqlite:///x", "s3://key:s3cret@bucket", tmp_path / "work", str(submit))
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    launcher = Launcher("sqlite:///x", "s3://key:s3cret@bucket", tmp_path / "work")
     spec = JobSpec("job.py", (), {"spark.password": "s3cret = ü#!\\"}, {"etl.py": b"x = 1"}, b"print(1)")
     process = launcher.start(launcher.prepare(spec, "a/b"), Run("a/b", 3, 5), 2, finish=False)
     try:
@@ -133,19 +135,20 @@ def test_the_jobs_own_plugins_stay():
     assert driver._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
 
 
-def test_files_that_cannot_be_written(tmp_path):
+def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     """A work folder that is full or no folder is an error that names it, and leaves nothing; so is a spark-submit that is not there."""
     (tmp_path / "work").write_text("a file")
-    launcher = Launcher("sqlite:///x", "/y", tmp_path / "work", "/bin/true")
+    launcher = Launcher("sqlite:///x", "/y", tmp_path / "work")
     with pytest.raises(JobError, match="cannot be written into"):
         launcher.prepare(JobSpec("a.py"), "job")
-    launcher = Launcher("sqlite:///x", "/y", tmp_path / "other", "/bin/true")
+    launcher = Launcher("sqlite:///x", "/y", tmp_path / "other")
     with pytest.raises(JobError, match="cannot be written into"):
         launcher.prepare(JobSpec("a.py", (), {}, {"x" * 300: b""}), "..")
     assert list(tmp_path.rglob("run-*")) == []
     assert launcher.prepare(JobSpec("a.py"), "..").parent.parent == tmp_path / "other"
-    with pytest.raises(JobError, match="no program here"):
-        Launcher("sqlite:///x", "/y", tmp_path, str(tmp_path / "absent"))
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path / "absent"))
+    with pytest.raises(ConfigurationError, match="no program here"):
+        Launcher("sqlite:///x", "/y", tmp_path)
 
 
 def test_what_is_no_fault_of_a_job():

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLost, StagecrewError, StoreConflict
 from stagecrew.files import quoted
+from stagecrew.jar import found_spark_submit
 from stagecrew.recovery.contender import Contender, Leadership
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Run
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec
@@ -86,14 +87,10 @@ class Launcher:
     secret is on a command line.
     """
 
-    def __init__(self, store: str, state: str, work: Path, spark_submit: str | None = None) -> None:
+    def __init__(self, store: str, state: str, work: Path) -> None:
         self._environment = {"STAGECREW_STORE": store, "STAGECREW_STATE": state}
         self._work = work
-        self._spark_submit = spark_submit or found_spark_submit()
-        if not os.access(self._spark_submit, os.X_OK):
-            raise JobError(
-                f"jobs are run by {self._spark_submit}, which is no program here: install PySpark, or set SPARK_HOME"
-            )
+        self._spark_submit = found_spark_submit()
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
         """Writes a job's files for a run into a folder of its own, which `start` takes. Raises `JobError` when it cannot."""
@@ -142,21 +139,6 @@ class Launcher:
             )  # fmt: skip
         _log.info("job %r: run %d begins as process %d; its output: %s", run.job, run.number, popen.pid, log)
         return Process(run, popen, folder, finish)
-
-
-def found_spark_submit() -> str:
-    """The spark-submit of SPARK_HOME, else of the PySpark that is installed here."""
-    home = os.environ.get("SPARK_HOME")
-    if home is None:
-        import importlib.util
-
-        spec = importlib.util.find_spec("pyspark")
-        if spec is None or spec.origin is None:
-            raise JobError(
-                "jobs are run by spark-submit: install PySpark here (pip install 'stagecrew[spark]'), or set SPARK_HOME"
-            )
-        home = str(Path(spec.origin).parent)
-    return str(Path(home) / "bin" / "spark-submit")
 
 
 def _properties(spec: JobSpec) -> dict[str, str]:
