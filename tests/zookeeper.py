@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import itertools
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pyspark
 
 from crewtools import eventually
 
-__all__ = ["Proxy", "Server", "ensemble", "zookeeper"]
+__all__ = ["Proxy", "Server", "ensemble", "tls_zookeeper", "zookeeper"]
 
 _JARS = Path(pyspark.__file__).parent / "jars"
 _NEEDED = ("zookeeper-", "slf4j-api", "log4j-", "metrics-core", "snappy", "netty-")
@@ -97,6 +98,44 @@ def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceS
     finally:
         server.kill()
         shutil.rmtree(folder)
+
+
+def _certificates(folder):
+    """A key and a certificate for this host, that is its own authority."""
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "crew")])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "key.pem").write_bytes(private)
+    (folder / "ca.pem").write_bytes(certificate.public_bytes(pem))
+    (folder / "both.pem").write_bytes(private + certificate.public_bytes(pem))
+
+
+@contextlib.contextmanager
+def tls_zookeeper(folder: Path) -> Iterator[int]:
+    """A server that speaks TLS at this port with who has `key.pem` and `ca.pem`, which are in the folder then."""
+    _certificates(folder)
+    (port,) = _free_ports(1)
+    with zookeeper(
+        f"secureClientPort={port}", "secureClientPortAddress=127.0.0.1", f"ssl.keyStore.location={folder}/both.pem",
+        "ssl.keyStore.type=PEM", f"ssl.trustStore.location={folder}/ca.pem", "ssl.trustStore.type=PEM",
+        "ssl.clientHostnameVerification=false",
+        properties=("-Dzookeeper.serverCnxnFactory=org.apache.zookeeper.server.NettyServerCnxnFactory",),
+    ):  # fmt: skip
+        yield port
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pickle
 import signal
-import textwrap
 import time
 import uuid
 
@@ -13,139 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from crewtools import alive, standalone_cluster
+from hajobs import job_of, lines
 from haprocesses import QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
-
-MODULE = textwrap.dedent(
-    '''
-    import os, pathlib, time
-    import stagecrew
-
-    def mark(folder, name):
-        with open(f"{folder}/{name}", "a") as file:
-            file.write(f"{stagecrew.current_job().attempt}\\n")
-
-    def wait_for(folder, name):
-        due = time.monotonic() + 120
-        while not os.path.exists(f"{folder}/{name}"):
-            assert time.monotonic() < due, name
-            time.sleep(0.02)
-
-    def steps(folder, count):
-        """Each step marks that it runs, and the last waits to be let go."""
-        job = stagecrew.current_job()
-        def body(number):
-            mark(folder, f"step-{number}")
-            if os.path.exists(f"{folder}/hold-{number}"):
-                wait_for(folder, f"go-{number}")
-            return number * 10
-        return sum(job.step(f"step-{number}", lambda: body(number)) for number in range(int(count)))
-
-    def committing(folder):
-        """Writes rows in a commit, in a job of Spark; waits before and behind it to be let go."""
-        from pyspark.sql import SparkSession
-        from stagecrew.operators.sinks import ParquetSink
-        job = stagecrew.current_job()
-        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
-        def write():
-            with stagecrew.crew(spark).topology("load") as topology:
-                mark(folder, "writes")
-                rows = spark.range(100)
-                if job.attempt == 1 and os.path.exists(f"{folder}/hold-task"):
-                    def slow(batches):
-                        wait_for(folder, "go-task")
-                        yield from batches
-                    rows = rows.mapInArrow(slow, "id long")
-                return topology.commit(rows, ParquetSink(f"{folder}/table")).rows
-        written = job.step("write", write)
-        mark(folder, "written")
-        if os.path.exists(f"{folder}/hold-end"):
-            wait_for(folder, "go-end")
-        return written
-
-    class Counter(stagecrew.Coordinator):
-        """Hands out numbers, one after the other."""
-        def __init__(self, context):
-            super().__init__(context)
-            self.count = 0
-        def handle_request(self, evaluation, request):
-            self.count += 1
-            return self.count
-        def checkpoint(self, checkpoint_id):
-            return str(self.count).encode()
-        def reset_to_checkpoint(self, checkpoint_id, state):
-            self.count = int(state or b"0")
-
-    def counting(folder):
-        """Three actions, each of which gets ten numbers of one coordinator, and one that was bound in the second step."""
-        from pyspark.sql import SparkSession
-        job = stagecrew.current_job()
-        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
-        def ask(gateway, batches):
-            import pyarrow as pa
-            for batch in batches:
-                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
-        found = []
-        with stagecrew.crew(spark).topology("numbers") as topology:
-            counter = topology.coordinate("counter", Counter)
-            numbers = counter.map(spark.range(0, 10, 1, 1), ask, "n long")
-            def action(number):
-                mark(folder, f"action-{number}")
-                rows = sorted(row.n for row in numbers.collect())
-                if number == 1:
-                    rows += sorted(row.n for row in counter.map(spark.range(0, 3, 1, 1), ask, "n long").collect())
-                if os.path.exists(f"{folder}/hold-{number}"):
-                    wait_for(folder, f"go-{number}")
-                return rows
-            for number in range(3):
-                found.append(job.step(f"action-{number}", lambda: action(number)))
-                mark(folder, f"behind-{number}")
-                if os.path.exists(f"{folder}/hold-behind-{number}"):
-                    wait_for(folder, f"go-behind-{number}")
-        return found
-
-    def streaming(folder):
-        """A query of three batches, whose tasks get their numbers of one coordinator."""
-        from pyspark.sql import SparkSession
-        job = stagecrew.current_job()
-        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
-        def ask(gateway, batches):
-            import pyarrow as pa
-            for batch in batches:
-                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
-        found = {}
-        with stagecrew.crew(spark).topology("numbers") as topology:
-            counter = topology.coordinate("counter", Counter)
-            lines = spark.readStream.option("maxFilesPerTrigger", 1).text(f"{folder}/input")
-            def load(rows, batch_id):
-                def body():
-                    mark(folder, f"batch-{batch_id}")
-                    numbers = sorted(row.n for row in rows.collect())
-                    if os.path.exists(f"{folder}/hold-{batch_id}"):
-                        wait_for(folder, f"go-{batch_id}")
-                    return numbers
-                found[batch_id] = job.batch("load", batch_id, body)
-            query = (
-                counter.map(lines.coalesce(1), ask, "n long").writeStream.trigger(availableNow=True)
-                .option("checkpointLocation", f"{folder}/checkpoint").foreachBatch(topology.wrap(load)).start()
-            )
-            query.awaitTermination()
-        return found
-
-    def fails(folder):
-        mark(folder, "failed")
-        raise ValueError("no such day")
-
-    def dies(folder):
-        mark(folder, "died")
-        os._exit(9)
-
-    def unpicklable(folder):
-        return (one for one in ())
-    '''
-)
-
 
 ODD = "a = b: c # d ! \\ é € 𝄞"
 SCRIPT = f"""
@@ -164,26 +34,6 @@ def drivers(tmp_path):
     """Over SQLite, with a folder that jobs write to."""
     with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
-
-
-def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
-    """A job of this file's module, which lies nowhere but in the job."""
-    path = drivers.folder / "ha_jobs.py"
-    path.write_text(MODULE)
-    spec = JobSpec.of_function(
-        f"ha_jobs:{function}",
-        {"folder": str(drivers.folder / "out"), **arguments},
-        QUICK | dict(conf),
-        [path],
-        max_attempts,
-    )
-    path.unlink()
-    return spec
-
-
-def lines(drivers, name):
-    path = drivers.folder / "out" / name
-    return path.read_text().split() if path.exists() else []
 
 
 def test_a_leader_that_is_killed(drivers):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime as dt
 import itertools
 import random
 import ssl
@@ -33,7 +32,7 @@ from stagecrew.errors import (
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.zookeeper import FORMAT, ZooKeeperStore
-from zookeeper import Proxy, ensemble
+from zookeeper import Proxy, ensemble, tls_zookeeper
 from zookeeper import zookeeper as started
 
 TIMEOUT = 4
@@ -459,41 +458,8 @@ def test_a_server_that_is_killed_and_started_again_ends_no_session_that_is_back_
         assert not store.suspended
 
 
-def certificates(folder):
-    """A key and a certificate for this host, that is its own authority."""
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "crew")])
-    now = dt.datetime.now(dt.UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(x509.random_serial_number()).not_valid_before(now).not_valid_after(now + dt.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True).sign(key, hashes.SHA256())
-    )  # fmt: skip
-    pem = serialization.Encoding.PEM
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "key.pem").write_bytes(private)
-    (folder / "ca.pem").write_bytes(certificate.public_bytes(pem))
-    (folder / "both.pem").write_bytes(private + certificate.public_bytes(pem))
-
-
 def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
-    certificates(tmp_path)
-    from zookeeper import _free_ports
-
-    (port,) = _free_ports(1)
-    netty = "-Dzookeeper.serverCnxnFactory=org.apache.zookeeper.server.NettyServerCnxnFactory"
-    with started(
-        f"secureClientPort={port}", "secureClientPortAddress=127.0.0.1", f"ssl.keyStore.location={tmp_path}/both.pem",
-        "ssl.keyStore.type=PEM", f"ssl.trustStore.location={tmp_path}/ca.pem", "ssl.trustStore.type=PEM",
-        "ssl.clientHostnameVerification=false", properties=(netty,),
-    ):  # fmt: skip
+    with tls_zookeeper(tmp_path) as port:
         url = f"zookeeper://127.0.0.1:{port}{chroot}?timeout=4&"
         with contextlib.closing(
             open_store(f"{url}ca={tmp_path}/ca.pem&certfile={tmp_path}/ca.pem&keyfile={tmp_path}/key.pem", {})
