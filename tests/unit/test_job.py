@@ -8,6 +8,7 @@ import pytest
 from modelstore import ModelServer
 from stagecrew.errors import JobError, JobStepReused, PossiblyInconsistentError, RecoveryMisused, StateStorageError
 from stagecrew.recovery import job as job_module
+from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
 from stagecrew.recovery.storage import StateStorage
@@ -231,7 +232,7 @@ def test_a_job_that_has_ended_commits_nothing(place):
 
 def test_a_lost_answer_is_asked_for_again(place, monkeypatch):
     """A step whose write nobody knows the outcome of is written again, once in all, and not run again."""
-    monkeypatch.setattr(job_module, "_AGAIN", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     faults, runs = ["before", "after"], []
 
     def fault(session, operations, moment):
@@ -246,19 +247,19 @@ def test_a_lost_answer_is_asked_for_again(place, monkeypatch):
 
 def test_a_full_storage_is_waited_for(place, monkeypatch):
     """A result that cannot be stored is tried again, and the step is not run again for it; behind the patience it is an error."""
-    writes, runs = [], []
+    tried, runs = [], []
     real = StateStorage.write
 
     def full(self, *arguments):
-        writes.append(1)
-        if len(writes) < 3:
+        tried.append(1)
+        if len(tried) < 3:
             raise StateStorageError("no space left on device")
         return real(self, *arguments)
 
     monkeypatch.setattr(StateStorage, "write", full)
-    monkeypatch.setattr(job_module, "_AGAIN", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     assert place.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
-    assert (len(writes), len(runs)) == (3, 1)
+    assert (len(tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
     with pytest.raises(StateStorageError, match="no space"):
         place.run().step("b", lambda: 1)

@@ -22,7 +22,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
-from stagecrew.recovery.writes import repeated
+from stagecrew.recovery.writes import patient
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Committer
@@ -37,11 +37,12 @@ _log = logging.getLogger("stagecrew")
 class StoredDecisions:
     """`Decisions` in a state handle store. With each record lies its sink: recovery goes forward from the record alone.
 
-    A sink is pickled: its passwords lie in the state storage, for the user of the drivers alone to read.
+    A sink is pickled: its passwords lie in the state storage, for the user of the drivers alone to read. A write waits `patience`
+    seconds for a storage and a store that are away or full.
     """
 
-    def __init__(self, handles: StateHandleStore, sink: Committer) -> None:
-        self._handles, self._sink = handles, sink
+    def __init__(self, handles: StateHandleStore, sink: Committer, patience: float = 0.0) -> None:
+        self._handles, self._sink, self._patience = handles, sink, patience
 
     def read(self, key: str) -> tuple[int, Record] | None:
         """See `Decisions`."""
@@ -61,11 +62,12 @@ class StoredDecisions:
         state = self._handles.prepare(
             json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
         )
+        waits = f"commit {key!r} waits for its record to be stored"
         try:
             if version == 0:
-                repeated(lambda: self._handles.add(key, state))
+                patient(lambda: self._handles.add(key, state), waits, self._patience)
             else:
-                repeated(lambda: self._handles.replace(key, version - 1, state))
+                patient(lambda: self._handles.replace(key, version - 1, state), waits, self._patience)
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):
@@ -85,7 +87,7 @@ def is_over(handles: StateHandleStore, name: str) -> bool:
     return json.loads(handles.get(name).data)["record"]["state"] in OVER
 
 
-def finish_commits(handles: StateHandleStore, ending: bool) -> None:
+def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.0) -> None:
     """Goes forward with every commit of a job that is decided, from its record alone. `ending`: what is not decided is aborted.
 
     Raises `CommitPending` and what else a commit raises that could not be done; the others are done first.
@@ -93,7 +95,7 @@ def finish_commits(handles: StateHandleStore, ending: bool) -> None:
     failed: Exception | None = None
     for name in handles.names():
         try:
-            _finish(handles, name, ending)
+            _finish(handles, name, ending, patience)
         except CommitFailed as error:
             _log.warning("commit %r, which was decided, can never be done: %s", name, error)
         except Exception as error:
@@ -103,9 +105,9 @@ def finish_commits(handles: StateHandleStore, ending: bool) -> None:
         raise failed
 
 
-def _finish(handles: StateHandleStore, name: str, ending: bool) -> None:
+def _finish(handles: StateHandleStore, name: str, ending: bool, patience: float) -> None:
     stored: dict[str, Any] = json.loads(handles.get(name).data)
     sink = pickle.loads(base64.b64decode(stored["sink"]))
-    decisions = StoredDecisions(handles, sink)
+    decisions = StoredDecisions(handles, sink, patience)
     if not resume(sink, decisions, name) and ending:
         abandon(sink, decisions, name)

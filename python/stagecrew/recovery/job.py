@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -15,13 +14,10 @@ from stagecrew.errors import (
     HandleMissing,
     JobError,
     JobStepReused,
-    PossiblyInconsistentError,
     RecoveryMisused,
-    StateStorageError,
-    StoreRefused,
-    StoreUnavailable,
 )
 from stagecrew.recovery.decisions import StoredDecisions, is_over
+from stagecrew.recovery.writes import PATIENCE, patient
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
@@ -34,9 +30,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("stagecrew")
 
-#: How long a step waits for its result to be stored, in seconds, and how often it tries.
-_PATIENCE: Final = 600.0
-_AGAIN: Final = 2.0
 #: How long the states of coordinators may take, in seconds.
 _CHECKPOINT: Final = 30.0
 
@@ -68,7 +61,7 @@ class Job:
     """
 
     def __init__(
-        self, id_: str, attempt: int, steps: StateHandleStore, commits: StateHandleStore, patience: float = _PATIENCE
+        self, id_: str, attempt: int, steps: StateHandleStore, commits: StateHandleStore, patience: float = PATIENCE
     ) -> None:
         self.id, self.attempt = id_, attempt
         self._steps, self._commits, self._patience = steps, commits, patience
@@ -155,7 +148,7 @@ class Job:
 
     def decisions(self, sink: Committer) -> StoredDecisions:
         """Where what is decided about this sink's commits is kept."""
-        return StoredDecisions(self._commits, sink)
+        return StoredDecisions(self._commits, sink, self._patience)
 
     def end(self) -> None:
         """The job's code has returned, or raised: nothing more is committed for it."""
@@ -215,20 +208,9 @@ class Job:
             data = bytes(cloudpickle.dumps((value, self._checkpoints(key))))  # type: ignore[no-untyped-call]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise JobError(f"the result of step {key!r} of job {self.id!r} cannot be pickled: {error}") from error
-        due = time.monotonic() + self._patience
         state = self._steps.prepare(data)
-        while True:
-            try:
-                self._steps.add(key, state)
-                return
-            except (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError) as error:
-                # Nothing was written; or nobody knows, and then the same write again is done once.
-                if time.monotonic() > due:
-                    raise
-                _log.warning(
-                    "step %r of job %r is done, and waits for its result to be stored: %s", key, self.id, error
-                )
-                time.sleep(_AGAIN)
+        waits = f"step {key!r} of job {self.id!r} is done, and waits for its result to be stored"
+        patient(lambda: self._steps.add(key, state), waits, self._patience)
 
     def _checkpoints(self, key: str) -> dict[str, bytes]:
         """The states of the coordinators of all topologies that this thread is in, by name."""

@@ -29,7 +29,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check, Create, Replace, Store, segment, text_of
 from stagecrew.recovery.sweep import Report, sweep
-from stagecrew.recovery.writes import repeated
+from stagecrew.recovery.writes import patient, repeated
 
 if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
@@ -355,11 +355,15 @@ class Jobs:
         assert version is not None
         return version
 
-    def finish(self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result) -> None:
-        """Stores how a job ended, and that it has: one transaction."""
+    def finish(
+        self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, patience: float = 0.0
+    ) -> None:
+        """Stores how a job ended, and that it has: one transaction. Waits so many seconds for storage and store."""
         record, version = known
         finished = record.finished(state, result.reason, self._clock())
-        self._results.add(job, result.to_bytes(), also=(Replace(key_of(job), finished.to_bytes(), version),))
+        prepared, also = self._results.prepare(result.to_bytes()), (Replace(key_of(job), finished.to_bytes(), version),)
+        waits = f"job {job!r} is done, and waits for its result to be stored"
+        patient(lambda: self._results.add(job, prepared, also), waits, patience)
 
     def _record(self, job: str, data: bytes) -> JobRecord:
         try:

@@ -40,6 +40,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec, on_path
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
+from stagecrew.recovery.writes import PATIENCE
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store
@@ -192,7 +193,7 @@ def carry_out(claimed: Claimed, finish: bool, call: Callable[[JobSpec], Any], lo
     """
     run, jobs = claimed.run, claimed.jobs
     known = jobs.read(run.job)
-    finish_commits(jobs.below(run.job, "commits"), ending=finish)
+    finish_commits(jobs.below(run.job, "commits"), ending=finish, patience=PATIENCE)
     if finish:
         result = Result(str(known[0].outcome), known[0].reason)
     else:
@@ -214,8 +215,8 @@ def carry_out(claimed: Claimed, finish: bool, call: Callable[[JobSpec], Any], lo
         # What threads of the job still do from now on decides nothing: the claim has moved on.
         claimed.renew()
         jobs = claimed.jobs
-        finish_commits(jobs.below(run.job, "commits"), ending=True)
-    jobs.finish(run.job, known, JobState(result.state), result)
+        finish_commits(jobs.below(run.job, "commits"), ending=True, patience=PATIENCE)
+    jobs.finish(run.job, known, JobState(result.state), result, PATIENCE)
     return True
 
 

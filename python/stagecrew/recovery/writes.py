@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,18 @@ from stagecrew.files import quoted
 from stagecrew.recovery.storage import Reference, StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Operation, Replace, Store
 
-__all__ = ["GENERATION", "Generation", "Prepared", "Writes", "generation", "packed", "repeated", "unpacked"]
+__all__ = [
+    "GENERATION",
+    "PATIENCE",
+    "Generation",
+    "Prepared",
+    "Writes",
+    "generation",
+    "packed",
+    "patient",
+    "repeated",
+    "unpacked",
+]
 
 _log = logging.getLogger("stagecrew")
 
@@ -42,6 +54,9 @@ _FORMAT: Final = 1
 TRIES: Final = 20
 #: How often a write is asked for whose outcome nobody knows.
 _AGAIN: Final = 3
+#: How long what a run has done waits to be stored, in seconds, and how often that is tried.
+PATIENCE: Final = 600.0
+_PAUSE: Final = 2.0
 #: After these, the transaction was not done.
 _DEFINITE: Final = (StoreUnavailable, SessionLost, StoreRefused, StoreUnsupported, LeadershipLost, RecoveryMisused)
 
@@ -118,6 +133,20 @@ def repeated(write: Callable[[], Any]) -> Any:
             if not left:
                 raise
     raise AssertionError
+
+
+def patient(write: Callable[[], Any], waits: str, seconds: float) -> Any:
+    """`repeated`, and again while storage or store are away or full, for so long; `waits` says in the log what waits for what."""
+    due = time.monotonic() + seconds
+    while True:
+        try:
+            return repeated(write)
+        except (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError) as error:
+            # Nothing was written; or nobody knows, and then the same write again is done once.
+            if time.monotonic() >= due:
+                raise
+            _log.warning("%s: %s", waits, error)
+            time.sleep(_PAUSE)
 
 
 class Prepared:
