@@ -54,6 +54,12 @@ MODULE = textwrap.dedent(
             wait_for(folder, "go-end")
         return written
 
+    def ending(folder):
+        """Has no step, and waits to be let go."""
+        mark(folder, "ending")
+        wait_for(folder, "go-ending")
+        return 7
+
     def storing(folder):
         """Commits rows in a step, without Spark; what is done is marked."""
         import pyarrow as pa

@@ -63,6 +63,11 @@ class Server:
             )  # fmt: skip
         self.pid = self._process.pid
 
+    @property
+    def alive(self):
+        """Whether it was started, and not killed."""
+        return self._process is not None
+
     def serving(self):
         """What the server says of itself: its mode is in there when it serves."""
         assert self._process is not None

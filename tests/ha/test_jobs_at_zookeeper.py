@@ -1,0 +1,194 @@
+"""Jobs over ZooKeeper whose servers die, and whose network stands still for a driver, a run, or both; and over TLS."""
+
+import json
+import os
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+import pytest
+
+from commands import command
+from crewtools import alive
+from hajobs import MODULE, job_of, lines
+from haprocesses import FAULT_POINTS, QUICK, campaign, until
+from zookeeper import Proxy, ensemble, tls_zookeeper
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+#: Of a session, in seconds.
+TIMEOUT = 4
+#: What a loaded machine may add.
+SLACK = 4
+
+
+def rows_once(drivers):
+    assert sorted(pq.read_table(drivers.folder / "out" / "table")["id"].to_pylist()) == list(range(100))
+
+
+def process(drivers):
+    """Who runs the job; None when nobody has a session for that."""
+    with drivers.jobs() as jobs:
+        return jobs.process("job")
+
+
+def serving(servers):
+    """The server that leads the others, when two at least serve."""
+    modes = {server: server.serving() for server in servers if server.alive}
+    leading = [server for server, said in modes.items() if "Mode: leader" in said]
+    return leading[0] if leading and sum("Mode:" in said for said in modes.values()) > 1 else None
+
+
+def test_the_leading_server_of_an_ensemble_is_killed(tmp_path):
+    """Twice, while jobs run: drivers go on, finished steps are kept, rows are there once, and only a change of leadership costs a run."""
+    with ensemble() as servers:
+        hosts = ",".join(server.hosts for server in servers)
+        with campaign(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
+            out = tmp_path / "out"
+            for name in ("hold-1", "hold-2", "hold-stage"):
+                (out / name).touch()
+            pair = [drivers.start(), drivers.start()]
+            drivers.submit(job_of("steps", drivers, count=4), "steps")
+            drivers.submit(job_of("storing", drivers), "rows")
+            until(lambda: lines(drivers, "stages"), "the job stages")
+            for number in (1, 2):
+                until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
+                killed = until(lambda: serving(servers), "a server leads")
+                killed.kill()
+                until(lambda: serving(servers), "another leads")
+                (out / f"go-{number}").touch()
+                until(
+                    lambda number=number: lines(drivers, f"step-{number + 1}"), f"the job goes on behind step {number}"
+                )
+                killed.start()
+                killed.wait()
+            (out / "go-stage").touch()
+            assert drivers.result("steps").value() == 60
+            assert drivers.result("rows").value() == 100
+            rows_once(drivers)
+            assert [driver.poll() for driver in pair] == [None, None]
+            with drivers.jobs() as jobs:
+                term = jobs.leader().term
+            for job in ("steps", "rows"):
+                assert drivers.record(job).run <= term
+            assert lines(drivers, "step-0") == ["1"]
+            for number in (1, 2, 3):
+                runs = lines(drivers, f"step-{number}")
+                assert runs == sorted(set(runs), key=int)
+            assert len(lines(drivers, "step-3")) == 1
+            print("runs", drivers.record("steps").run, drivers.record("rows").run, "term", term)
+            drivers.nothing_left("steps", "rows")
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["waits", "commits"])
+@pytest.mark.parametrize("cut", ["both", "driver", "run"])
+def test_cut_off(zookeeper, tmp_path, cut, goes_on):
+    """A leader, its run, or both hear nothing of ZooKeeper any more: the run ends itself in time and commits nothing, also when it comes
+    to its commit meanwhile; another ends the job; who was cut off stands by again when the network heals."""
+    path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
+    direct = f"zookeeper://{zookeeper.hosts}/{path}"
+    out = tmp_path / "out"
+    with Proxy(zookeeper.port) as proxy, campaign(direct, tmp_path) as drivers:
+        (out / "hold-stage").touch()
+        behind = f"zookeeper://{proxy.hosts}/{path}"
+        store = direct if cut == "run" else behind
+        run_store = direct if cut == "driver" else behind
+        first = drivers.start(store=store, STAGECREW_TEST_RUN_STORE=run_store, PYTHONPATH=str(FAULT_POINTS))
+        assert drivers.leader() is first
+        second = drivers.start()
+        drivers.submit(job_of("storing", drivers), "job")
+        until(lambda: lines(drivers, "stages"), "the job stages")
+        orphan = drivers.process("job")
+        proxy.hold("to", "from")
+        begun = time.monotonic()
+        if goes_on and cut != "driver":
+            (out / "go-stage").touch()
+        until(lambda: not alive(orphan), "the run has ended itself")
+        assert time.monotonic() - begun < TIMEOUT + SLACK
+        assert not (out / "table").exists()
+        if cut == "run":
+            until(lambda: process(drivers) is None, "its session ends")
+            proxy.heal()  # the next one comes the same way
+        until(lambda: len(lines(drivers, "stages")) == 2, "the next run stages")
+        proxy.heal()
+        (out / "go-stage").touch()
+        assert drivers.result("job").value() == 100
+        rows_once(drivers)
+        stages = lines(drivers, "stages")
+        assert (len(stages), stages[0], stages[1:]) == (2, "1", lines(drivers, "written"))
+        assert drivers.record("job").run == 2 or cut == "run"  # which may have tried before it was healed
+        assert drivers.leader() is (first if cut == "run" else second)
+        with drivers.jobs() as jobs:
+            assert jobs.leader().term == (1 if cut == "run" else 2)
+        assert [driver.poll() for driver in (first, second)] == [None, None]
+        drivers.nothing_left("job")
+        # The other ends, and the one that was cut off leads, and runs jobs.
+        second.terminate()
+        assert second.wait(60) == 0
+        drivers.running.remove(second)
+        assert drivers.leader() is first
+        (out / "go-ending").touch()
+        drivers.submit(job_of("ending", drivers), "next")
+        assert drivers.result("next").value() == 7
+        drivers.nothing_left("job", "next")
+
+
+def test_a_run_that_is_stopped(zookeeper, tmp_path):
+    """A run alone is stopped past its session, and comes back: it ends itself and has committed nothing; the same leader begins the next."""
+    out = tmp_path / "out"
+    with campaign(f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path) as drivers:
+        (out / "hold-stage").touch()
+        drivers.start()
+        drivers.submit(job_of("storing", drivers), "job")
+        until(lambda: lines(drivers, "stages"), "the job stages")
+        run = drivers.process("job")
+        os.kill(run, signal.SIGSTOP)
+        until(lambda: process(drivers) is None, "its session ends")
+        (out / "go-stage").touch()
+        os.kill(run, signal.SIGCONT)
+        until(lambda: not alive(run), "it ends itself")
+        assert drivers.result("job").value() == 100
+        rows_once(drivers)
+        assert [lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
+        with drivers.jobs() as jobs:
+            assert jobs.leader().term == 1
+        drivers.nothing_left("job")
+
+
+def test_over_tls(tmp_path, monkeypatch):
+    """With certificates and credentials of the environment a job is submitted, run and asked for over TLS; its secret is in no command
+    line and no log, and without it nothing is told."""
+    secret = "crew:s3cret"
+    monkeypatch.setenv("STAGECREW_STORE_CREDENTIALS", secret)
+    (tmp_path / "tls").mkdir()
+    files = "&".join(f"{name}={tmp_path}/tls/{file}.pem" for name, file in {"ca": "ca", "certfile": "ca", "keyfile": "key"}.items())  # fmt: skip
+    with tls_zookeeper(tmp_path / "tls") as port:
+        with campaign(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
+            (tmp_path / "out" / "hold-stage").touch()
+            driver = drivers.start()
+            (tmp_path / "ha_jobs.py").write_text(MODULE)
+            places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
+            conf = [word for key, value in QUICK.items() for word in ("--conf", f"{key}={value}")]
+            words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
+            submitted = command(*words, cwd=tmp_path, **places)
+            assert (submitted.returncode, submitted.stdout) == (0, "job\n"), submitted.stderr
+            until(lambda: lines(drivers, "stages"), "the job stages")
+            tree = [driver.pid, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
+            assert process(drivers)["pid"] in tree
+            for pid in filter(alive, tree):
+                assert b"s3cret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            for other in ("crew:wrong", ""):
+                asked = command("result", "job", **places | {"STAGECREW_STORE_CREDENTIALS": other})
+                assert (asked.returncode, asked.stdout) == (1, "")
+                assert "STAGECREW_STORE_CREDENTIALS" in asked.stderr, asked.stderr
+            (tmp_path / "out" / "go-stage").touch()
+            answered = command("result", "job", "--wait", "--timeout", "120", "--json", **places)
+            assert answered.returncode == 0, answered.stderr
+            assert (json.loads(answered.stdout)["value"], json.loads(answered.stdout)["run"]) == (100, 1)
+            rows_once(drivers)
+            drivers.nothing_left("job")
+        for log in [*tmp_path.glob("driver-*.log"), *tmp_path.glob("work-*/job/*.log")]:
+            assert "s3cret" not in log.read_text()
