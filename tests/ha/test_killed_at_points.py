@@ -1,6 +1,7 @@
 """Submitters, drivers and runs that are killed at named points of what they write, as real processes over a real store."""
 
 import signal
+import uuid
 
 import pyarrow.parquet as pq
 import pytest
@@ -89,8 +90,12 @@ def ended(drivers, mark, state="succeeded"):
 
 
 @pytest.fixture
-def drivers(tmp_path):
-    with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
+def drivers(request, tmp_path):
+    """Over SQLite, if it is not said otherwise."""
+    url = f"sqlite://{tmp_path}/jobs.db"
+    if getattr(request, "param", "sqlite") == "zookeeper":
+        url = f"zookeeper://{request.getfixturevalue('zookeeper').hosts}/points-{uuid.uuid4().hex}?timeout=4"
+    with campaign(url, tmp_path) as found:
         yield found
 
 
@@ -126,6 +131,7 @@ def test_a_driver_that_is_killed(drivers, mark, what):
 
 
 @each({name: RUN[name] for name in ("decided, not done", "claimed for the end", "no byte of the result", "the bytes of the result", "the result")})  # fmt: skip
+@pytest.mark.parametrize("drivers", ["sqlite", "zookeeper"], indirect=True)
 def test_a_leader_that_is_killed_while_a_run_ends(drivers, mark, what):
     """The leader dies while its job's process is there, which lives: whichever of that one and the next run ends the job, one does."""
     _, *where = what

@@ -17,6 +17,7 @@ from stagecrew.errors import (
 from stagecrew.recovery.jobs import Jobs, JobState
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
@@ -262,10 +263,31 @@ def test_an_unreadable_job_can_be_cancelled():
     assert world.settle(submit=False).read("job-0")[0].state == "cancelled"
 
 
+@pytest.mark.parametrize("where", ["steps", "commits", "results"])
+def test_a_storage_that_is_full_for_a_while(where, monkeypatch):
+    """A step, a commit and the end of a job wait for room: the job ends in its first run."""
+    world, left = World(9, jobs=1, faults=0), [3]
+    session_of(world).submit(SPEC, "job-0")
+    real = StateStorage.write
+
+    def write(self, hint, data, folder=""):
+        if where in folder and left[0]:
+            left[0] -= 1
+            raise StateStorageError("no space left on device")
+        return real(self, hint, data, folder)
+
+    monkeypatch.setattr(StateStorage, "write", write)
+    leading(world)
+    [process] = world.processes
+    process.act()
+    assert (process.code, left) == (0, [0])
+    record, _ = session_of(world).read("job-0")
+    assert (record.state, record.run) == ("succeeded", 1)
+    check(world, world.settle())
+
+
 def test_a_storage_that_is_full(monkeypatch):
     """Submitting where state cannot be written is an error that says so, and stores nothing; it works when there is room again."""
-    from stagecrew.recovery.storage import StateStorage
-
     world = World(8, jobs=1, faults=0)
     full = lambda *_: (_ for _ in ()).throw(StateStorageError("no space left on device"))  # noqa: E731
     with monkeypatch.context() as patch, pytest.raises(StateStorageError, match="no space"):
