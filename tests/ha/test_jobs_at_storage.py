@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Disk:
-    """A file system of 256 kB."""
+    """A file system of 8 MB: SQLite's log alone may have half of that."""
 
     def __init__(self, folder):
         self.folder, self._filler = folder, folder / "filler"
@@ -23,7 +23,10 @@ class Disk:
         """To the last block."""
         descriptor = os.open(self._filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):
-            while os.write(descriptor, bytes(4096)):
+            while os.write(descriptor, bytes(65536)):
+                pass
+        with contextlib.suppress(OSError):
+            while os.write(descriptor, bytes(512)):
                 pass
         os.close(descriptor)
 
@@ -47,7 +50,7 @@ class Disk:
 def disk(tmp_path):
     folder = tmp_path / "state"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
     if os.getuid() != 0 or subprocess.run(mount, check=False).returncode:
         pytest.skip("this user cannot mount a file system")
     yield Disk(folder)
@@ -144,3 +147,31 @@ def test_a_failover(drivers, disk, close, open_, words):
     assert [lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
     assert drivers.record("steps").run == 2
     drivers.nothing_left("steps", "ends")
+
+
+def test_a_disk_of_both(tmp_path, disk):
+    """Store and storage lie on one disk, which is full for longer than a leader needs to look: the leader leads, its job goes on in its
+    first run when there is room, and submitting is an error in a line meanwhile."""
+    with campaign(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
+        (drivers.folder / "out" / "hold-0").touch()
+        driver = drivers.start()
+        drivers.submit(job_of("steps", drivers, count=2), "steps")
+        drivers.submit(job_of("ending", drivers), "ends")
+        until(lambda: lines(drivers, "step-0") and lines(drivers, "ending"), "the jobs run")
+        disk.fill()
+        (drivers.folder / "ha_jobs.py").write_text(MODULE)
+        places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
+        submitted = command("submit", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
+        assert (submitted.returncode, submitted.stdout) == (1, "")
+        [line] = submitted.stderr.splitlines()
+        assert "no room" in line
+        for name in ("go-0", "go-ending"):
+            (drivers.folder / "out" / name).touch()
+        for job in ("steps", "ends"):
+            until(lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}")
+        assert driver.poll() is None
+        disk.make_room()
+        assert [drivers.result(job).value() for job in ("steps", "ends")] == [10, 7]
+        assert [drivers.record(job).run for job in ("steps", "ends")] == [1, 1]
+        with drivers.jobs() as jobs:
+            assert (jobs.leader().term, sorted(jobs.names())) == (1, ["ends", "steps"])

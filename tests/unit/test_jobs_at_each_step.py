@@ -13,12 +13,13 @@ from stagecrew.errors import (
     PossiblyInconsistentError,
     StagecrewError,
     StateStorageError,
+    StoreRefused,
 )
 from stagecrew.recovery.jobs import Jobs, JobState
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
-from stagecrew.recovery.stores.contract import Replace
+from stagecrew.recovery.stores.contract import Check, Replace
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
@@ -281,6 +282,38 @@ def test_a_storage_that_is_full_for_a_while(where, monkeypatch):
     [process] = world.processes
     process.act()
     assert (process.code, left) == (0, [0])
+    record, _ = session_of(world).read("job-0")
+    assert (record.state, record.run) == ("succeeded", 1)
+    check(world, world.settle())
+
+
+@pytest.mark.parametrize("what", ["jobs/job-0/steps/", "jobs/job-0/commits/", "jobs/job-0/claim", "results/job-0"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_store_that_does_not_answer_for_a_while(what, moment):
+    """Where nobody knows whether a run's write was done, or it is refused, it is repeated, once in all: the job ends in its first run."""
+    world = World(10, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    leading(world)
+    [process] = world.processes
+    left = (
+        [StoreRefused("no room"), PossiblyInconsistentError("lost")]
+        if moment == "before"
+        else [PossiblyInconsistentError("lost")]
+    )
+
+    def fault(session, operations, now):
+        written = [one.key for one in operations if not isinstance(one, Check)]
+        if (
+            left
+            and now == moment
+            and any(key.startswith(what) for key in written)
+            and "jobs/job-0/process" not in written
+        ):
+            raise left.pop(0)
+
+    world.server.fault = fault
+    process.act()
+    assert (process.code, left) == (0, [])
     record, _ = session_of(world).read("job-0")
     assert (record.state, record.run) == ("succeeded", 1)
     check(world, world.settle())

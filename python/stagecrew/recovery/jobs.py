@@ -17,6 +17,7 @@ from stagecrew.errors import (
     JobExists,
     JobUnknown,
     JobUnreadable,
+    LeadershipLost,
     PossiblyInconsistentError,
     RecoveryMisused,
     StagecrewError,
@@ -349,16 +350,29 @@ class Jobs:
         assert version is not None
         return version
 
-    def renew(self, job: str, claim: int) -> int:
-        """Claims the run once more: what still writes by the claim before changes nothing. Answers the version."""
-        [version] = self._store.transact(Replace(f"{key_of(job)}/claim", _unique({}), claim))
-        assert version is not None
+    def renew(self, job: str, claim: int, patience: float = 0.0) -> int:
+        """Claims the run once more: what still writes by the claim before changes nothing. Answers the version.
+
+        Waits `patience` seconds for a store that is away or full.
+        """
+        key, mine = f"{key_of(job)}/claim", _unique({})
+
+        def write() -> int | None:
+            try:
+                return self._store.transact(Replace(key, mine, claim))[0]
+            except (StoreConflict, LeadershipLost):
+                known = self._store.read(key)
+                if known is None or known.value != mine:
+                    raise
+                return known.version  # it had been done, and its answer was lost
+
+        version: int = patient(write, f"job {job!r} is done, and waits for its claim to be renewed", patience)
         return version
 
     def finish(
         self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, patience: float = 0.0
     ) -> None:
-        """Stores how a job ended, and that it has: one transaction. Waits so many seconds for storage and store."""
+        """Stores how a job ended, and that it has: one transaction. Waits `patience` seconds for storage and store."""
         record, version = known
         finished = record.finished(state, result.reason, self._clock())
         prepared, also = self._results.prepare(result.to_bytes()), (Replace(key_of(job), finished.to_bytes(), version),)

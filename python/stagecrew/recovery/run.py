@@ -70,7 +70,7 @@ class Claimed:
     def renew(self) -> None:
         """Claims it once more: what was made of `jobs` before changes nothing any more."""
         self.renewing = True
-        self.version = self.jobs.renew(self.run.job, self.version)
+        self.version = self.jobs.renew(self.run.job, self.version, PATIENCE)
         self.jobs = self._fenced()
         self.renewing = False
 
