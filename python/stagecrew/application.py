@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -254,6 +255,12 @@ class Crew:
                 f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
             ) from error
 
+    def tell(self, operators: Operators) -> None:
+        """Tells the driver's JVM the last word of a topology's coordinators; before it ends the topology. It raises nothing."""
+        if (frame := operators.last_statistics()) is not None:
+            with contextlib.suppress(Py4JError):  # the session may be gone: no reason for an exit to fail
+                self.facade.statistics(frame)
+
     def end(self, topology: str, seconds: float) -> None:
         """Ends a topology on all executors; returns when they have closed it, or say who has not."""
         self.facade.end(topology, int(seconds * 1000))
@@ -360,6 +367,7 @@ class Crew:
         self.context.stop = drained_stop  # type: ignore[method-assign]
 
     def _close_coordinators(self) -> None:
-        for topology in reversed(tuple(self.active)):
-            topology.operators.close("the session stops")
-        self.application.operators.close("the session stops")
+        every = [topology.operators for topology in reversed(tuple(self.active))]
+        for operators in (*every, self.application.operators):
+            operators.close("the session stops")
+            self.tell(operators)

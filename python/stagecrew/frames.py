@@ -97,6 +97,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "TO": (97, (("executor", "s"), ("frames", "b"))),
     "LOST": (98, (("executor", "s"), ("reason", "s"))),
     "READ": (99, (("messages", "q"),)),
+    "STATISTICS": (100, (("sequence", "q"), ("body", "s"))),
 }
 
 _BY_NUMBER: Final = {number: (name, fields) for name, (number, fields) in KINDS.items()}

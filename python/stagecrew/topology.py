@@ -488,6 +488,7 @@ class Topology:
             topology.operators.close(
                 f"topology {topology.name!r} has ended: what its operators are bound to is run inside its `with`"
             )
+            self._crew.tell(topology.operators)
         self._crew.end(self.id, self._crew.close_timeout)
         for topology in (*inside, self):
             topology._warn()

@@ -6,7 +6,7 @@ import concurrent.futures
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from stagecrew.coordination.background import Background, InBackground
 from stagecrew.coordination.checkpoints import Pending, checked
@@ -14,12 +14,17 @@ from stagecrew.coordination.context import CoordinatorContext
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
+from stagecrew.coordination.statistics import Statistics, cut_to
 from stagecrew.errors import OperatorMisused
 from stagecrew.logs import coordinates, handles
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
 _log = logging.getLogger("stagecrew")
+
+#: How many characters of what a coordinator says of itself travel, and of how many things.
+_SHOWN: Final = 300
+_ENTRIES: Final = 20
 
 
 class Threads:
@@ -41,8 +46,9 @@ class Threads:
 class Owner(Protocol):
     """Whose bindings these are: the operators of a topology."""
 
-    #: The topology's name.
+    #: The topology's name, and its id.
     name: str
+    id: str
     #: Shared by its coordinators.
     store: dict[str, Any]
 
@@ -78,6 +84,10 @@ class Instance:
             binding.operator, owner.name, owner.store, lambda: threads.background(binding.operator)
         )
         self.coordinator: Coordinator | None = None
+        #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
+        self.shown: tuple[str, str, dict[str, str]] = (Coordinator.kind, "", {})
+        self.asked: float | None = None
+        self._is_silent = False
         self.loop = threads.loop(binding.operator, self._failed, owner)
 
     def make(self, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None) -> None:
@@ -123,6 +133,32 @@ class Instance:
             pending.fail(error)
             raise  # as in every callback
 
+    def ask(self, now: float) -> None:
+        """Has the coordinator say how far it is, when its thread comes to that; `shown` has it then."""
+        if self.asked is None:
+            self.asked = now
+            self.loop.call(self._look)
+
+    def _look(self) -> None:
+        """What the coordinator says of itself. It may be wrong, or raise: it only shows."""
+        self.asked = None
+        coordinator = self.coordinator
+        if coordinator is None:
+            return
+        kind, waits, progress = self.shown
+        try:
+            kind = cut_to(40, str(coordinator.kind))
+            waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
+            said = {**self.context.progress, **coordinator.progress()}
+            progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
+        except BaseException:
+            if not self._is_silent:
+                _log.warning(
+                    "operator %r: its coordinator cannot say how far it is", self._binding.operator, exc_info=True
+                )
+            self._is_silent = True
+        self.shown = kind, waits, progress
+
     def retire(self) -> None:
         """Nothing that it does has an effect any more; what is enqueued is dropped, and it is closed."""
         self.context.close()
@@ -130,6 +166,7 @@ class Instance:
 
     def finish(self) -> None:
         """The last call on its thread: what was enqueued before has been handled."""
+        self._look()
         self.context.close()
         self._close()
 
@@ -155,6 +192,7 @@ class Instance:
             self.coordinator.close()
 
     def _fail(self, cause: BaseException) -> None:
+        self._binding.statistics.raised(cause, fails=True)
         self._binding.owner.fail(cause)
 
     def _failed(self, error: BaseException) -> None:
@@ -192,6 +230,7 @@ class Binding:
         #: The checkpoint that is being taken, and whether it was cut: events are kept back.
         self.pending: Pending | None = None
         self.held = False
+        self.statistics = Statistics()
         self.instance = Instance(self)
         try:
             self.instance.make(checkpoint_id, state)
@@ -206,6 +245,7 @@ class Binding:
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
         """Puts a new instance in the place of the current one, which is closed first."""
         self.held = False
+        self.statistics.resets += 1
         old, self.instance = self.instance, Instance(self)
         old.retire()
         self.instance.loop.call(self.instance.take_over, old, checkpoint_id, state, seconds)

@@ -36,6 +36,10 @@ _ABSENCE: Final = 0.005
 _QUIET: Final = 0.1
 #: The driver's JVM is told after so many messages that they were read.
 _TELL: Final = 16
+#: How often it is looked what of coordinators has changed for those who look on, in seconds.
+_STATISTICS: Final = 1.0
+#: How many of these wait at most while nothing can be sent; the last word is told another way.
+_KEPT: Final = 60
 
 
 class DriverChannel:
@@ -52,6 +56,7 @@ class DriverChannel:
         self._waiting: dict[str, list[bytes]] = {}
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
+        self._statistics: list[bytes] = []
         self._sending = threading.Lock()
         self._sent = 0.0
         self._read = self._told = 0
@@ -71,6 +76,8 @@ class DriverChannel:
         self.host = make_host(self)
         self._thread = threading.Thread(target=self._run, name="stagecrew-coordination", daemon=True)
         self._thread.start()
+        self._teller = threading.Thread(target=self._tell, name="stagecrew-statistics", daemon=True)
+        self._teller.start()
 
     # -- What coordinators and the host enqueue
 
@@ -101,6 +108,7 @@ class DriverChannel:
                 with self._lock:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
+                    statistics, self._statistics = self._statistics, []
                     self._sent = time.monotonic()
                 frames = [
                     piece
@@ -108,6 +116,7 @@ class DriverChannel:
                     for part in _parts(some)
                     for piece in encoded("TO", executor=to, frames=part)
                 ]
+                frames += statistics
                 if (read := self._read) != self._told:
                     self._told = read
                     frames.append(encode("READ", messages=read))
@@ -130,6 +139,18 @@ class DriverChannel:
             while (frame := gateway.take()) is not None:
                 self._waiting.setdefault(gateway.evaluation.executor, []).append(frame)
         self._dirty.clear()
+
+    def _tell(self) -> None:
+        """Tells the driver's JVM what people see of coordinators, on a thread of its own."""
+        while not self._ended.wait(_STATISTICS):
+            try:
+                if (frame := self.host.statistics()) is not None:
+                    with self._lock:
+                        self._statistics = [*self._statistics[-_KEPT:], frame]
+                        self._count += 1
+                    self.flush()
+            except Exception:
+                _log.exception("the statistics of coordinators could not be told")
 
     # -- Whoever reads
 
@@ -224,8 +245,9 @@ class DriverChannel:
         self._ended.set()
         self.wake()
         self._channel.shutdown()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(5)
+        for thread in (self._thread, self._teller):
+            if threading.current_thread() is not thread:
+                thread.join(5)
         with self._reading, self._waking:  # nobody polls, or writes to, what is closed now
             if self._closed:
                 return

@@ -44,7 +44,8 @@ class CoordinatorContext:
     def report(self, **values: Any) -> None:
         """What people see of the coordinator's progress: names and numbers or texts, beside those of before."""
         if self._may("report"):
-            self.progress = self.progress | values
+            with self._lock:
+                self.progress = self.progress | values
 
     @property
     def state(self) -> str:

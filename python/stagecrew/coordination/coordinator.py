@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from concurrent.futures import Future
 
     from stagecrew.coordination.context import CoordinatorContext
@@ -52,6 +53,9 @@ class Coordinator:
 
     Source: Flink's OperatorCoordinator (FLINK-15099, FLINK-18071).
     """
+
+    #: What people see it called.
+    kind = "coordinator"
 
     def __init__(self, context: CoordinatorContext) -> None:
         self.context = context
@@ -103,6 +107,17 @@ class Coordinator:
 
     def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
         """Called before `start` of an instance that begins as of a checkpoint, with what it stored; None when nothing."""
+
+    def waits_for(self) -> str:
+        """Whom it waits for, in words, for those who look on; empty while for nobody.
+
+        Asked about once a second while anything happens, as `progress` is. What either raises is logged once, and fails nothing.
+        """
+        return ""
+
+    def progress(self) -> Mapping[str, Any]:
+        """How far it is: names with numbers or texts, for those who look on, beside what was given to `context.report`."""
+        return {}
 
     def close(self) -> None:
         """The last call: the topology ends, or failed."""

@@ -25,6 +25,8 @@ class Outbox:
     """
 
     def __init__(self) -> None:
+        #: How many were added, in all.
+        self.added = 0
         self._sent = 0
         self._unsent: collections.deque[bytes] = collections.deque()
         #: Sequence number, the time by which it has to be acknowledged, and who waits for it.
@@ -34,6 +36,7 @@ class Outbox:
     def add(self, payload: bytes, due: float) -> Acknowledgement:
         """Takes one more event; answers who learns of its acknowledgement."""
         future = Acknowledgement()
+        self.added += 1
         if self._held is None:
             self._queue(payload, due, future)
         else:
@@ -165,12 +168,20 @@ class Gateway:
         first, events = found
         return encode("EVENTS", evaluation=self.evaluation.id, first=first, payloads=events)
 
-    def acknowledged(self, sequence: int) -> None:
-        """All up to this one are in the mailbox."""
+    def acknowledged(self, sequence: int) -> float | None:
+        """All up to this one are in the mailbox. Answers by when the oldest of them had to be, if one was not known to be."""
         with self._lock:
+            due = self._outbox.due
             done = self._outbox.acknowledged(sequence)
         for future in done:
             future.settle()
+        return due if done else None
+
+    @property
+    def sent(self) -> int:
+        """How many events were sent."""
+        with self._lock:
+            return self._outbox.added - self._ended
 
     @property
     def due(self) -> float | None:

@@ -18,6 +18,7 @@ from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
+from stagecrew.coordination.statistics import Statistics, Teller
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
 from stagecrew.frames import Frame, decode_all, encode
 from stagecrew.logs import handles
@@ -61,9 +62,11 @@ class Host:
         self._lock = threading.Lock()
         self._bindings: dict[str, Binding] = {}
         self._live: dict[int, tuple[Binding, Live]] = {}
+        self._leaving: list[Binding] = []
         #: Why a binding is not served any more, and what evaluations are over; of the last ones.
         self._removed: dict[str, str] = {}
         self._ended: dict[int, None] = {}
+        self._teller = Teller(clock, ack_timeout)
         #: Why nothing reaches executors any more, when that is so.
         self._broken: str | None = None
 
@@ -76,6 +79,7 @@ class Host:
         """Evaluations of the binding are served from now on."""
         with self._lock:
             self._bindings[binding.id] = binding
+            self._teller.add(binding)
             broken = self._broken
         if broken is not None:
             binding.owner.fail(ChannelClosed(broken))
@@ -85,11 +89,13 @@ class Host:
         with self._lock:
             if self._bindings.pop(binding.id, None) is not None:
                 _remember(self._removed, binding.id, reason, _REMOVED)
+                if binding.statistics.is_failed:
+                    self._leaving.append(binding)  # so that it is told of, also when its topology goes on
             over = self._cut_off(binding)
             pending, binding.pending = binding.pending, None
         if pending is not None:
             pending.fail(CheckpointFailed(reason))
-        self._tell(over, reason)
+        self._tell(binding, over, reason)
 
     def reset(self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
         """A new coordinator takes over, as of a checkpoint; no evaluation of before gets an answer, or succeeds."""
@@ -100,7 +106,7 @@ class Host:
             binding.reset(checkpoint_id, state, seconds)
         if pending is not None:
             pending.fail(CheckpointFailed(f"the coordinator of operator {binding.operator!r} was reset meanwhile"))
-        self._tell(over, "its coordinator was reset")
+        self._tell(binding, over, "its coordinator was reset")
 
     # -- Checkpoints
 
@@ -140,16 +146,35 @@ class Host:
     def _cut_off(self, binding: Binding) -> list[Live]:
         over = list(binding.live.values())
         binding.live.clear()
+        binding.statistics.over["failed"] += len(over)
         for one in over:
             self._live.pop(one.evaluation.id, None)
             _remember(self._ended, one.evaluation.id, None, _OVER)
         return over
 
-    def _tell(self, over: list[Live], reason: str) -> None:
+    def _tell(self, binding: Binding, over: list[Live], reason: str) -> None:
         for one in over:
             self._poison(one.evaluation.executor, one.evaluation.id, reason)
             one.gateway.over(reason)
+            binding.statistics.ended(one.gateway)
         self.wire.flush()
+
+    # -- What people see
+
+    def statistics(self) -> bytes | None:
+        """A frame for the driver's JVM of what changed since the last; None when nothing did."""
+        with self._lock:
+            bindings = [
+                (binding, list(binding.live.values())) for binding in (*self._bindings.values(), *self._leaving)
+            ]
+            self._leaving.clear()
+        return self._teller.frame(bindings)
+
+    def last_statistics(self, bindings: list[Binding]) -> bytes | None:
+        """The last word of bindings that have closed."""
+        for binding in bindings:
+            binding.statistics.is_closed = True
+        return self._teller.frame([(binding, ()) for binding in bindings], last=True)
 
     # -- What comes from executors (the channel's thread)
 
@@ -212,18 +237,20 @@ class Host:
             if frame.kind in ("EVENTS", "REQUEST", "FINISH", "ROOM"):
                 self._poison(executor, id_, "its topology has ended, or its coordinator was reset")
             return
-        _, live = known
+        binding, live = known
         if frame.kind == "EVENTS":
             if (fresh := self._fresh(live, frame["first"], frame["payloads"])) is not None:
+                binding.statistics.events_in += len(fresh)
                 instance.loop.call(self._handle_events, instance, live, fresh)
         elif frame.kind == "REQUEST":
-            self._request(instance, live, frame["sequence"], frame["payload"])
+            self._request(binding, instance, live, frame["sequence"], frame["payload"])
         elif frame.kind == "FINISH":
             self._finish(live, frame)
         elif frame.kind == "ROOM":
             instance.loop.call(self._tell_handled, live)  # behind all that it sent before
         elif frame.kind == "ACCEPTED":
-            live.gateway.acknowledged(frame["sequence"])
+            if (due := live.gateway.acknowledged(frame["sequence"])) is not None:
+                binding.statistics.acknowledgements.add(self._clock() - due + self._ack_timeout)
         elif frame.kind == "OVERFLOWED":
             self._refuse(id_, frame["reason"])
         else:
@@ -252,6 +279,7 @@ class Host:
                 if binding.held:
                     gateway.hold()
                 live = Live(evaluation, gateway, self._clock())
+                binding.statistics.began(gateway)
                 anew = (
                     subtask is not None
                     and subtask in binding.seen
@@ -278,7 +306,7 @@ class Host:
         live.expected += len(fresh)
         return fresh
 
-    def _request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
+    def _request(self, binding: Binding, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
         if sequence < live.expected:
             if (known := live.replies.get(sequence)) is not None:
                 self._reply(live, sequence, *known)
@@ -287,7 +315,10 @@ class Host:
             live.replies[sequence] = None
             if len(live.replies) > _REPLIES:
                 live.replies.pop(min(live.replies), None)
-            instance.loop.call(self._handle_request, instance, live, sequence, payload)
+            binding.statistics.requests += 1
+            instance.loop.call(
+                self._handle_request, instance, live, sequence, payload, binding.statistics, self._clock()
+            )
 
     def _finish(self, live: Live, frame: Frame) -> None:
         if frame["sequence"] > live.expected:
@@ -304,11 +335,13 @@ class Host:
                 return
             binding, live = known
             binding.live.pop(id_, None)
+            binding.statistics.over[outcome] += 1
             if outcome == "failed":
                 binding.instance.call("failed", live.evaluation, reason)
             else:
                 binding.instance.call(outcome, live.evaluation)
         live.gateway.over(reason or outcome)
+        binding.statistics.ended(live.gateway)
 
     def _refuse(self, id_: int, reason: str) -> None:
         """The attempt has to fail, because only then both sides agree on what arrived."""
@@ -335,27 +368,38 @@ class Host:
             handle(evaluation, unpack(payload))
             self._handled(live, len(payload))
 
-    def _handle_request(self, instance: Instance, live: Live, sequence: int, payload: bytes) -> None:
+    def _handle_request(
+        self, instance: Instance, live: Live, sequence: int, payload: bytes, counts: Statistics, came: float
+    ) -> None:
         if instance.context.state == "closed" or instance.coordinator is None:
             return
         handles(live.evaluation)
         try:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):
-                reply.add_done_callback(lambda done: self._answer(instance, live, sequence, done))
+                reply.add_done_callback(lambda done: self._answer(instance, live, sequence, done, counts, came))
             else:
                 self._reply(live, sequence, "ok", pack(reply, self.limit))
+                counts.replies.add(self._clock() - came)
         except Exception as error:
-            self._reply(live, sequence, "failed", failure(error, self.limit))
+            self._failed_reply(live, sequence, error, counts, came)
         self._handled(live, len(payload))
 
-    def _answer(self, instance: Instance, live: Live, sequence: int, done: Future[Any]) -> None:
+    def _answer(
+        self, instance: Instance, live: Live, sequence: int, done: Future[Any], counts: Statistics, came: float
+    ) -> None:
         try:
             self._reply(live, sequence, "ok", pack(done.result(), self.limit))
+            counts.replies.add(self._clock() - came)
         except BaseException as error:  # a cancelled future's too
-            self._reply(live, sequence, "failed", failure(error, self.limit))
+            self._failed_reply(live, sequence, error, counts, came)
         if not instance.loop.is_current:  # there several may be answered at once: they travel together when it is idle
             self.wire.flush()
+
+    def _failed_reply(self, live: Live, sequence: int, error: BaseException, counts: Statistics, came: float) -> None:
+        self._reply(live, sequence, "failed", failure(error, self.limit))
+        counts.raised(error, fails=False)
+        counts.replies.add(self._clock() - came)
 
     def _reply(self, live: Live, sequence: int, outcome: str, payload: bytes) -> None:
         if sequence in live.replies:

@@ -46,7 +46,7 @@ class Operators:
 
     def __init__(self, scope: Scope, close_timeout: Callable[[], float], threads: Threads | None = None) -> None:
         self._scope, self._close_timeout, self._threads = scope, close_timeout, threads or Threads()
-        self.name = scope.name
+        self.name, self.id = scope.name, scope.id
         self.store: dict[str, Any] = {}
         self.cause: BaseException | None = None
         self._lock = threading.Lock()
@@ -232,6 +232,12 @@ class Operators:
         with self._lock:
             bindings = self._all() or self._ended
         return {binding.key: dict(binding.instance.context.progress) for binding in bindings}
+
+    def last_statistics(self) -> bytes | None:
+        """A frame for the driver's JVM: the last word of coordinators that have closed. None when there were none."""
+        with self._lock:
+            host, bindings = self._host, self._ended
+        return None if host is None else host.last_statistics(bindings)
 
     def close(self, reason: str) -> None:
         """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator, Scope
     from stagecrew.worker.evaluations import TaskGateway
 
@@ -33,11 +34,14 @@ class AlignmentCoordinator(Coordinator):
     The one state are the watermarks; whoever waits is looked at again after each change, and from time to time.
     """
 
+    kind = "alignment"
+
     def __init__(self, context: CoordinatorContext, drift: Any, idle_after: float | None) -> None:
         super().__init__(context)
         self._group: WatermarkGroup[tuple[int, Any]] = WatermarkGroup(drift, idle_after)
         self._waiting: dict[tuple[int, Any], tuple[Any, Future[None]]] = {}
         self._of: dict[int, set[tuple[int, Any]]] = {}  # evaluation -> its sources
+        self._subtasks: dict[int, str] = {}
 
     def start(self) -> None:
         """See `Coordinator`."""
@@ -62,6 +66,12 @@ class AlignmentCoordinator(Coordinator):
         (self._group.finish if what == "finish" else self._group.remove)(key)
         self._let_go()
 
+    def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
+        """See `Coordinator`."""
+        self._subtasks[evaluation.id] = (
+            f"partition {evaluation.partition}" if evaluation.subtask is None else f"subtask {evaluation.subtask}"
+        )
+
     def failed(self, evaluation: Evaluation, reason: str) -> None:
         """See `Coordinator`. Another attempt is a source of its own."""
         self._forget(evaluation)
@@ -74,7 +84,20 @@ class AlignmentCoordinator(Coordinator):
         """See `Coordinator`."""
         self._forget(evaluation)
 
+    def waits_for(self) -> str:
+        """See `Coordinator`."""
+        if not self._waiting or (slowest := self._group.slowest_of) is None:
+            return ""
+        (id_, source), watermark = slowest
+        name = "its source" if source is None else f"source {source!r}"
+        number = len(self._waiting)
+        return (
+            f"{name} of {self._subtasks.get(id_, 'a task')}, which is at {watermark!r}: {number} other{'' if number == 1 else 's'} "
+            f"may not go on before"
+        )
+
     def _forget(self, evaluation: Evaluation) -> None:
+        self._subtasks.pop(evaluation.id, None)
         for key in self._of.pop(evaluation.id, ()):
             self._group.forget(key)
             self._waiting.pop(key, None)

@@ -331,6 +331,8 @@ def _schema_of(record: Record) -> pa.Schema:
 class CommitCoordinator(Coordinator):
     """Hears what tasks stage. What they offer is a hint: what is committed is what the action's result names."""
 
+    kind = "commit"
+
     def __init__(self, context: CoordinatorContext) -> None:
         super().__init__(context)
         self._live: set[int] = set()
@@ -359,6 +361,11 @@ class CommitCoordinator(Coordinator):
         """A task has staged all of its rows."""
         self._offered.add(evaluation.id)
         self._report()
+
+    def waits_for(self) -> str:
+        """See `Coordinator`."""
+        number = len(self._live)
+        return f"{number} task{'' if number == 1 else 's'} to stage their rows" if number else ""
 
     def close(self) -> None:
         """See `Coordinator`."""
@@ -426,4 +433,7 @@ def commit_dataset(
             _log.warning("commit %r: tasks whose rows are not needed still stage after %g s", commit_id, patience)
 
     schema = to_arrow_schema(dataset.schema)
-    return commit(sink, decisions, commit_id, schema, execute, quiet)
+    report = commit(sink, decisions, commit_id, schema, execute, quiet)
+    if made:
+        made[-1].context.report(committed=report.parts)
+    return report

@@ -59,10 +59,14 @@ class _Held:
 class SplitCoordinator(Coordinator):
     """Gives splits to subtasks by their logs. Its enumerator is read on its thread, one split at a time."""
 
+    kind = "splits"
+
     def __init__(self, context: CoordinatorContext, enumerator: Any, patience: float) -> None:
         super().__init__(context)
         self._patience = patience
         self._is_there = isinstance(enumerator, Sequence)
+        self._splits = len(enumerator) if self._is_there else None
+        self._read: dict[int, int] = {}  # subtask -> how many splits of its log were read
         self._log = SplitLog(enumerator, f"operator {context.operator!r}")
         self._since: float | None = None
         #: Where splits have event times: what evaluations are reading, and those that wait for the slowest of them.
@@ -81,6 +85,9 @@ class SplitCoordinator(Coordinator):
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
         """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""
         index, host = request
+        assert evaluation.subtask is not None
+        if index > self._read.get(evaluation.subtask, 0):
+            self._read[evaluation.subtask] = index
         if self._reading is None:
             return self._at(evaluation, index, host)
         self._reading.remove(evaluation.id)
@@ -144,6 +151,19 @@ class SplitCoordinator(Coordinator):
                 held.later.set_result(split)
             del self._held[id_]
 
+    def waits_for(self) -> str:
+        """See `Coordinator`."""
+        if not self._held:
+            return ""
+        return f"those who read the earliest splits: {_counted(len(self._held), 'subtask')} may not read on before"
+
+    def progress(self) -> dict[str, Any]:
+        """See `Coordinator`. Those are done after which a task has asked for the next; how many are left is known of a list."""
+        given, done = self._log.given, sum(self._read.values())
+        found = {"splits done": done, "splits in work": given - done}
+        left = 0 if self._log.sealed else None if self._splits is None else self._splits - given
+        return found if left is None else found | {"splits left": left}
+
     def checkpoint(self, checkpoint_id: int) -> bytes | None:
         """See `Coordinator`."""
         return self._log.state()
@@ -162,6 +182,10 @@ class SplitCoordinator(Coordinator):
                     f"Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _nothing(_result: Any, _error: BaseException | None) -> None:

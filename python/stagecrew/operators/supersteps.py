@@ -48,6 +48,8 @@ class SuperstepCoordinator(Coordinator):
     A task that fails takes the attempt at its stage with it, and the next begins at step 0: nothing of the one before is left.
     """
 
+    kind = "supersteps"
+
     def __init__(self, context: CoordinatorContext, stop_when: StopWhen | None, timeout: float) -> None:
         super().__init__(context)
         self._stop_when, self._timeout = stop_when, timeout
@@ -153,12 +155,25 @@ class SuperstepCoordinator(Coordinator):
         for (stage, attempt), group in self._groups.items():
             missing = group.gathering.missing
             if missing and group.over is None and time.monotonic() - group.since > self._timeout:
-                shown = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
+                shown = _shown(missing)
                 error = SuperstepsFailed(
                     f"operator {self.context.operator!r}, stage {stage}, attempt {attempt}: for {self._timeout:g} s "
                     f"{len(group.waiting)} subtasks have waited in step {group.gathering.step} for these: {shown}"
                 )
                 self._fail(group, error)
+
+    def waits_for(self) -> str:
+        """See `Coordinator`."""
+        waiting = [group for group in self._groups.values() if group.over is None and group.gathering.missing]
+        return "; ".join(
+            f"subtask {_shown(group.gathering.missing)}, which {len(group.waiting)} of {group.gathering.subtasks} wait for in step "
+            f"{group.gathering.step}"
+            for group in waiting
+        )
+
+
+def _shown(subtasks: list[int]) -> str:
+    return ", ".join(map(str, subtasks[:10])) + (", ..." if len(subtasks) > 10 else "")
 
 
 class _Group:

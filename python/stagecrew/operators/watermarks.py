@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 __all__ = ["WatermarkGroup"]
@@ -76,14 +76,20 @@ class WatermarkGroup(Generic[S]):
     @property
     def slowest(self) -> Any:
         """The event time up to which all have come that are not idle; None when there is none."""
+        return min((source.watermark for _, source in self._awake()), default=None)
+
+    @property
+    def slowest_of(self) -> tuple[S, Any] | None:
+        """Who that is, and its event time; None when there is none."""
+        found = min(self._awake(), key=lambda one: one[1].watermark, default=None)
+        return None if found is None else (found[0], found[1].watermark)
+
+    def _awake(self) -> Iterator[tuple[S, _Source]]:
         now = self._clock()
-        return min(
-            (
-                source.watermark
-                for source in self._sources.values()
-                if self._idle_after is None or now - source.reported <= self._idle_after
-            ),
-            default=None,
+        return (
+            (name, source)
+            for name, source in self._sources.items()
+            if self._idle_after is None or now - source.reported <= self._idle_after
         )
 
     @property

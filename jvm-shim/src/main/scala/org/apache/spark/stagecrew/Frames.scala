@@ -66,7 +66,8 @@ object Frames {
     kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
     kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
     kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
-    kind("READ", 99, "messages" -> 'q'))
+    kind("READ", 99, "messages" -> 'q'),
+    kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
 
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap

@@ -1,0 +1,204 @@
+"""What people see of coordinators: counts of each use of an operator, told to the driver's JVM about once a second.
+
+Where messages go through, a number is added to and nothing else is done: all the rest is worked out by who tells of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any, Final
+
+from stagecrew.coordination.times import Times
+from stagecrew.frames import encode
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.binding import Binding, Live
+    from stagecrew.coordination.gateway import Gateway
+
+__all__ = ["Statistics", "Teller", "cut_to"]
+
+#: Of so many uses of its operators the last word of a topology tells, the last ones.
+_MOST: Final = 500
+#: How long something has to be awaited before it is told of, in seconds.
+_LATE: Final = 1.0
+#: How many characters of an error, and of what is waited for, travel.
+_TEXT: Final = 1000
+
+_COUNTS: Final = (
+    *("live", "finished", "failed", "cut", "resets"),
+    *("eventsIn", "eventsOut", "requests", "queued"),
+)
+
+
+class Statistics:
+    """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any."""
+
+    def __init__(self) -> None:
+        #: Of whoever reads what comes from executors.
+        self.events_in = self.requests = 0
+        #: Under the host's lock.
+        self.resets = 0
+        self.over = {"finished": 0, "failed": 0, "cut": 0}
+        #: From a request's arrival to its reply; from an event's sending to the acknowledgement that is also the first of it.
+        self.replies, self.acknowledgements = Times(), Times()
+        #: What the coordinator raised last, and whether that ended it.
+        self.error, self.is_failed = "", False
+        self.is_closed = False
+        #: Whether the last word was told.
+        self.is_told = False
+        self._lock = threading.Lock()
+        self._gateways: set[Gateway] = set()
+        self._sent = 0
+
+    def began(self, gateway: Gateway) -> None:
+        """An evaluation has begun; what is sent to it is counted by its gateway."""
+        with self._lock:
+            self._gateways.add(gateway)
+
+    def ended(self, gateway: Gateway) -> None:
+        """Nothing more is sent to it."""
+        with self._lock:
+            if gateway in self._gateways:
+                self._gateways.remove(gateway)
+                self._sent += gateway.sent
+
+    @property
+    def events_out(self) -> int:
+        """How many events were sent."""
+        with self._lock:
+            return self._sent + sum(gateway.sent for gateway in self._gateways)
+
+    def raised(self, error: BaseException, fails: bool) -> None:
+        """The coordinator raised this; where that fails the topology, it has failed."""
+        self.error = cut_to(_TEXT, f"{type(error).__name__}: {error}")
+        self.is_failed = self.is_failed or fails
+
+    @property
+    def state(self) -> str:
+        """`active`, `failed` or `closed`."""
+        return "failed" if self.is_failed else "closed" if self.is_closed else "active"
+
+
+class Teller:
+    """Tells of the bindings of a session what has changed since it last did."""
+
+    def __init__(self, clock: Callable[[], float], ack_timeout: float, wall: Callable[[], float] = time.time) -> None:
+        self._clock, self._ack_timeout, self._wall = clock, ack_timeout, wall
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._known: dict[Binding, _Known] = {}
+        #: Of those that were told of for the last time.
+        self._past = dict.fromkeys(_COUNTS, 0)
+        self._replies, self._acknowledgements = Times(), Times()
+
+    def add(self, binding: Binding) -> None:
+        """It is told of from now on."""
+        binding.statistics.replies.sum = self._replies
+        binding.statistics.acknowledgements.sum = self._acknowledgements
+
+    def frame(self, bindings: Iterable[tuple[Binding, Collection[Live]]], last: bool = False) -> bytes | None:
+        """A frame of what changed of these, with those that live of each; None when nothing did. The last word is of all of it."""
+        with self._lock:
+            topologies: dict[str, dict[str, Any]] = {}
+            for binding, live in bindings:
+                if binding.statistics.is_told:
+                    continue
+                known = self._known.setdefault(binding, _Known())
+                if not last and known.is_quiet(binding, live):
+                    continue
+                if not last:
+                    binding.instance.ask(self._clock())
+                told = self._of(binding, live, known)
+                if last or told != known.told:
+                    known.told = told
+                    topologies.setdefault(binding.owner.id, {})[binding.key] = told
+                if last:
+                    binding.statistics.is_told = True
+                    self._known.pop(binding, None)
+                    for count in _COUNTS:
+                        self._past[count] += told[count]
+            if not topologies:
+                return None
+            if last:
+                topologies = {id_: dict(list(of.items())[-_MOST:]) for id_, of in topologies.items()}
+            self._sequence += 1
+            body = {"topologies": topologies, "totals": self._totals()}
+            return encode("STATISTICS", sequence=self._sequence, body=json.dumps(body))
+
+    def _totals(self) -> dict[str, Any]:
+        sums = {
+            count: self._past[count] + sum(known.told[count] for known in self._known.values() if known.told)
+            for count in _COUNTS
+        }
+        return sums | {
+            "replies": self._replies.percentiles(),
+            "acknowledgements": self._acknowledgements.percentiles(),
+        }
+
+    def _of(self, binding: Binding, live: Collection[Live], known: _Known) -> dict[str, Any]:
+        counts, (kind, waits, progress) = binding.statistics, binding.instance.shown
+        waits = "" if counts.is_closed else "; ".join(filter(None, [*self._waits(binding, live), waits]))
+        if waits != known.waits:
+            known.waits, known.since = waits, time.strftime("%H:%M:%S UTC", time.gmtime(self._wall()))
+        return {
+            "name": binding.key,
+            "kind": kind,
+            "state": counts.state,
+            "live": len(live),
+            **counts.over,
+            "resets": counts.resets,
+            "eventsIn": counts.events_in,
+            "eventsOut": counts.events_out,
+            "requests": counts.requests,
+            "queued": sum(max(0, one.expected - 1 - one.handled) for one in live),
+            "replies": counts.replies.percentiles(),
+            "acknowledgements": counts.acknowledgements.percentiles(),
+            "waitsFor": f"{waits}, since {known.since}" if waits else "",
+            "progress": progress,
+            "lastError": counts.error,
+        }
+
+    def _waits(self, binding: Binding, live: Collection[Live]) -> Iterable[str]:
+        """Whom the coordinator, or what is asked of it, waits for, as far as others than itself know."""
+        now = self._clock()
+        if (asked := binding.instance.asked) is not None and now - asked > _LATE:
+            yield "its own thread, which is in a call"
+        if (pending := binding.pending) is not None:
+            what = "the acknowledgement of what it had sent" if binding.held else "the coordinator's state"
+            yield f"{what}, for checkpoint {pending.id}"
+        silent = {
+            one.evaluation.executor
+            for one in live
+            if (due := one.gateway.due) is not None and now - (due - self._ack_timeout) > _LATE
+        }
+        if silent:
+            yield f"executor {', '.join(sorted(silent))} to say that it has an event"
+
+
+class _Known:
+    """What was told of a binding, and what tells whether there is anything new."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {}
+        self.waits = self.since = ""
+        self._mark: tuple[Any, ...] = ()
+        self._same = 0
+
+    def is_quiet(self, binding: Binding, live: Collection[Live]) -> bool:
+        """Nobody lives, and for two looks nothing has happened: the second sees what was asked for at the first."""
+        counts, instance = binding.statistics, binding.instance
+        mark = (
+            *(counts.events_in, counts.requests, counts.resets, *counts.over.values(), counts.state, counts.error),
+            *(counts.events_out, counts.replies.count, id(instance), id(instance.context.progress)),
+        )
+        self._same = self._same + 1 if mark == self._mark and not live and binding.pending is None else 0
+        self._mark = mark
+        return self._same > 2
+
+
+def cut_to(length: int, text: str) -> str:
+    """So many characters of it at most."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,0 +1,82 @@
+"""How long things took, in a few numbers: a histogram of our own, without Spark, threads or a clock of its own."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from typing import Final
+
+__all__ = ["Times"]
+
+#: Twelve days in microseconds: what takes longer counts as that much.
+_LONGEST: Final = 1 << 40
+#: So many wait at most until they are sorted into buckets.
+_NEW: Final = 4096
+
+
+class Times:
+    """Counts of times in buckets: percentiles of any number of them, in bounded memory.
+
+    A percentile is the nearest rank's, and at most 1/64 beside it (1.6 %), or half a microsecond below 64; the maximum is exact.
+    Safe from any thread.
+    """
+
+    __slots__ = ("_buckets", "_count", "_lock", "_longest", "_new", "sum")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: Of several: counts what they count.
+        self.sum: Times | None = None
+        #: Sorted in by whoever looks: who adds has something else to do.
+        self._new: collections.deque[float] = collections.deque()
+        #: Each power of two has 32 buckets of one width; below 64 each microsecond has its own.
+        self._buckets: dict[int, int] = {}
+        self._count = self._longest = 0
+
+    def add(self, seconds: float) -> None:
+        """One more took so long."""
+        self._new.append(seconds)
+        if len(self._new) >= _NEW:
+            with self._lock:
+                self._sort_in()
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        with self._lock:
+            self._sort_in()
+            return self._count
+
+    def _sort_in(self) -> None:
+        while self._new:
+            micros = min(max(int(self._new.popleft() * 1e6), 0), _LONGEST)
+            shift = max(0, micros.bit_length() - 6)
+            self._took(micros, (shift << 5) + (micros >> shift))
+            if self.sum is not None:
+                with self.sum._lock:
+                    self.sum._took(micros, (shift << 5) + (micros >> shift))
+
+    def _took(self, micros: int, bucket: int) -> None:
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        self._count += 1
+        self._longest = max(self._longest, micros)
+
+    def percentiles(self) -> dict[str, int]:
+        """The count, p50, p95, p99 and the maximum, in microseconds; zeros when there is none."""
+        with self._lock:
+            self._sort_in()
+            buckets, count, longest = sorted(self._buckets.items()), self._count, self._longest
+        found = {"count": count}
+        at, below = 0, 0
+        for name, hundredths in (("p50", 50), ("p95", 95), ("p99", 99)):
+            rank = -(-count * hundredths // 100)
+            while at < len(buckets) and below + buckets[at][1] < rank:
+                below += buckets[at][1]
+                at += 1
+            found[name] = min(_middle(buckets[at][0]), longest) if count else 0
+        return found | {"max": longest}
+
+
+def _middle(bucket: int) -> int:
+    shift = max(0, (bucket >> 5) - 1)
+    return ((bucket - (shift << 5)) << shift) + ((1 << shift) >> 1)
