@@ -91,7 +91,7 @@ if TYPE_CHECKING:
     from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
     from stagecrew.recovery.results import Result
     from stagecrew.recovery.specs import JobSpec
-    from stagecrew.reports import ListenerReport, TopologyReport
+    from stagecrew.reports import ListenerReport, OperatorReport, TimesReport, TopologyReport
     from stagecrew.session import configure, crew, is_active
     from stagecrew.topology import Topology
     from stagecrew.worker.evaluations import TaskGateway
@@ -159,6 +159,7 @@ __all__ = [
     "NotInitialised",
     "Operator",
     "OperatorMisused",
+    "OperatorReport",
     "PartitionReport",
     "PossiblyInconsistentError",
     "RecoveryError",
@@ -187,6 +188,7 @@ __all__ = [
     "Task",
     "TaskGateway",
     "TaskKilled",
+    "TimesReport",
     "Topology",
     "TopologyClosed",
     "TopologyError",
@@ -224,7 +226,7 @@ _LAZY = {
     **dict.fromkeys(("JobRecord", "JobState", "Jobs", "open_jobs"), "stagecrew.recovery.jobs"),
     "Result": "stagecrew.recovery.results",
     "JobSpec": "stagecrew.recovery.specs",
-    **dict.fromkeys(("ListenerReport", "TopologyReport"), "stagecrew.reports"),
+    **dict.fromkeys(("ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"), "stagecrew.reports"),
     **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions"),
     **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session"),
     "Topology": "stagecrew.topology",

@@ -85,6 +85,12 @@ KEYS: Final[tuple[Key, ...]] = (
         "How many closed topologies the driver remembers for the UI and for reports.",
     ),
     Key(
+        "spark.stagecrew.processes.interval",
+        "duration",
+        "10s",
+        "How often an executor looks at the memory, CPU time, threads and open files of its Python processes; `0` for never.",
+    ),
+    Key(
         "spark.stagecrew.shuffle.delegate",
         "class",
         "org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO",

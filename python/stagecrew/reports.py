@@ -8,7 +8,7 @@ from typing import Any
 
 from stagecrew.partitions import PartitionReport
 
-__all__ = ["ListenerReport", "TopologyReport"]
+__all__ = ["ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +28,84 @@ class ListenerReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class TimesReport:
+    """How long so many took, in seconds: percentiles within 1/64 of the exact ones, and the longest."""
+
+    count: int
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, node: dict[str, int]) -> TimesReport:
+        """From the driver's JSON."""
+        return cls(node["count"], *(node[name] / 1e6 for name in ("p50", "p95", "p99", "max")))
+
+
+@dataclasses.dataclass(frozen=True)
+class OperatorReport:
+    """One use of an operator, by its name and how-manieth: `"supersteps/1"`. A reset goes on with its counts.
+
+    `live`, `finished`, `failed` and `cut` are evaluations; `events_in` and `requests` came, `events_out` were sent, and `queued`
+    wait for the coordinator. `replies` took so long from the request's arrival; `acknowledgements` are the times after which an
+    executor said that it has an event: of several that it says so of at once, the oldest's. `waits_for` says whom the
+    coordinator waits for, and since when that has been seen; `progress` is what it says of itself.
+    """
+
+    name: str
+    kind: str
+    state: str
+    live: int
+    finished: int
+    failed: int
+    cut: int
+    resets: int
+    events_in: int
+    events_out: int
+    requests: int
+    queued: int
+    replies: TimesReport
+    acknowledgements: TimesReport
+    waits_for: str
+    progress: dict[str, str]
+    last_error: str
+
+    @classmethod
+    def of(cls, node: dict[str, Any]) -> OperatorReport:
+        """From the driver's JSON."""
+        same = (
+            "name",
+            "kind",
+            "state",
+            "live",
+            "finished",
+            "failed",
+            "cut",
+            "resets",
+            "requests",
+            "queued",
+            "progress",
+        )
+        return cls(
+            **{name: node[name] for name in same},
+            events_in=node["eventsIn"],
+            events_out=node["eventsOut"],
+            replies=TimesReport.of(node["replies"]),
+            acknowledgements=TimesReport.of(node["acknowledgements"]),
+            waits_for=node["waitsFor"],
+            last_error=node["lastError"],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class TopologyReport:
     """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
 
     `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
     they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
-    closed when the exit gave up waiting; `partitions` are what it has stored, per executor.
+    closed when the exit gave up waiting; `partitions` are what it has stored, per executor; `operators` are told about every
+    second while anything happens, and when it ends.
     """
 
     id: str
@@ -50,6 +122,7 @@ class TopologyReport:
     lost_executors: tuple[str, ...]
     unclosed: tuple[str, ...]
     partitions: tuple[PartitionReport, ...] = ()
+    operators: tuple[OperatorReport, ...] = ()
 
     @property
     def released(self) -> int:
@@ -124,6 +197,7 @@ class TopologyReport:
             partitions=tuple(
                 PartitionReport.of(node["id"], executor, counts["partitions"]) for executor, counts in executors.items()
             ),
+            operators=tuple(map(OperatorReport.of, node["operators"])),
         )
 
 

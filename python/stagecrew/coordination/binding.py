@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ _log = logging.getLogger("stagecrew")
 
 #: How many characters of what a coordinator says of itself travel, and of how many things.
 _SHOWN: Final = 300
+_KIND: Final = 40
 _ENTRIES: Final = 20
 
 
@@ -99,6 +101,8 @@ class Instance:
                 f"does it return what it makes?"
             )
         self.coordinator = made
+        with contextlib.suppress(Exception):
+            self.shown = (cut_to(_KIND, str(made.kind)), "", {})
         if checkpoint_id != NO_CHECKPOINT:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
@@ -147,7 +151,7 @@ class Instance:
             return
         kind, waits, progress = self.shown
         try:
-            kind = cut_to(40, str(coordinator.kind))
+            kind = cut_to(_KIND, str(coordinator.kind))
             waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
             said = {**self.context.progress, **coordinator.progress()}
             progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}

@@ -92,7 +92,7 @@ class AlignmentCoordinator(Coordinator):
         name = "its source" if source is None else f"source {source!r}"
         number = len(self._waiting)
         return (
-            f"{name} of {self._subtasks.get(id_, 'a task')}, which is at {watermark!r}: {number} other{'' if number == 1 else 's'} "
+            f"{name} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} other{'' if number == 1 else 's'} "
             f"may not go on before"
         )
 

@@ -9,7 +9,7 @@ import java.util.concurrent.ConcurrentHashMap
  *
  * RPC threads never wait for Python (see `Outlet`).
  */
-final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
+final class Coordination(settings: Settings, folder: () => java.io.File, statistics: Frame => Unit) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
   /** Of each connection of Python: one, but while it connects anew. The last is written to. */
@@ -53,6 +53,7 @@ final class Coordination(settings: Settings, folder: () => java.io.File) extends
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
     case "READ" => Option(outlets.get(link)).foreach(_.wasRead(frame.long("messages")))
     case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // one that is lost was told of
+    case "STATISTICS" => statistics(frame)
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 

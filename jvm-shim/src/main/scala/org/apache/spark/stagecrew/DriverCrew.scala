@@ -28,12 +28,13 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
   private val executions = new Executions(spark, ms => f => schedule(ms)(f))
   private val endpoint = SparkInternals.endpoint(EndpointName, this)
-  val coordination = new Coordination(settings, () => SparkInternals.temporaryFolder(SparkInternals.conf(sc)))
+  val coordination = new Coordination(settings, () => SparkInternals.temporaryFolder(SparkInternals.conf(sc)), statistics)
   val partitions = new DriverPartitions(sc)
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
+  private val watched = new Watched
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
   @volatile private var published = Snapshot(Vector.empty, Totals())
 
@@ -143,6 +144,15 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         if (topology.cancelled.nonEmpty && mine.nonEmpty) cancelNow(topology)
         Activity(mine, topology.executions.toSeq.sorted, topology.queries.toSeq.sorted)
     }
+  }
+
+  /** What it says of coordinators; and of the stored job that it runs. */
+  def statistics(frame: Frame): Unit =
+    inLoop(publish(watched.statistics(frame.long("sequence"), Json.parse(frame.text("body")), topologies.get): _*))
+
+  def recovery(view: RecoveryView): Unit = inLoop {
+    watched.recovery = Some(view)
+    publish()
   }
 
   def slots: Int = SparkInternals.slots(sc)
@@ -374,12 +384,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     val closed = topologies.values.filter(t => t.state == "closed" && t.kind != ApplicationKind).toSeq
     // The one that ended last is never among them: Python reads its report next.
     closed.sortBy(_.ended).dropRight(settings.retainedTopologies).foreach(t => topologies.remove(t.description.id))
+    SpanBook.trim(topologies.values)
     publish(topology)
     waiters.foreach(_.complete(()))
   }
 
   private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
     coordination.lost(executor, s"executor $executor is lost")
+    watched.processes.lost(executor, System.currentTimeMillis())
     val concerned = topologies.values.filter(t => (t.executors(executor) || t.pending(executor)) && t.state != "closed").toSeq
     concerned.foreach { topology =>
       topology.lostExecutors += executor
@@ -402,7 +414,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         topology
       }
     }
-    publish(newer: _*)
+    publish((newer ++ watched.reported(executor, sequence, body, topologies.get)).distinct: _*)
   }
 
   /** Spark retries these attempts without end: at the limit of the task's retries its stage is cancelled with the cause. */
@@ -431,7 +443,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Makes what is shown anew, of these topologies; the others are shown as they were. */
   private def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
-    published = Snapshot(topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _))
+    published = Snapshot(topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _),
+      watched.processes.views, watched.recovery, watched.sums)
   }
 
   private def inLoop(f: => Unit): Unit =

@@ -67,6 +67,16 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   @volatile private var coordinated = false // whether a bound function ever ran here
   private val toForget = scala.collection.mutable.LinkedHashSet.empty[String] // of the loop's thread
 
+  private val sampling = if (settings.processesIntervalMs == 0) None else {
+    val log = new SampleLog(executor, () => host)
+    ledger.samples = Some(log)
+    val sampler = new Sampler(log, () => agent.current.map(_.pid))
+    val thread = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-samples"))
+    thread.scheduleWithFixedDelay(() => Log.contained("a look at Python processes")(sampler.look()),
+      math.min(FirstLookMs, settings.processesIntervalMs), settings.processesIntervalMs, TimeUnit.MILLISECONDS)
+    Some(thread)
+  }
+
   Partitions.serve(partitions)
   loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(report()), settings.reportIntervalMs,
     settings.reportIntervalMs, TimeUnit.MILLISECONDS)
@@ -83,6 +93,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
     val attempt = task.taskAttemptId()
     val booked = table.begin(attempt, wanted.map(_.id))
+    val began = System.nanoTime()
     if (topology != null && !booked.contains(topology)) strays.add(attempt)
     val described = wanted.filter(description => booked.contains(description.id))
     val withListeners = described.exists(_.listeners.nonEmpty)
@@ -96,6 +107,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         val talked = stages.remove(attempt) != null
         val failed = if (context.isInterrupted()) Some(Evaluations.Killed) else if (context.isFailed()) Some(Evaluations.Failed) else None
         if (talked) failed.foreach(failures.put(attempt, _)) // before it is over: what its worker said may not have been read yet
+        // Before it is over: then its topologies may be reported for the last time.
+        booked.lastOption.foreach(ledger.span(_, "task", ExecutorCrew.nameOf(context), (System.nanoTime() - began) / 1000, failed.nonEmpty))
         val quiescent = table.finish(attempt)
         if (coordinated) evaluations.attemptOver(attempt, failed)
         if (quiescent.nonEmpty) closings.changed()
@@ -452,6 +465,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     processes.busy.foreach(terminate)
     end(inner)
     end(application)
+    sampling.foreach(_.shutdownNow())
     agent.stop()
     agent.await(left)
     if (abandoned) Log.contained("deleting what topologies have stored")(partitions.abandon())
@@ -505,6 +519,12 @@ object ExecutorCrew {
   private final class SideFailed(val description: Description, cause: Throwable) extends Exception(cause) {
     def listener: String = cause match { case failed: OpenFailedException => failed.listener; case _ => "" }
   }
+
+  /** How long after the executor's begin it looks at its processes for the first time, at most. */
+  private val FirstLookMs = 2000L
+
+  private def nameOf(task: TaskContext): String =
+    s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()} attempt ${task.taskAttemptId()}"
 
   private[stagecrew] def daemon(name: String): ThreadFactory = body => {
     val thread = new Thread(body, name)

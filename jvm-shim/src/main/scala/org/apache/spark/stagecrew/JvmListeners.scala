@@ -98,10 +98,13 @@ final class JvmListeners(
     val call = pool.submit((() => f): Runnable)
     try {
       call.get(timeoutMs, TimeUnit.MILLISECONDS)
-      (System.nanoTime() - started) / 1000
+      val micros = (System.nanoTime() - started) / 1000
+      ledger.span(where.topologyId, hook, entry.name, micros, failed = false)
+      micros
     } catch {
       case error: Throwable =>
         call.cancel(true)
+        ledger.span(where.topologyId, hook, entry.name, (System.nanoTime() - started) / 1000, failed = true)
         val (message, cause) = error match {
           case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${failed.getCause}" -> failed.getCause
           case late: TimeoutException =>

@@ -32,18 +32,23 @@ object ListenerCounts {
       node.path("closeMicros").asLong, node.path("lastError").asText)
 }
 
-/** Sums over listeners. They never go down: what a topology that is forgotten had counted stays in them. */
-final case class Totals(opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0) {
+/** Sums over listeners, and what was released. They never go down: what a topology that is forgotten had counted stays in them. */
+final case class Totals(
+    opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
+    openMicros: Long = 0, closeMicros: Long = 0, released: Long = 0, releasedBytes: Long = 0) {
   def +(other: Totals): Totals =
-    Totals(opens + other.opens, closes + other.closes, failures + other.failures, lost + other.lost)
+    Totals(opens + other.opens, closes + other.closes, failures + other.failures, lost + other.lost,
+      openMicros + other.openMicros, closeMicros + other.closeMicros, released + other.released, releasedBytes + other.releasedBytes)
 
   private[stagecrew] def json: ObjectNode =
     Json.obj().put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
+      .put("openMicros", openMicros).put("closeMicros", closeMicros).put("released", released).put("releasedBytes", releasedBytes)
 }
 
 object Totals {
   private[stagecrew] def of(node: JsonNode): Totals =
-    Totals(node.path("opens").asLong, node.path("closes").asLong, node.path("failures").asLong, node.path("lost").asLong)
+    Totals(node.path("opens").asLong, node.path("closes").asLong, node.path("failures").asLong, node.path("lost").asLong,
+      node.path("openMicros").asLong, node.path("closeMicros").asLong, node.path("released").asLong, node.path("releasedBytes").asLong)
 }
 
 /** One topology on one executor. */
@@ -56,7 +61,8 @@ final case class ExecutorCounts(
     released: Long = 0, // partitions
     releasedBytes: Long = 0) {
 
-  def totals: Totals = listeners.valuesIterator.foldLeft(Totals())((sum, c) => sum + Totals(c.opens, c.closes, c.failures, c.lost))
+  def totals: Totals = listeners.valuesIterator.foldLeft(Totals(released = released, releasedBytes = releasedBytes))((sum, c) =>
+    sum + Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj()
@@ -89,10 +95,18 @@ object ExecutorCounts {
  * The counts of one executor. Reports carry the counts themselves, not changes, and a sequence number: the driver replaces
  * what it has, so that a report that is lost or doubled changes nothing.
  */
-final class Ledger {
+final class Ledger(wall: () => Long = () => System.currentTimeMillis()) {
+  import Ledger._
+
+  /** The executor's Python processes, where it looks at them. */
+  @volatile var samples = Option.empty[SampleLog]
+  /** Is told how many microseconds what took time has taken: for the executor's own metrics. */
+  @volatile var timed: (String, Long) => Unit = (_, _) => ()
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
   private val dirty = mutable.LinkedHashSet.empty[String]
-  private val sent = mutable.LinkedHashMap.empty[Long, Seq[String]] // reports of which it is not known that they arrived
+  private val spans = mutable.HashMap.empty[String, SpanLog]
+  private val dirtySpans = mutable.LinkedHashSet.empty[String]
+  private val sent = mutable.LinkedHashMap.empty[Long, Sent] // reports of which it is not known that they arrived
   private var sequence = 0L
   private var forgotten = Totals()
 
@@ -107,51 +121,83 @@ final class Ledger {
       counts.copy(listeners = counts.listeners.updated(index, f(before)))
     }
 
+  /** Something of the topology took so long, until now. */
+  def span(topology: String, kind: String, name: => String, micros: Long, failed: Boolean): Unit = {
+    val started = wall() - micros / 1000
+    timed(kind, micros)
+    synchronized {
+      spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed)
+      dirtySpans += topology
+    }
+  }
+
   def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
 
   /** The number and the body of a report of all that changed since the last one; None when nothing did. */
   def report(): Option[(Long, String)] = synchronized {
-    if (dirty.isEmpty) None
+    val looks = samples.flatMap(_.untold)
+    if (dirty.isEmpty && dirtySpans.isEmpty && looks.isEmpty) None
     else {
-      val changed = dirty.toSeq
+      val (changed, timed) = (dirty.toSeq, dirtySpans.toSeq)
       dirty.clear()
-      val report = body(changed)
-      sent(report._1) = changed
-      Some(report)
+      dirtySpans.clear()
+      val (number, node, arrived) = body(changed, timed)
+      looks.foreach { case (more, _) => node.setAll[ObjectNode](more) }
+      sent(number) = Sent(changed, timed, arrived ++ looks.map(_._2))
+      Some(number -> Json.write(node))
     }
   }
 
   /** The driver has the report with this number. */
-  def delivered(number: Long): Unit = synchronized { sent.remove(number); () }
+  def delivered(number: Long): Unit = synchronized(sent.remove(number).foreach(_.arrived.foreach(_())))
 
   /** A report may not have arrived: what it said is said again. */
   def notDelivered(number: Long): Unit = synchronized {
-    dirty ++= sent.remove(number).toSeq.flatten.filter(topologies.contains)
+    sent.remove(number).foreach { report =>
+      dirty ++= report.topologies.filter(topologies.contains)
+      dirtySpans ++= report.spans.filter(spans.contains)
+    }
   }
 
   /** A report of one topology, whether it changed or not. */
   def full(topology: String): (Long, String) = synchronized {
     dirty -= topology
-    body(Seq(topology))
+    dirtySpans -= topology
+    val (number, node, _) = body(Seq(topology), Seq(topology))
+    number -> Json.write(node)
   }
 
   // The sums stand in each report beside its number, so that the driver's never go back to older ones.
-  private def body(which: Seq[String]): (Long, String) = {
+  private def body(which: Seq[String], timed: Seq[String]): (Long, ObjectNode, Seq[() => Unit]) = {
     sequence += 1
     val node = Json.obj()
     val counts = node.putObject("topologies")
     which.foreach(topology => topologies.get(topology).foreach(c => counts.set[ObjectNode](topology, c.json)))
     node.set[ObjectNode]("totals", totals.json)
-    sequence -> Json.write(node)
+    val logs = node.putObject("spans")
+    val arrived = timed.flatMap(topology => spans.get(topology).map { log =>
+      val (untold, told) = log.untold
+      logs.set[ObjectNode](topology, untold)
+      told
+    })
+    (sequence, node, arrived)
   }
 
   /** A closed topology; answers false when the driver does not have its counts yet. */
   def forget(topology: String): Boolean = synchronized {
-    val reported = !dirty.contains(topology) && !sent.valuesIterator.exists(_.contains(topology))
+    val reported = !dirty.contains(topology) && !sent.valuesIterator.exists(_.topologies.contains(topology))
+    if (reported) {
+      spans -= topology
+      dirtySpans -= topology
+    }
     if (reported) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
     reported
   }
 
   /** Sums over all topologies that ever were here, for metrics. */
   def totals: Totals = synchronized(topologies.valuesIterator.map(_.totals).foldLeft(forgotten)(_ + _))
+}
+
+object Ledger {
+  private final case class Sent(topologies: Seq[String], spans: Seq[String], arrived: Seq[() => Unit])
 }

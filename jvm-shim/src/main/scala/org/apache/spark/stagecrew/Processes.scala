@@ -51,6 +51,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
   def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit = synchronized {
     book.get(link).foreach { process =>
       process.hook = Some(Hook(topology, index, hook, overdueAt))
+      process.hookBegan = clock()
       if (hook == "open") {
         process.open += topology -> index
         if (process.counted.add(topology)) ledger.change(topology)(c => c.copy(processes = c.processes + 1))
@@ -64,6 +65,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       book.get(link).foreach { process =>
         if (hook != "decorate") process.hook = None
         if (hook == "close") process.open -= topology -> index
+        if (hook != "decorate") ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
         count(topology, index) { before =>
           val timed = hook match {
             case "open" => before.copy(openMicros = before.openMicros + micros)
@@ -82,6 +84,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       case (link, process) if process.hook.exists(_.overdueAt <= now) =>
         val hook = process.hook.get
         process.hook = None
+        ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, (now - process.hookBegan) / 1000, failed = true)
         count(hook.topology, hook.index) { before =>
           before.copy(failures = before.failures + 1, lastError = s"${hook.name} ignored its timeout; its process was ended")
         }
@@ -140,5 +143,6 @@ object Processes {
     var attempt = Option.empty[Long]
     var chain = Set.empty[String] // the topologies of the attempt
     var hook = Option.empty[Hook]
+    var hookBegan = 0L
   }
 }

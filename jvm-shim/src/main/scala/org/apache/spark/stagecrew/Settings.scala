@@ -16,6 +16,11 @@ final class Settings(conf: SparkConf) {
   val channelTimeoutMs: Long = time(ChannelTimeout)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
+  val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval)) match {
+    case negative if negative < 0 =>
+      throw new IllegalArgumentException(s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it is a time, or 0 for never")
+    case ms => ms
+  }
   val mailboxEvents: Int = positive(MailboxEvents, conf.getInt(MailboxEvents, defaults(MailboxEvents).toInt))
   val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
   val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
@@ -42,6 +47,7 @@ object Settings {
   val ReportInterval = "spark.stagecrew.report.interval"
   val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
 
+  val ProcessesInterval = "spark.stagecrew.processes.interval"
   val ShuffleDelegate = TrackedShuffleDataIO.DelegateKey
   val MailboxEvents = "spark.stagecrew.mailbox.events"
   val MailboxBytes = "spark.stagecrew.mailbox.bytes"
@@ -59,6 +65,7 @@ object Settings {
     MaxFrame -> "64m",
     ReportInterval -> "1s",
     RetainedTopologies -> "1000",
+    ProcessesInterval -> "10s",
     ShuffleDelegate -> TrackedShuffleDataIO.LocalDisk,
     MailboxEvents -> "100000",
     MailboxBytes -> "64m",

@@ -229,9 +229,16 @@ final class DriverFacade(crew: DriverCrew) {
     Json.write(node)
   }
 
-  /** All that is known of one topology, or of all when `id` is empty. */
+  /** What Python says of coordinators: a STATISTICS frame. It is known before whatever is asked for next. */
+  def statistics(frame: Array[Byte]): Unit = crew.statistics(Frames.decodeMessage(frame))
+
+  /** What it says of the stored job that it runs, as JSON of a `RecoveryView`. */
+  def recovery(body: String): Unit = crew.recovery(RecoveryView.of(Json.parse(body)))
+
+  /** All that is known of one topology, or of all when `id` is empty; but for timelines and processes, which can be long. */
   def report(id: String): String = {
     val snapshot = crew.snapshot
-    Json.write(snapshot.copy(topologies = snapshot.topologies.filter(t => id.isEmpty || t.id == id)).json)
+    val chosen = snapshot.topologies.filter(t => id.isEmpty || t.id == id).map(_.copy(spans = Vector.empty))
+    Json.write(snapshot.copy(topologies = chosen, processes = Vector.empty).json)
   }
 }

@@ -12,7 +12,8 @@ final case class Snapshot(
     topologies: Vector[TopologyView],
     totals: Totals,
     processes: Vector[ProcessView] = Vector.empty,
-    recovery: Option[RecoveryView] = None) {
+    recovery: Option[RecoveryView] = None,
+    coordinators: Option[OperatorView] = None) { // the sum over all that there were
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("version", Snapshot.Version)
@@ -20,6 +21,7 @@ final case class Snapshot(
     Json.put(node, "topologies", topologies.map(_.json))
     Json.put(node, "processes", processes.map(_.json))
     recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
+    coordinators.foreach(one => node.set[ObjectNode]("coordinators", one.json))
     node
   }
 }
@@ -32,7 +34,8 @@ object Snapshot {
     Json.items(node.get("topologies")).map(TopologyView.of).toVector,
     Option(node.get("totals")).map(Totals.of).getOrElse(Totals()),
     Json.items(node.get("processes")).map(ProcessView.of).toVector,
-    Option(node.get("recovery")).map(RecoveryView.of))
+    Option(node.get("recovery")).map(RecoveryView.of),
+    Option(node.get("coordinators")).map(OperatorView.of))
 }
 
 /** What is shown of one topology: an immutable copy. Times in ms since the epoch, 0 for one that has not come. */
@@ -118,7 +121,7 @@ final case class OperatorView(
     replies: Percentiles, // from a request's arrival on the driver to its reply
     acknowledgements: Percentiles, // from the sending of an event to the word that it is in its mailbox
     waitsFor: String, // whom, and since when, in words; empty when for nobody
-    progress: Vector[(String, Long)], // as "splits done"
+    progress: Vector[(String, String)], // as "splits done" -> "3": numbers of any kind, or words
     lastError: String) {
 
   private[stagecrew] def json: ObjectNode = {
@@ -139,7 +142,7 @@ object OperatorView {
     node.path("finished").asLong, node.path("failed").asLong, node.path("cut").asLong, node.path("resets").asLong,
     node.path("eventsIn").asLong, node.path("eventsOut").asLong, node.path("requests").asLong, node.path("queued").asLong,
     Percentiles.of(node.path("replies")), Percentiles.of(node.path("acknowledgements")), node.path("waitsFor").asText,
-    node.path("progress").properties.asScala.map(entry => entry.getKey -> entry.getValue.asLong).toVector,
+    node.path("progress").properties.asScala.map(entry => entry.getKey -> entry.getValue.asText).toVector,
     node.path("lastError").asText)
 }
 

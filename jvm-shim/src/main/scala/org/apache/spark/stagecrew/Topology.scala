@@ -20,6 +20,8 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   var waiters = List.empty[CompletableFuture[Unit]]
   val counts = mutable.LinkedHashMap.empty[String, (Long, ExecutorCounts)]
   var jobs = 0
+  val operators = new OperatorBook
+  val spans = new SpanBook
   val executions = mutable.LinkedHashSet.empty[Long]
   val queries = mutable.LinkedHashSet.empty[String]
 
@@ -30,7 +32,8 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   def view: TopologyView = shown.getOrElse {
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs,
-      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector)
+      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector,
+      operators.views, spans.spans, spans.dropped)
     shown = Some(view)
     view
   }

@@ -6,13 +6,14 @@ class SnapshotSuite extends AnyFunSuite {
   private val counts = ExecutorCounts(
     Map(0 -> ListenerCounts("a", "worker", 3, 2, 1, 1, 70, 80, "it broke")), 2, 1, Set("p"), Stored(1, 2, 3, 4, 5), 6, 7)
   private val operator = OperatorView("o", "splits", "active", 1, 2, 3, 4, 5, 6, 7, 8, 9, Percentiles(1, 2, 3, 4, 5),
-    Percentiles(6, 7, 8, 9, 10), "subtask 3", Vector("splits done" -> 4L, "splits left" -> 2L), "no")
+    Percentiles(6, 7, 8, 9, 10), "subtask 3", Vector("splits done" -> "4", "loss" -> "0.25"), "no")
   private val full = Snapshot(
     Vector(TopologyView("t", "<name>", "named", Some("p"), "closed", 10, 20, 3, Vector("1"), Vector("1" -> counts), Vector("2"),
       Vector("u"), Vector(operator), Vector(Span("1", "open", "a", 11, 12, failed = true)), 9)),
-    Totals(1, 2, 3, 4),
+    Totals(1, 2, 3, 4, 5, 6, 7, 8),
     Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)))),
-    Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)))))
+    Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)))),
+    Some(operator.copy(name = "")))
 
   test("a snapshot is read back from its JSON as it was") {
     assert(Snapshot.of(Json.parse(Json.write(full.json))) == full)

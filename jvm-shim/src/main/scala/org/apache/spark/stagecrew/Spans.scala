@@ -1,0 +1,110 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.JsonNode
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.collection.mutable
+
+/**
+ * What took time in one topology on one executor: the first so many opens and closes, the slowest of the rest, and the same of
+ * tasks. The first show how it began, the slowest are who is looked for; all others are only counted. Guarded by its ledger.
+ *
+ * Each has a slot, whose content may be replaced: reports carry the slots that are not known to have arrived.
+ */
+private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int = SpanLog.Slowest) {
+  import SpanLog._
+
+  private val slots = mutable.LongMap.empty[Slot]
+  private val hooks = new Kept(0)
+  private val tasks = new Kept(first + slowest)
+  private var replaced = 0L
+
+  /** How many there were that are not kept. */
+  def dropped: Long = replaced
+
+  def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean): Unit = {
+    val kept = if (kind == "task") tasks else hooks
+    kept.slotFor(micros).fold(replaced += 1) { slot =>
+      if (slots.contains(slot.toLong)) replaced += 1
+      slots(slot.toLong) = new Slot(Span("", kind, name, started, started + micros / 1000, failed))
+    }
+  }
+
+  /** What is to be reported, and what to do when it has arrived. */
+  def untold: (ObjectNode, () => Unit) = {
+    val left = slots.toSeq.filterNot(_._2.told).sortBy(_._1)
+    val node = Json.obj().put("dropped", dropped)
+    Json.put(node, "slots", left.map { case (number, slot) => slot.span.json.put("slot", number) })
+    node -> (() => left.foreach(_._2.told = true))
+  }
+
+  private final class Kept(base: Int) {
+    private var count = 0
+    private val quickest = mutable.PriorityQueue.empty[(Long, Int)](Ordering.by[(Long, Int), Long](_._1).reverse)
+
+    /** Where one of this length goes; None where it is not kept. */
+    def slotFor(micros: Long): Option[Int] =
+      if (count < first + slowest) {
+        val slot = base + count
+        count += 1
+        if (count > first) quickest.enqueue(micros -> slot)
+        Some(slot)
+      } else if (quickest.headOption.exists(_._1 < micros)) {
+        val slot = quickest.dequeue()._2
+        quickest.enqueue(micros -> slot)
+        Some(slot)
+      } else None
+  }
+}
+
+private[stagecrew] object SpanLog {
+  val First = 100
+  val Slowest = 100
+
+  private final class Slot(val span: Span, var told: Boolean = false)
+}
+
+/** The spans of one topology, of all executors: what their reports said last of each slot. Of the driver's loop. */
+private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
+  private val slots = mutable.LinkedHashMap.empty[(String, Long), (Long, Span)]
+  private val droppedBy = mutable.LinkedHashMap.empty[String, (Long, Long)]
+  private var refused = 0L
+
+  /** What an executor's report with this number said. Whatever comes twice, or late, changes nothing. */
+  def took(executor: String, sequence: Long, node: JsonNode): Unit = {
+    if (droppedBy.get(executor).forall(_._1 < sequence)) droppedBy(executor) = sequence -> node.path("dropped").asLong
+    Json.items(node.get("slots")).foreach { entry =>
+      val key = executor -> entry.path("slot").asLong
+      slots.get(key) match {
+        case Some((known, _)) if known >= sequence => ()
+        case None if slots.size >= limit => refused += 1
+        case _ => slots(key) = sequence -> Span.of(entry).copy(executor = executor)
+      }
+    }
+  }
+
+  def size: Int = slots.size
+
+  /** None is kept any more; how many there were is. */
+  def clear(): Unit = {
+    refused += slots.size
+    slots.clear()
+  }
+
+  def spans: Vector[Span] = slots.valuesIterator.map(_._2).toVector.sortBy(_.started)
+  def dropped: Long = droppedBy.valuesIterator.map(_._2).sum + refused
+}
+
+private[stagecrew] object SpanBook {
+  /** How many are kept of one topology, and of all: those that closed first lose theirs first. */
+  val PerTopology = 2000
+  val InAll = 100000
+
+  def trim(topologies: Iterable[Topology], inAll: Int = InAll): Unit = {
+    var left = topologies.iterator.map(_.spans.size).sum
+    topologies.filter(_.state == "closed").toSeq.sortBy(_.ended).takeWhile(_ => left > inAll).foreach { topology =>
+      left -= topology.spans.size
+      topology.spans.clear()
+      topology.changed()
+    }
+  }
+}
