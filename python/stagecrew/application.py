@@ -261,6 +261,11 @@ class Crew:
             with contextlib.suppress(Py4JError):  # the session may be gone: no reason for an exit to fail
                 self.facade.statistics(frame)
 
+    def tell_job(self, body: str) -> None:
+        """Tells the driver's JVM of the stored job that this process runs. It raises nothing: it only shows."""
+        with contextlib.suppress(Exception):
+            self.facade.recovery(body)
+
     def end(self, topology: str, seconds: float) -> None:
         """Ends a topology on all executors; returns when they have closed it, or say who has not."""
         self.facade.end(topology, int(seconds * 1000))

@@ -259,4 +259,8 @@ def crew(spark: SparkSession) -> Crew:
         )
     made = Crew(context, facade)
     context._stagecrew = made  # type: ignore[attr-defined]
+    from stagecrew.recovery.job import running_job
+
+    if (job := running_job()) is not None:
+        job.shown.tell()
     return made

@@ -1,16 +1,19 @@
 """Steps and batches of a job, over a store in memory."""
 
 import contextvars
+import json
 
 import pyarrow.fs
 import pytest
 
 from modelstore import ModelServer
+from stagecrew import session
 from stagecrew.errors import JobError, JobStepReused, PossiblyInconsistentError, RecoveryMisused, StateStorageError
 from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
+from stagecrew.recovery.shown import Shown
 from stagecrew.recovery.storage import StateStorage
 
 
@@ -263,6 +266,37 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
     with pytest.raises(StateStorageError, match="no space"):
         place.run().step("b", lambda: 1)
+
+
+def test_what_people_see_of_a_job(place, operators, monkeypatch):
+    """Each step with its state and times, in order; one that a run before did is found; what shows it may raise."""
+    shown = []
+
+    class Crew:
+        def tell_job(self, body):
+            shown.append(json.loads(body))
+
+    monkeypatch.setattr(session, "running_crew", Crew)
+    job = place.run()
+    job.step("a", lambda: 1)
+    with pytest.raises(ValueError, match="no"):
+        job.step("b", lambda: int("no"))
+    assert shown[0]["facts"] == {"job": "job", "run": "1"}
+    assert [[(step["name"], step["state"]) for step in one["steps"]] for one in shown] == [
+        [("a", "running")],
+        [("a", "finished")],
+        [("a", "finished"), ("b", "running")],
+        [("a", "finished"), ("b", "failed")],
+    ]
+    assert shown[0]["steps"][0]["ended"] == 0 < shown[0]["steps"][0]["started"] <= shown[1]["steps"][0]["ended"]
+    again = place.run()
+    assert again.step("a", lambda: 2) == 1
+    assert [(step["name"], step["state"]) for step in shown[-1]["steps"]] == [("a", "found")]
+    many = Shown({}, lambda: 1.5)
+    for number in range(300):
+        many.step(f"s{number}", "running")
+    found = json.loads(many.to_json())["steps"]
+    assert (len(found), found[-1]) == (200, {"name": "s299", "state": "running", "started": 1500, "ended": 0})
 
 
 def test_current_job(place):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from stagecrew.coordination.checkpoints import Checkpoint
@@ -17,6 +17,7 @@ from stagecrew.errors import (
     RecoveryMisused,
 )
 from stagecrew.recovery.decisions import StoredDecisions, is_over
+from stagecrew.recovery.shown import Shown
 from stagecrew.recovery.writes import PATIENCE, patient
 
 if TYPE_CHECKING:
@@ -61,11 +62,18 @@ class Job:
     """
 
     def __init__(
-        self, id_: str, attempt: int, steps: StateHandleStore, commits: StateHandleStore, patience: float = PATIENCE
+        self,
+        id_: str,
+        attempt: int,
+        steps: StateHandleStore,
+        commits: StateHandleStore,
+        patience: float = PATIENCE,
+        facts: Mapping[str, str] | None = None,
     ) -> None:
         self.id, self.attempt = id_, attempt
         self._steps, self._commits, self._patience = steps, commits, patience
         self.restored = bool(steps.names())
+        self.shown = Shown({"job": id_, "run": str(attempt), **(facts or {})})
         self._lock = threading.Lock()
         self._over = False
         self._used: set[str] = set()
@@ -184,6 +192,7 @@ class Job:
             return None
         value, checkpoints = pickle.loads(stored.data)
         _restore(key, checkpoints)
+        self.shown.step(key, "found")
         _log.info("step %r of job %r was done by a run before", key, self.id)
         return (value,)
 
@@ -192,13 +201,19 @@ class Job:
         token = POSITION.set(path)
         with self._lock:
             self._running[key] = _open_operators()
+        self.shown.step(key, "running")
+        state = "failed"
         try:
-            made = f()
+            try:
+                made = f()
+            finally:
+                POSITION.reset(token)
+                with self._lock:
+                    del self._running[key]
+            self._store(key, made)
+            state = "finished"
         finally:
-            POSITION.reset(token)
-            with self._lock:
-                del self._running[key]
-        self._store(key, made)
+            self.shown.step(key, state)
         return made
 
     def _store(self, key: str, value: Any) -> None:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +33,7 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.recovery.decisions import finish_commits
-from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence
+from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.job import Job, set_current
 from stagecrew.recovery.jobs import Jobs, JobState, Run, fence_of, key_of
 from stagecrew.recovery.results import Result
@@ -180,13 +180,33 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(given.folder)
     on_path(folder / FILES)
     try:
-        done = carry_out(claimed, given.finish, lambda spec: _called(spec, folder), watch.look)
+        facts = _facts(store, given.term)
+        done = carry_out(claimed, given.finish, lambda spec: _called(spec, folder), watch.look, facts)
     finally:
         store.close()
     return 0 if done else LOST
 
 
-def carry_out(claimed: Claimed, finish: bool, call: Callable[[JobSpec], Any], look: Callable[[], str | None]) -> bool:
+def _facts(store: Store, term: int) -> dict[str, str]:
+    """What people see of where it runs; no address of the store, which may be nobody else's business."""
+    try:
+        leader = leader_of(store)
+    except StoreError:  # the watch finds out what that means
+        leader = None
+    return {
+        "term": str(term),
+        "leader": "" if leader is None else leader.host,
+        "store": os.environ["STAGECREW_STORE"].partition("://")[0],
+    }
+
+
+def carry_out(
+    claimed: Claimed,
+    finish: bool,
+    call: Callable[[JobSpec], Any],
+    look: Callable[[], str | None],
+    facts: Mapping[str, str] | None = None,
+) -> bool:
     """What a process does that has claimed a run. Answers whether the job is at its end; else it is lost, and runs again.
 
     `call` calls the job's own code; `look` says why the process may not go on.
@@ -198,7 +218,7 @@ def carry_out(claimed: Claimed, finish: bool, call: Callable[[JobSpec], Any], lo
         result = Result(str(known[0].outcome), known[0].reason)
     else:
         spec = jobs.spec(run.job)
-        job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"))
+        job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"), facts=facts)
         set_current(job)
         try:
             result = Result.of_value(call(spec))

@@ -194,6 +194,9 @@ final class Ledger(wall: () => Long = () => System.currentTimeMillis()) {
     reported
   }
 
+  /** What is stored now, of all topologies. */
+  def stored: Stored = synchronized(topologies.valuesIterator.map(_.stored).foldLeft(Stored())(_ + _))
+
   /** Sums over all topologies that ever were here, for metrics. */
   def totals: Totals = synchronized(topologies.valuesIterator.map(_.totals).foldLeft(forgotten)(_ + _))
 }

@@ -9,7 +9,10 @@ final case class Output(shuffle: Int, map: Long)
 final case class CachedBlock(rdd: Int, partition: Int)
 
 /** What of a topology is stored on one executor. */
-final case class Stored(inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0)
+final case class Stored(inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0) {
+  def +(other: Stored): Stored = Stored(inProgress + other.inProgress, outputs + other.outputs, outputBytes + other.outputBytes,
+    blocks + other.blocks, blockBytes + other.blockBytes)
+}
 
 /**
  * What the driver says at a topology's end. Shuffles that other topologies use pass on to one of them (None: to the

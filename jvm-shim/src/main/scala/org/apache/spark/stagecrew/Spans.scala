@@ -101,7 +101,7 @@ private[stagecrew] object SpanBook {
 
   def trim(topologies: Iterable[Topology], inAll: Int = InAll): Unit = {
     var left = topologies.iterator.map(_.spans.size).sum
-    topologies.filter(_.state == "closed").toSeq.sortBy(_.ended).takeWhile(_ => left > inAll).foreach { topology =>
+    topologies.filter(_.state == "closed").toSeq.sortBy(_.ended).iterator.takeWhile(_ => left > inAll).foreach { topology =>
       left -= topology.spans.size
       topology.spans.clear()
       topology.changed()

@@ -1,0 +1,44 @@
+package org.apache.spark.stagecrew
+
+import java.nio.file.{Files, Path}
+import com.codahale.metrics.MetricRegistry
+import org.scalatest.funsuite.AnyFunSuite
+import scala.jdk.CollectionConverters._
+
+class MetricsSuite extends AnyFunSuite {
+  private val page = Seq("docs", "../docs").map(folder => Path.of(folder, "reference", "metrics.md")).find(Files.exists(_)).get
+
+  test("the documented table is that of the code") {
+    val text = Files.readString(page)
+    val start = text.indexOf("| metric |")
+    val end = text.indexOf("\n\n", start) + 1
+    val documented = text.substring(start, end)
+    // `STAGECREW_WRITE=1 build/sbt "shim/testOnly *MetricsSuite"` writes it anew.
+    if (sys.env.contains("STAGECREW_WRITE")) Files.writeString(page, text.substring(0, start) + Metrics.table + text.substring(end))
+    else assert(documented == Metrics.table)
+  }
+
+  test("each metric has a name of its own, which ends with its unit where it has one") {
+    val names = Metrics.both.map(_.name) ++ Metrics.driver.map(_.name) ++ Metrics.times.map(_._2)
+    assert(names.distinct == names)
+    names.filter(name => Seq("duration", "memory", "cpu", "p50", "p95", "p99", "max", "open", "close").exists(name.split('.').contains))
+      .foreach(name => assert(Seq("micros", "bytes", "millicores").contains(name.split('.').last), name))
+  }
+
+  test("an executor's metrics are its ledger's, and its times are histograms of microseconds") {
+    val (ledger, registry) = (new Ledger, new MetricRegistry)
+    ExecutorMetrics.register(registry, ledger)
+    ledger.listener("t", 0, "a", "worker")(_.copy(opens = 2, openMicros = 70))
+    ledger.change("t")(_.copy(stored = Stored(1, 2, 3, 4, 5), released = 6, releasedBytes = 7))
+    ledger.change("u")(_.copy(stored = Stored(10, 20, 30, 40, 50)))
+    ledger.span("t", "open", "a", 30, failed = false)
+    ledger.span("t", "open", "a", 40, failed = true)
+    val gauges = registry.getGauges.asScala.view.mapValues(_.getValue).toMap
+    assert(gauges("listeners.opens") == 2L && gauges("listeners.open.micros") == 70L)
+    assert(gauges("partitions.outputs.bytes") == 33L && gauges("partitions.released.bytes") == 7L)
+    assert(gauges("processes.workers") == 0L)
+    val opens = registry.getHistograms.get("listeners.open.duration.micros")
+    assert(opens.getCount == 2 && opens.getSnapshot.getMax == 40)
+    assert(registry.getHistograms.get("tasks.duration.micros").getCount == 0)
+  }
+}

@@ -1,0 +1,110 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+import scala.util.Random
+
+class SpansSuite extends AnyFunSuite {
+  private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
+    val (node, arrived) = log.untold
+    book.took(executor, sequence, Json.parse(Json.write(node)))
+    arrived
+  }
+
+  test("the first are kept, the slowest of the rest, and all others are counted") {
+    val random = new Random(11)
+    (1 to 50).foreach { _ =>
+      val (log, count) = (new SpanLog(first = 5, slowest = 3), random.nextInt(40))
+      val lengths = Vector.fill(count)(random.nextInt(1000).toLong * 1000)
+      lengths.zipWithIndex.foreach { case (micros, n) => log.add("task", s"$n", n.toLong, micros, failed = false) }
+      (0 until 3).foreach(n => log.add("open", s"open $n", n.toLong, 1, failed = n == 1)) // these have room of their own
+      val book = new SpanBook
+      told(log, book, 1)
+      val (tasks, opens) = book.spans.partition(_.kind == "task")
+      val wanted = lengths.take(5).sorted ++ lengths.drop(5).sorted.takeRight(3)
+      assert(tasks.map(one => (one.ended - one.started) * 1000).sorted == wanted.sorted)
+      assert((0 until math.min(5, count)).forall(n => tasks.exists(_.name == s"$n")))
+      assert(book.dropped == math.max(0, count - 8) && opens.map(_.failed) == Vector(false, true, false))
+    }
+  }
+
+  test("a report has what is not known to have arrived; what comes twice, late or in another order changes nothing") {
+    val random = new Random(5)
+    (1 to 30).foreach { _ =>
+      val (log, book) = (new SpanLog(2, 2), new SpanBook)
+      var late = List.empty[(Long, String)]
+      (1L to 60L).foreach { sequence =>
+        log.add("task", s"$sequence", sequence, random.nextInt(1000).toLong, failed = false)
+        val (node, arrived) = log.untold
+        val body = Json.write(node)
+        random.nextInt(4) match {
+          case 0 => late ::= sequence -> body // it arrives, but nobody knows
+          case 1 => ()
+          case _ =>
+            book.took("1", sequence, Json.parse(body))
+            arrived()
+        }
+        if (random.nextBoolean()) late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+      }
+      told(log, book, 100)()
+      assert(log.untold._1.get("slots").isEmpty)
+      assert(book.size == 4 && book.dropped == 56)
+      late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+      assert(book.size == 4 && book.dropped == 56)
+    }
+  }
+
+  test("the driver keeps so many of a topology, and of all: those that closed first lose theirs, and say how many") {
+    def topology(id: String, ended: Long, spans: Int) = {
+      val made = new Topology(Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+      if (ended > 0) { made.state = "closed"; made.ended = ended }
+      val log = new SpanLog(100, 100)
+      (0 until spans).foreach(n => log.add("task", "t", n.toLong, 1, failed = false))
+      told(log, made.spans, 1)
+      made
+    }
+    val (old, newer, runs) = (topology("a", 1, 10), topology("b", 2, 10), topology("c", 0, 10))
+    SpanBook.trim(Seq(newer, runs, old), inAll = 25)
+    assert((old.view.spans.size, old.view.spansDropped, newer.view.spans.size, runs.view.spans.size) == ((0, 10L, 10, 10)))
+    SpanBook.trim(Seq(newer, runs, old), inAll = 5)
+    assert(newer.view.spans.isEmpty && runs.view.spans.size == 10)
+    val small = new SpanBook(limit = 3)
+    val log = new SpanLog
+    (0 until 9).foreach(n => log.add("open", "o", n.toLong, 1, failed = false))
+    told(log, small, 1)
+    assert(small.size == 3 && small.dropped == 6)
+  }
+
+  test("opens, closes and hooks that hang have a span; a decoration has none; it ends now") {
+    val ledger = new Ledger(() => 10000)
+    val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
+    val link = Links.link("p", "worker", 1)(_ => ())
+    processes.connected(link)
+    Seq("open", "decorate", "close").foreach { hook =>
+      processes.hookBegan(link, "t", 0, hook, Long.MaxValue)
+      processes.hookEnded(link, "t", 0, hook, failed = hook == "close", 2000000, "")
+    }
+    processes.hookBegan(link, "t", 0, "open", 1)
+    processes.overdue()
+    val book = new SpanBook
+    book.took("1", 1, Json.parse(ledger.report().get._2).get("spans").get("t"))
+    assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
+      ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
+  }
+
+  test("spans alone make a report, are said again when that was lost, and go with their topology") {
+    val ledger = new Ledger
+    def slots(body: String) = Json.items(Json.parse(body).at("/spans/t/slots")).map(_.get("name").asText)
+    ledger.span("t", "task", "a", 1, failed = false)
+    val (first, body) = ledger.report().get
+    assert(slots(body) == Seq("a") && ledger.report().isEmpty)
+    ledger.notDelivered(first)
+    ledger.span("t", "task", "b", 1, failed = false)
+    val (second, next) = ledger.report().get
+    assert(slots(next) == Seq("a", "b"))
+    ledger.delivered(second)
+    ledger.span("t", "task", "c", 1, failed = false)
+    assert(slots(ledger.full("t")._2) == Seq("c"))
+    ledger.forget("t")
+    assert(ledger.report().isEmpty)
+  }
+}

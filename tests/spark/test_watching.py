@@ -1,0 +1,169 @@
+"""What people see of one run: the tab's JSON, metrics and `topology.report` say the same, and what the test itself counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+import stagecrew
+from coordinators import rows
+from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
+
+# Executors do not have this module: what it defines travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PLUGIN = "plugin.stagecrew.StagecrewPlugin"
+EVENTS, REQUESTS, TASKS = 30, 7, 3
+pytestmark = pytest.mark.timeout(240)
+
+
+def fetched(spark: SparkSession, path: str) -> Any:
+    port = urlsplit(spark.sparkContext.uiWebUrl).port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as response:
+        return json.load(response)
+
+
+def gauges(spark: SparkSession) -> dict[str, int]:
+    prefix = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}."
+    every = fetched(spark, "/metrics/json/")["gauges"]
+    return {key.removeprefix(prefix): one["value"] for key, one in every.items() if key.startswith(prefix)}
+
+
+class Answering(stagecrew.Coordinator):
+    """Sends each task two events, answers each request, and says whom it waits for while the test holds it."""
+
+    def __init__(self, context: stagecrew.CoordinatorContext, taken: list[Any]) -> None:
+        super().__init__(context)
+        self.taken = taken
+
+    def ready(self, evaluation: stagecrew.Evaluation, gateway: stagecrew.Gateway) -> None:
+        gateway.send("a")
+        gateway.send("b")
+
+    def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
+        self.taken.append(event)
+
+    def handle_request(self, evaluation: stagecrew.Evaluation, request: Any) -> Any:
+        self.taken.append(request)
+        return request
+
+    def waits_for(self) -> str:
+        return "the test"
+
+    def progress(self) -> dict[str, Any]:
+        return {"taken": len(self.taken)}
+
+
+def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, tmp_path: Path) -> None:
+    """Of one run with listeners, a coordinator, splits and an agent; while it runs, and when it has ended."""
+    conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
+    spark = sessions.get("local[3]", **conf)
+    crew = stagecrew.crew(spark)
+    journal = Journal(str(tmp_path / "journal"))
+    held, taken = str(tmp_path / "held"), []
+
+    def work(gateway: stagecrew.TaskGateway, batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        for number in range(EVENTS):
+            gateway.send(number)
+        for number in range(REQUESTS):
+            assert gateway.request(number) == number
+        journal.write(event="task")
+        eventually(lambda: os.path.exists(held), 120, "the test lets its tasks go")
+        yield rows(os.getpid())
+
+    name = "watched <&>"
+    with crew.topology(name, listeners=[Recorder(journal), executor_wide(journal.path)]) as topology:
+        dataset = topology.coordinate("o", lambda context: Answering(context, taken)).map(
+            spark.range(0, TASKS, 1, TASKS), work, "a long"
+        )
+        pids: list[int] = []
+        run = threading.Thread(target=topology.wrap(lambda: pids.extend(row.a for row in dataset.collect())))
+        run.start()
+        eventually(lambda: len(journal.read(event="task")) == TASKS, 120, "all tasks have talked")
+
+        def live() -> Any:
+            found = [one for one in topology.report.operators if one.progress == {"taken": str(TASKS * (EVENTS + REQUESTS))}]
+            return found and found[0].live == TASKS and found[0]
+
+        while_it_runs = eventually(live, what="the coordinator is told of while it runs")
+        assert while_it_runs.waits_for.startswith("the test, since ")
+        assert while_it_runs.state == "active"
+        workers = eventually(lambda: _looked_at(spark, TASKS), what="workers and the agent are looked at, twice")
+        Path(held).touch()
+        run.join(60)
+        assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
+        (agent,) = (one["pid"] for one in workers if one["role"] == "agent")
+        assert "stagecrew.agent" in psutil.Process(agent).cmdline()
+        for one in workers:
+            process = psutil.Process(one["pid"])
+            sample = one["samples"][-1]
+            assert abs(sample["rss"] - process.memory_info().rss) <= 0.25 * process.memory_info().rss
+            assert abs(one["started"] / 1000 - process.create_time()) < 2
+            assert sample["files"] > 0
+            assert sample["threads"] > 0
+        split = topology.splits(range(5), lambda one: [rows(one)], "a long", parallelism=2)
+        assert sorted(row.a for row in split.collect()) == list(range(5))
+    assert sorted(set(taken)) == list(range(EVENTS))
+    report = topology.report
+    counted = {"events_in": TASKS * EVENTS, "events_out": 2 * TASKS, "requests": TASKS * REQUESTS, "finished": TASKS}
+    mine, splits = report.operators
+    assert {key: getattr(mine, key) for key in counted} == counted
+    assert (mine.name, mine.state, mine.live, mine.failed, mine.queued, mine.waits_for) == ("o/1", "closed", 0, 0, 0, "")
+    assert mine.replies.count == TASKS * REQUESTS
+    assert 0 < mine.replies.p50 <= mine.replies.p99 <= mine.replies.max < 60
+    assert 1 <= mine.acknowledgements.count <= 2 * TASKS
+    assert (splits.name, splits.kind, splits.progress["splits done"]) == ("splits/1", "splits", "5")
+
+    shown = fetched(spark, "/stagecrew/json")
+    (of,) = (one for one in shown["topologies"] if one["name"] == name)
+    assert [stagecrew.OperatorReport.of(node) for node in of["operators"]] == list(report.operators)
+    opens = [span for span in of["spans"] if span["kind"] == "open"]
+    closes = [span for span in of["spans"] if span["kind"] == "close"]
+    assert len(opens) == len(closes) == report.opens == report.closes == len(journal.read(event="open"))
+    assert {span["name"] for span in opens} == {"Recorder", "executor wide"}
+    tasks = [span for span in of["spans"] if span["kind"] == "task"]
+    assert len(tasks) == TASKS + 2
+    assert of["spansDropped"] == 0
+    assert {span["failed"] for span in of["spans"]} == {False}
+    now = time.time() * 1000
+    assert all(of["started"] - 1000 <= span["started"] <= span["ended"] <= now + 1000 for span in of["spans"])
+    assert max(span["ended"] - span["started"] for span in tasks) > 0
+
+    sums = shown["coordinators"]
+    meters = gauges(spark)
+    assert meters["coordinators.events.in"] == sums["eventsIn"] == sum(one.events_in for one in report.operators)
+    assert meters["coordinators.requests"] == sums["requests"] == sum(one.requests for one in report.operators)
+    assert meters["coordinators.evaluations.finished"] == sums["finished"] == TASKS + 2
+    assert meters["coordinators.replies.max.micros"] == sums["replies"]["max"] > 0
+    assert meters["listeners.opens"] == report.opens
+    opened = round(sum(one.open_seconds for one in report.listeners) * 1e6)
+    assert meters["listeners.open.micros"] == shown["totals"]["openMicros"] == opened
+    assert meters["processes.workers"] >= TASKS
+    assert meters["processes.memory.bytes"] > 10_000_000
+    eventually(lambda: _ended(spark, agent), what="the agent that has ended is shown so")
+
+
+def _looked_at(spark: SparkSession, workers: int) -> Any:
+    found = [one for one in fetched(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]]
+    roles = [one["role"] for one in found]
+    return found if roles.count("worker") == workers and roles.count("agent") == 1 else None
+
+
+def _ended(spark: SparkSession, pid: int) -> bool:
+    processes = fetched(spark, "/stagecrew/json")["processes"]
+    return any(one["pid"] == pid and one["ended"] >= one["samples"][-1]["time"] for one in processes)
