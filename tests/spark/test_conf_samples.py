@@ -40,6 +40,8 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             *(
                 "--conf",
                 "spark.ui.enabled=false",
+                "--conf",
+                f"spark.metrics.conf.*.sink.csv.directory={folder}",
                 "--driver-java-options",
                 f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData",
             ),

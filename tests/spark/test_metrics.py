@@ -20,6 +20,7 @@ from crewtools import Sessions, eventually
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLUGIN = "plugin.stagecrew.StagecrewPlugin"
+SAMPLE = Path(__file__).parents[2] / "conf/metrics.properties"
 NAMES = ["listeners.opens", "listeners.closes", "listeners.failures", "listeners.lost"]
 
 
@@ -48,19 +49,40 @@ def gauges(spark: SparkSession) -> dict[str, int]:
     return {key.removeprefix(prefix): gauge["value"] for key, gauge in every.items() if key.startswith(prefix)}
 
 
+def bean(spark: SparkSession, name: str) -> int:
+    """A gauge as JMX has it in this JVM. By reflection: the server's own class is none that py4j may call."""
+    jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
+    server = jvm.java.lang.management.ManagementFactory.getPlatformMBeanServer()
+    (get,) = (
+        m
+        for m in jvm.java.lang.Class.forName("javax.management.MBeanServer").getMethods()
+        if m.getName() == "getAttribute"
+    )
+    arguments = gateway.new_array(jvm.java.lang.Object, 2)
+    arguments[0], arguments[1] = jvm.javax.management.ObjectName(f"metrics:name={name},type=gauges"), "Value"
+    found: int = get.invoke(server, arguments)
+    return found
+
+
 def sums(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
     return {name: sum(getattr(report, name.removeprefix("listeners.")) for report in reports) for name in NAMES}
 
 
-def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sessions) -> None:
-    """Driver gauges, as JSON and for Prometheus, are the sums of all reports, also of topologies that were forgotten."""
+def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sessions, tmp_path: Path) -> None:
+    """Driver gauges are the sums of all reports, also of topologies that were forgotten: in each sink of conf/metrics.properties."""
     conf = {
-        "spark.metrics.conf.driver.sink.prometheusServlet.class": "org.apache.spark.metrics.sink.PrometheusServlet",
-        "spark.metrics.conf.driver.sink.prometheusServlet.path": "/metrics/prometheus",
+        "spark.metrics.conf": str(SAMPLE),
+        "spark.metrics.conf.*.sink.csv.directory": str(tmp_path),
         "spark.stagecrew.ui.retainedTopologies": "2",
     }
     spark = session(sessions, **conf)
-    assert gauges(spark) == {**dict.fromkeys(NAMES, 0), "topologies.active": 1, "topologies.closing": 0}
+    first = gauges(spark)
+    assert {name: value for name, value in first.items() if value} == {"topologies.active": 1}
+    assert set(NAMES) < set(first)
+    documented = re.findall(
+        r"^\| `(\S+)` \| gauge \|", (SAMPLE.parents[1] / "docs/reference/metrics.md").read_text(), re.MULTILINE
+    )
+    assert sorted(first) == sorted(documented)
     reports: list[stagecrew.TopologyReport] = []
     for number in range(4):
         reports.append(run(spark, f"run {number}"))
@@ -74,7 +96,13 @@ def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sess
         text = response.read().decode()
     name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
     found = re.findall(rf"^metrics_\S*_driver_{name}\S* (\d+)", text, re.MULTILINE)
-    assert found == [str(sums(reports)["listeners.opens"])]
+    opens = sums(reports)["listeners.opens"]
+    assert found == [str(opens)]
+    key = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}"
+    assert bean(spark, f"{key}.listeners.opens") == opens
+    sessions.stop()  # then each sink is written once more
+    lines = (tmp_path / f"{key}.listeners.opens.csv").read_text().splitlines()
+    assert int(list(csv.DictReader(lines))[-1]["value"]) >= opens
 
 
 def test_executors_have_the_metrics_and_the_driver_sums_them(sessions: Sessions, tmp_path: Path) -> None:

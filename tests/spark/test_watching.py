@@ -97,25 +97,20 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
         eventually(lambda: len(journal.read(event="task")) == TASKS, 120, "all tasks have talked")
 
         def live() -> Any:
-            found = [one for one in topology.report.operators if one.progress == {"taken": str(TASKS * (EVENTS + REQUESTS))}]
+            found = [
+                one for one in topology.report.operators if one.progress == {"taken": str(TASKS * (EVENTS + REQUESTS))}
+            ]
             return found and found[0].live == TASKS and found[0]
 
         while_it_runs = eventually(live, what="the coordinator is told of while it runs")
         assert while_it_runs.waits_for.startswith("the test, since ")
         assert while_it_runs.state == "active"
         workers = eventually(lambda: _looked_at(spark, TASKS), what="workers and the agent are looked at, twice")
+        (agent,) = (one["pid"] for one in workers if one["role"] == "agent")
+        assert "stagecrew.agent" in psutil.Process(agent).cmdline()
         Path(held).touch()
         run.join(60)
         assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
-        (agent,) = (one["pid"] for one in workers if one["role"] == "agent")
-        assert "stagecrew.agent" in psutil.Process(agent).cmdline()
-        for one in workers:
-            process = psutil.Process(one["pid"])
-            sample = one["samples"][-1]
-            assert abs(sample["rss"] - process.memory_info().rss) <= 0.25 * process.memory_info().rss
-            assert abs(one["started"] / 1000 - process.create_time()) < 2
-            assert sample["files"] > 0
-            assert sample["threads"] > 0
         split = topology.splits(range(5), lambda one: [rows(one)], "a long", parallelism=2)
         assert sorted(row.a for row in split.collect()) == list(range(5))
     assert sorted(set(taken)) == list(range(EVENTS))
@@ -123,7 +118,14 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     counted = {"events_in": TASKS * EVENTS, "events_out": 2 * TASKS, "requests": TASKS * REQUESTS, "finished": TASKS}
     mine, splits = report.operators
     assert {key: getattr(mine, key) for key in counted} == counted
-    assert (mine.name, mine.state, mine.live, mine.failed, mine.queued, mine.waits_for) == ("o/1", "closed", 0, 0, 0, "")
+    assert (mine.name, mine.state, mine.live, mine.failed, mine.queued, mine.waits_for) == (
+        "o/1",
+        "closed",
+        0,
+        0,
+        0,
+        "",
+    )
     assert mine.replies.count == TASKS * REQUESTS
     assert 0 < mine.replies.p50 <= mine.replies.p99 <= mine.replies.max < 60
     assert 1 <= mine.acknowledgements.count <= 2 * TASKS
@@ -135,7 +137,7 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     opens = [span for span in of["spans"] if span["kind"] == "open"]
     closes = [span for span in of["spans"] if span["kind"] == "close"]
     assert len(opens) == len(closes) == report.opens == report.closes == len(journal.read(event="open"))
-    assert {span["name"] for span in opens} == {"Recorder", "executor wide"}
+    assert {span["name"] for span in opens} == {"recorder", "executor wide"}
     tasks = [span for span in of["spans"] if span["kind"] == "task"]
     assert len(tasks) == TASKS + 2
     assert of["spansDropped"] == 0
@@ -159,9 +161,24 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
 
 
 def _looked_at(spark: SparkSession, workers: int) -> Any:
-    found = [one for one in fetched(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]]
+    """The processes, when all are there and were looked at since they do nothing any more: as psutil sees them."""
+    found = [
+        one for one in fetched(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]
+    ]
     roles = [one["role"] for one in found]
-    return found if roles.count("worker") == workers and roles.count("agent") == 1 else None
+    as_it_is = roles.count("worker") == workers and roles.count("agent") == 1 and all(map(_right, found))
+    return found if as_it_is else None
+
+
+def _right(one: dict[str, Any]) -> bool:
+    process, sample = psutil.Process(one["pid"]), one["samples"][-1]
+    memory = process.memory_info().rss
+    return (
+        abs(sample["rss"] - memory) <= 0.02 * memory
+        and abs(one["started"] / 1000 - process.create_time()) < 2
+        and (sample["files"], sample["threads"]) == (process.num_fds(), process.num_threads())
+        and any(before["cpu"] > 0 for before in one["samples"])
+    )
 
 
 def _ended(spark: SparkSession, pid: int) -> bool:
