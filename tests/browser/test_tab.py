@@ -139,11 +139,12 @@ def test_tables_show_what_the_report_says_and_run_nothing(
     assert shown == (HOSTILE_TOPOLOGY, reported.id, "named", "closed")
     counts = [named[name] for name in ("Jobs", "Executors", "Lost executors", "Unclosed")]
     assert counts == ["1", "1", "0", "0"]
+    assert int(named["Failures"]) == reported.failures
     listeners = {row["Listener"]: row for row in rows(page, "stagecrew-listeners")}
     assert set(listeners) == {HOSTILE, "failing"}
     for listener in reported.listeners:
         row = listeners[listener.name]
-        assert (row["Topology"], row["Scope"], row["Executor"]) == (HOSTILE_TOPOLOGY, "worker", "driver")
+        assert (row["Topology"], row["Scope"], row["Executors"]) == (HOSTILE_TOPOLOGY, "worker", "1")
         numbers = [int(row[name]) for name in ("Opens", "Closes", "Failures", "Lost")]
         assert numbers == [listener.opens, listener.closes, listener.failures, listener.lost]
         assert row["Time in open"].endswith("ms")
@@ -163,10 +164,12 @@ def test_tables_show_what_the_report_says_and_run_nothing(
 def test_columns_sort_by_value(base: str, page: Page, reported: stagecrew.TopologyReport) -> None:
     """A click on a header sorts by the value, not by its text: the duration of the application is the longest."""
     page.goto(f"{base}/stagecrew/")
-    header = page.locator("#stagecrew-topologies thead th", has_text="Duration")
-    header.click()
+    header = page.locator("#stagecrew-topologies thead th", has_text="Duration").get_by_role("link")
+    with page.expect_navigation():
+        header.click()
     assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["named", "application"]
-    header.click()
+    with page.expect_navigation():
+        header.click()
     assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["application", "named"]
 
 

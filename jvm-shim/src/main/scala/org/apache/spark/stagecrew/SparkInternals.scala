@@ -134,6 +134,7 @@ package org.apache.spark {
     import java.util.Properties
     import scala.concurrent.ExecutionContext
     import scala.concurrent.duration._
+    import scala.jdk.CollectionConverters._
     import scala.reflect.ClassTag
     import scala.util.{Failure, Success}
     import org.apache.spark.api.python.PythonUtils
@@ -148,8 +149,10 @@ package org.apache.spark {
     import org.apache.spark.sql.classic.Dataset
     import org.apache.spark.sql.execution.StagecrewPlans
     import org.apache.spark.storage.{RDDBlockId, ShuffleChecksumBlockId, ShuffleDataBlockId, ShuffleIndexBlockId, StorageLevel}
-    import org.apache.spark.ui.{SparkUI, SparkUITab, UIUtils, WebUIPage}
+    import org.apache.spark.status.{AppHistoryServerPlugin, ElementTrackingStore, KVUtils}
+    import org.apache.spark.ui.{PagedDataSource, PagedTable, SparkUI, SparkUITab, UIUtils, WebUIPage}
     import org.apache.spark.util.{RpcUtils, ShutdownHookManager}
+    import org.apache.spark.util.kvstore.KVStore
     import jakarta.servlet.http.HttpServletRequest
     import org.json4s.JValue
     import org.json4s.jackson.JsonMethods
@@ -186,22 +189,95 @@ package org.apache.spark {
       def disconnected(address: String): Unit = ()
     }
 
-    /** What a tab of the Spark UI shows: asked at each request, of which it sees nothing. */
-    private[stagecrew] trait TabContent {
-      def html: Seq[Node]
-      def json: String
+    /** What a request for a page asks: where the tab is, and its parameters. */
+    private[stagecrew] final case class Ask(root: String, parameters: Map[String, String] = Map.empty)
+
+    /** A page of the tab. It may refuse a request by an IllegalArgumentException: that is answered with 400, as by Spark. */
+    private[stagecrew] trait Page {
+      /** Below the tab's own; "" is the tab's first. */
+      def path: String
+      def title(ask: Ask): String
+      def html(ask: Ask): Seq[Node]
+      def json(ask: Ask): String
     }
 
-    // core/ui/{WebUI,SparkUI}.scala: the tab's path and, capitalised, its name are the prefix; the page adds nothing to it.
-    private final class ContentTab(ui: SparkUI, prefix: String, content: TabContent) extends SparkUITab(ui, prefix) {
-      attachPage(new ContentPage(this, content))
+    // core/ui/{WebUI,SparkUI}.scala: the tab's path and, capitalised, its name are the prefix.
+    private final class PagesTab(ui: SparkUI, prefix: String, pages: Seq[Page]) extends SparkUITab(ui, prefix) {
+      pages.foreach(page => attachPage(new TabPage(this, prefix, page)))
     }
 
-    private final class ContentPage(tab: ContentTab, content: TabContent) extends WebUIPage("") {
-      override def render(request: HttpServletRequest): Seq[Node] =
-        UIUtils.headerSparkPage(request, tab.name, content.html, tab)
+    private final class TabPage(tab: PagesTab, tabPrefix: String, page: Page) extends WebUIPage(page.path) {
+      override def render(request: HttpServletRequest): Seq[Node] = {
+        val ask = asked(request)
+        val content = page.html(ask) // before the header: what is refused is refused whole
+        UIUtils.headerSparkPage(request, page.title(ask), content, tab)
+      }
 
-      override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(content.json)
+      override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(page.json(asked(request)))
+
+      private def asked(request: HttpServletRequest): Ask = {
+        val parameters = request.getParameterNames.asScala.map(name => name -> request.getParameter(name)).toMap
+        Ask(s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix", parameters)
+      }
+    }
+
+    /** Which part of a table is shown; in its own order when no column is named. */
+    private[stagecrew] final case class Paging(page: Int, size: Int, column: Option[String], descending: Boolean)
+
+    /** A table as those of Spark's own pages: core/ui/PagedTable.scala. `rows` are sorted; `link` is a path with a query, to
+      * which the table adds its own parameters, named by its tag. */
+    private[stagecrew] final class SparkTable[T](
+        tag: String, header: Seq[(String, Boolean, Option[String])], rows: IndexedSeq[T], cells: T => Seq[Node], link: String, paging: Paging)
+      extends PagedTable[T] {
+      override def tableId: String = s"stagecrew-$tag"
+      override def tableCssClass: String =
+        "table table-bordered table-sm table-striped table-head-clickable table-cell-width-limited"
+      override def pageSizeFormField: String = s"$tag.pageSize"
+      override def pageNumberFormField: String = s"$tag.page"
+      override def dataSource: PagedDataSource[T] = new PagedDataSource[T](paging.size) {
+        override protected def dataSize: Int = rows.size
+        override protected def sliceData(from: Int, to: Int): Seq[T] = rows.slice(from, to)
+      }
+      private val order = paging.column.fold("")(name =>
+        s"&$tag.sort=${java.net.URLEncoder.encode(name, "UTF-8")}&$tag.desc=${paging.descending}")
+      override def pageLink(page: Int): String = s"$link$order&$pageNumberFormField=$page&$pageSizeFormField=${paging.size}#$tableId"
+      override def goButtonFormPath: String = s"$link$order#$tableId"
+      override def headers: Seq[Node] =
+        headerRow(header, paging.descending, paging.size, paging.column.getOrElse(""), link, tag, tableId)
+      override def row(one: T): Seq[Node] = <tr>{cells(one)}</tr>
+
+      /** All rows as they are, without what turns pages. */
+      def whole: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
+      def part: Seq[Node] = table(paging.page)
+    }
+
+    /** What the History Server keeps of an application: core/status/{ElementTrackingStore,KVUtils}.scala, util/kvstore. */
+    private[stagecrew] final class Kept[T](store: KVStore, what: Class[T]) {
+      def write(one: T): Unit = store match {
+        case tracking: ElementTrackingStore => tracking.write(one, checkTriggers = true); ()
+        case other => other.write(one)
+      }
+      def delete(key: String): Unit = store.delete(what, key)
+      def all: Seq[T] = KVUtils.viewToSeq(store.view(what))
+      def count: Long = store.count(what)
+    }
+
+    /** core/status/AppHistoryServerPlugin.scala, made by the History Server for each application. */
+    private[stagecrew] abstract class HistoryTab[T](prefix: String, what: Class[T]) extends AppHistoryServerPlugin {
+      /** What hears the events of the log. */
+      def listener(conf: SparkConf, kept: Kept[T]): SparkListener
+      /** Called when something is kept. */
+      def pages(kept: Kept[T]): Seq[Page]
+
+      override def createListeners(conf: SparkConf, store: ElementTrackingStore): Seq[SparkListener] =
+        Seq(listener(conf, new Kept(store, what)))
+
+      override def setupUI(ui: SparkUI): Unit = {
+        val kept = new Kept(ui.store.store, what)
+        if (kept.count > 0) ui.attachTab(new PagesTab(ui, prefix, pages(kept)))
+      }
+
+      override def displayOrder: Int = Int.MaxValue // the last, as in a running application
     }
 
     private[stagecrew] object SparkInternals {
@@ -436,15 +512,15 @@ package org.apache.spark {
       // -- The Spark UI: core/ui/{SparkUI,WebUI,UIUtils}.scala
 
       /** Adds a tab at this path; nothing when the application has no UI. */
-      def attachTab(sc: SparkContext, prefix: String, content: TabContent): Unit =
-        sc.ui.foreach(ui => ui.attachTab(new ContentTab(ui, prefix, content)))
+      def attachTab(sc: SparkContext, prefix: String, pages: => Seq[Page]): Unit = sc.ui.foreach(attachTab(_, prefix, pages))
 
-      /** A table as Spark's own pages have them; each row is a `<tr>`. */
-      def table(id: String, headers: Seq[String], rows: Seq[Node]): Seq[Node] =
-        UIUtils.listingTable[Node](headers, row => row, rows, id = Some(id))
+      def attachTab(ui: SparkUI, prefix: String, pages: Seq[Page]): Unit = ui.attachTab(new PagesTab(ui, prefix, pages))
+
+      def eventLog(sc: SparkContext): Boolean = sc.conf.get(internal.config.EVENT_LOG_ENABLED)
 
       def formatDate(ms: Long): String = UIUtils.formatDate(ms)
       def formatDuration(ms: Long): String = UIUtils.formatDuration(ms)
+      def formatBytes(bytes: Long): String = util.Utils.bytesToString(bytes)
 
       def redactionPattern(conf: SparkConf): scala.util.matching.Regex = conf.get(internal.config.SECRET_REDACTION_PATTERN)
     }

@@ -1,109 +1,73 @@
 package org.apache.spark.stagecrew
 
-import java.util.Locale
-import scala.xml.{Node, NodeSeq, Text}
+import com.fasterxml.jackson.databind.node.ObjectNode
+import java.nio.charset.StandardCharsets.UTF_8
+import java.security.MessageDigest
+import scala.xml.{Node, Text}
 import org.apache.spark.SparkContext
 
+/** What the pages show: a snapshot, taken `now`. Out of an event log, each topology is as old as its event, and of some there
+  * is something to be said. */
+private[stagecrew] final case class Shown(
+    snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty, notes: Map[String, Seq[String]] = Map.empty) {
+
+  /** Up to when a topology is known. */
+  def until(topology: TopologyView): Long = if (topology.ended > 0) topology.ended else times.getOrElse(topology.id, now)
+
+  def duration(topology: TopologyView): Long = math.max(0L, until(topology) - topology.started)
+
+  def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
+}
+
 /**
- * The tab "Stagecrew" of the Spark UI: the state of topologies and listeners at the moment when it is loaded; as JSON at
- * `/stagecrew/json`. It is read-only, echoes nothing of a request, and is made of XML nodes only, which escape all text.
+ * The tab "Stagecrew" of the Spark UI: the state of topologies, processes and the stored job at the moment when a page is loaded;
+ * as JSON at each page's `json`. The same pages stand in the History Server. They are read-only, echo nothing of a request but
+ * what is known here, and are made of XML nodes, which escape all text.
  */
 private[stagecrew] object Tab {
   val Prefix = "stagecrew"
 
-  /** How many rows of listeners are shown; the JSON has all of them. */
-  val MaxRows = 2000
+  def attach(sc: SparkContext, crew: DriverCrew): Unit =
+    SparkInternals.attachTab(sc, Prefix, pages(() => Shown(crew.snapshot, System.currentTimeMillis())))
 
-  private val ErrorLength = 120
+  def pages(shown: () => Shown): Seq[Page] = Seq(
+    new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => shown.snapshot.json),
+    new TabPage("topology", shown, TopologyPage.html, TopologyPage.title, TopologyPage.json),
+    new TabPage("processes", shown, ProcessesPage.html, (_, _) => "Stagecrew: Python processes", (shown, _) => ProcessesPage.json(shown)),
+    new TabPage("jobs", shown, JobPage.html, (_, _) => "Stagecrew: stored job", (shown, _) => JobPage.json(shown)))
 
-  def attach(sc: SparkContext, crew: DriverCrew): Unit = SparkInternals.attachTab(sc, Prefix, new TabContent {
-    override def html: Seq[Node] = page(crew.snapshot, System.currentTimeMillis())
-    override def json: String = Json.write(crew.snapshot.json)
-  })
+  def version: ObjectNode = Json.obj().put("version", Snapshot.Version)
 
-  /** The page of a snapshot at this time. */
-  def page(snapshot: Snapshot, now: Long): Seq[Node] = {
-    val topologies = ordered(snapshot.topologies)
-    val listeners = for {
-      topology <- topologies
-      (executor, counts) <- topology.executors
-      (_, listener) <- counts.listeners.toSeq.sortBy(_._1)
-    } yield (topology, executor, listener)
-    Seq[NodeSeq](
-      <p>The state when this page was loaded. The same as <a href="json">JSON</a>.</p>,
-      <h4>{s"Topologies (${topologies.size})"}</h4>,
-      if (topologies.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
-      SparkInternals.table("stagecrew-topologies", topologyHeaders, topologies.map(topologyRow(_, now))),
-      <h4>{s"Listeners (${listeners.size})"}</h4>,
-      if (listeners.isEmpty) <p>No listener has been opened yet: they open before the first task that they cover.</p>
-      else SparkInternals.table("stagecrew-listeners", listenerHeaders,
-        listeners.take(MaxRows).map { case (topology, executor, listener) => listenerRow(topology, executor, listener) }),
-      if (listeners.size <= MaxRows) NodeSeq.Empty
-      else <p>{s"The first $MaxRows of ${listeners.size} are shown; the JSON has all."}</p>).flatten
+  private final class TabPage(
+      val path: String, shown: () => Shown, content: (Shown, Ask) => Seq[Node], name: (Shown, Ask) => String,
+      node: (Shown, Ask) => ObjectNode) extends Page {
+    override def title(ask: Ask): String = name(shown(), ask)
+    override def html(ask: Ask): Seq[Node] = {
+      val now = shown()
+      menu(now, ask, path) ++ content(now, ask)
+    }
+    override def json(ask: Ask): String = Json.write(node(shown(), ask))
   }
 
-  /** The application's first, then those that run, then those that have closed; the newest first. */
-  private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
-    topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
-
-  private def beginning: NodeSeq =
-    <p id="stagecrew-begin">No topology has begun yet. A topology is a run with a lifecycle; it begins in Python with
-      {" "}<code>with stagecrew.crew(spark).topology("name", listeners=[...]):</code>{" "}
-      and spans every job, query and stream that is started inside.</p>
-
-  private val topologyHeaders =
-    Seq("Topology", "Id", "Kind", "State", "Started", "Duration", "Jobs", "Executors", "Lost executors", "Unclosed")
-
-  private def topologyRow(topology: TopologyView, now: Long): Node = {
-    val duration = math.max(0L, (if (topology.ended > 0) topology.ended else now) - topology.started)
-    <tr>
-      <td>{topology.name}</td>
-      <td>{topology.id}</td>
-      <td>{topology.kind}</td>
-      <td>{topology.state}</td>
-      <td sorttable_customkey={topology.started.toString}>{SparkInternals.formatDate(topology.started)}</td>
-      <td sorttable_customkey={duration.toString}>{SparkInternals.formatDuration(duration)}</td>
-      <td>{topology.jobs.toString}</td>
-      {several(topology.askedBy)}
-      {several(topology.lostExecutors)}
-      {several(topology.unclosed)}
-    </tr>
+  /** The way between the pages; the JSON of each beside it. */
+  private def menu(shown: Shown, ask: Ask, here: String): Seq[Node] = {
+    val pages = Seq("" -> "Overview", "processes" -> "Python processes") ++ shown.snapshot.recovery.map(_ => "jobs" -> "Stored job")
+    val links = pages.map { case (path, name) =>
+      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(ask, path)}>{name}</a>
+    }
+    val id = if (here == "topology") ask.parameters.get("id").flatMap(shown.find).map(t => s"?id=${key(t.id)}") else None
+    val json = s"${link(ask, here)}json/${id.getOrElse("")}"
+    <p class="stagecrew-menu">{(links :+ <a href={json}>JSON</a>).flatMap(node => Seq[Node](Text(" | "), node)).drop(1)}</p>
   }
 
-  /** How many, and which in the title. */
-  private def several(what: Seq[String]): Node =
-    <td sorttable_customkey={what.size.toString} title={title(what.mkString("\n"))}>{what.size.toString}</td>
+  private def link(ask: Ask, path: String): String = if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
 
-  private val listenerHeaders = Seq("Topology", "Listener", "Scope", "Executor", "Opens", "Closes", "Failures", "Lost",
-    "Time in open", "Time in close", "Last error")
+  /** The link to a topology's page. */
+  def topology(ask: Ask, topology: TopologyView): Node =
+    <a href={s"${link(ask, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
 
-  private def listenerRow(topology: TopologyView, executor: String, listener: ListenerCounts): Node =
-    <tr>
-      <td title={topology.id}>{topology.name}</td>
-      <td>{listener.name}</td>
-      <td>{listener.scope}</td>
-      <td>{executor}</td>
-      <td>{listener.opens.toString}</td>
-      <td>{listener.closes.toString}</td>
-      <td>{listener.failures.toString}</td>
-      <td>{listener.lost.toString}</td>
-      {time(listener.openMicros)}
-      {time(listener.closeMicros)}
-      <td title={title(listener.lastError)}>{shortened(listener)}</td>
-    </tr>
-
-  private def time(micros: Long): Node = {
-    val text =
-      if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0) else SparkInternals.formatDuration(micros / 1000)
-    <td sorttable_customkey={micros.toString}>{text}</td>
-  }
-
-  private def title(text: String): Option[Text] = if (text.isEmpty) None else Some(Text(text))
-
-  /** The line that says what happened: the last of a Python traceback, the first of what a JVM's exception says. */
-  private[stagecrew] def shortened(listener: ListenerCounts): String = {
-    val lines = listener.lastError.linesIterator.map(_.trim).filter(_.nonEmpty).toSeq
-    val line = (if (listener.scope == "jvm") lines.headOption else lines.lastOption).getOrElse("")
-    if (line.length <= ErrorLength) line else s"${line.take(ErrorLength - 1)}\u2026"
-  }
+  /** How a link names a topology: by its id where that is plain. Ids hold what users call their topologies. */
+  def key(id: String): String =
+    if (id.length <= 100 && id.forall(c => c < 128 && (c.isLetterOrDigit || c == '-' || c == '_' || c == '.'))) id
+    else MessageDigest.getInstance("SHA-256").digest(id.getBytes(UTF_8)).take(16).map(byte => f"$byte%02x").mkString("key-", "", "")
 }

@@ -4,62 +4,109 @@ import org.scalatest.funsuite.AnyFunSuite
 import scala.xml.Elem
 
 class TabSuite extends AnyFunSuite {
-  private val Hostile = "<script>alert(1)</script>\"'&"
-
-  private def topology(id: String, kind: String = DriverCrew.NamedKind, state: String = "active", listeners: Int = 0,
-      error: String = "", scope: String = "worker"): TopologyView =
-    TopologyView(id, s"name of $id", kind, None, state, 1000, 0, 2, Vector("1"),
-      Vector("1" -> ExecutorCounts((0 until listeners).map(i =>
-        i -> ListenerCounts(s"l$i", scope, opens = 1, openMicros = 1500, closeMicros = 2500000, lastError = error)).toMap)),
-      Vector.empty, Vector.empty)
-
-  private def page(topologies: TopologyView*): Elem = <div>{Tab.page(Snapshot(topologies.toVector, Totals()), 61000)}</div>
-
-  private def rows(page: Elem, id: String): Seq[Seq[String]] =
-    (page \\ "table").filter(_ \@ "id" == id).flatMap(_ \\ "tr").map(_ \ "td").map(_.map(_.text)).filter(_.nonEmpty)
+  import Views._
 
   private val application = topology("application", DriverCrew.ApplicationKind)
 
+  private def overview(topologies: TopologyView*): Elem = page("", shown(topologies: _*))
+
+  private def of(view: TopologyView, parameters: (String, String)*): Elem =
+    page("topology", shown(application, view), ("id" -> Tab.key(view.id)) +: parameters: _*)
+
+  private def row(page: Elem, table: String, header: String): String = {
+    val headers = (page \\ "table").filter(_ \@ "id" == s"stagecrew-$table").flatMap(_ \\ "th").map(_.text.trim)
+    rows(page, table).head(headers.indexOf(header))
+  }
+
   test("the application comes first, then what runs, then what has closed, each the newest first") {
-    val shown = rows(page(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
-      topology("d", state = "closing")), "stagecrew-topologies")
+    val shown = rows(overview(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
+      topology("d", state = "closing")), "topologies")
     assert(shown.map(_(1)) == Seq("application", "d", "b", "c", "a"))
-    assert(shown.head(5) == "1.0 min")
+    assert(shown.head(5) == "1.0 min" && shown.last(5) == "30 s")
   }
 
   test("without topologies a sentence says how to begin, and only then") {
-    assert((page(application) \\ "code").text.contains("topology("))
-    assert((page(application, topology("a")) \\ "code").isEmpty)
+    assert((overview(application) \\ "code").text.contains("topology("))
+    assert((overview(application, topology("a")) \\ "code").isEmpty)
   }
 
-  test("everything that a user supplied is text, in cells and in titles") {
-    val view = topology(Hostile, listeners = 1, error = s"Traceback $Hostile\n$Hostile")
-      .copy(name = Hostile, unclosed = Vector(Hostile), lostExecutors = Vector(Hostile), askedBy = Vector(Hostile))
-    val text = page(application, view).toString
-    assert(!text.contains("<script") && text.contains("&lt;script&gt;"))
-    assert(!text.contains("\"'&\"") && !text.contains("""</script>"'"""))
+  test("the overview adds up a listener over executors, and a topology's page has each executor") {
+    val one = ExecutorCounts(Map(0 -> ListenerCounts("pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
+    val view = topology("a").copy(executors = Vector("1" -> one, "2" -> one))
+    assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "0", "3.0 ms", "0.0 ms", "bad")))
+    assert(rows(of(view), "listeners").map(_.take(5)) == Seq(Seq("pool", "worker", "1", "3", "2"), Seq("pool", "worker", "2", "3", "2")))
   }
 
   test("an error is shortened to the line that says what happened") {
-    def shown(error: String, scope: String): String = rows(page(topology("a", listeners = 1, error = error, scope = scope)),
-      "stagecrew-listeners").head.last
+    def shown(error: String, scope: String): String = rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
     assert(shown("", "worker") == "")
     assert(shown("Traceback (most recent call last):\n  File \"x\"\nValueError: bad\n", "worker") == "ValueError: bad")
     assert(shown("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
     assert(shown("x" * 500, "worker") == "x" * 119 + "\u2026")
   }
 
-  test("times are readable, and sort by their value") {
-    val html = page(topology("a", listeners = 1))
-    assert(rows(html, "stagecrew-listeners").head.slice(8, 10) == Seq("1.5 ms", "3 s"))
-    assert((html \\ "@sorttable_customkey").map(_.text).containsSlice(Seq("1500", "2500000")))
+  test("a topology's page shows its coordinators: events each way, waits, progress, percentiles") {
+    val html = of(topology("a").copy(operators = Vector(operator("budget"))))
+    def cell(header: String): String = row(html, "coordinators", header)
+    assert(Seq("Name", "Events in", "Events out", "Requests", "Queued").map(cell) == Seq("budget", "6", "7", "8", "9"))
+    assert(cell("Progress") == "splits done 4 / splits left 2" && cell("Waits for") == "subtask 3 since 4 s")
+    assert(cell("Replies") == "1.1 ms / 2.2 ms / 3.3 ms / 4.4 ms" && cell("Acknowledgements") == "")
   }
 
-  test("a page has a bounded number of rows, and says so") {
-    val html = page(topology("a", listeners = Tab.MaxRows + 1))
-    assert(rows(html, "stagecrew-listeners").size == Tab.MaxRows)
-    assert(html.text.contains(s"The first ${Tab.MaxRows} of ${Tab.MaxRows + 1} are shown"))
-    assert(Json.items(Snapshot(Vector(topology("a", listeners = Tab.MaxRows + 1)), Totals()).json.get("topologies"))
-      .head.get("executors").get("1").get("listeners").size == Tab.MaxRows + 1)
+  test("a topology's page shows partitions by state and bytes for each executor, and their sums") {
+    val html = of(busy("a"))
+    assert(rows(html, "executors").map(_.take(9)) ==
+      Seq("1", "2").map(id => Seq(id, "", "1", "2", "2.9 KiB", "4", "4.9 KiB", "6", "6.8 KiB")))
+    assert(html.text.contains("2 in progress, 4 finished outputs (5.9 KiB), 8 cached blocks (9.8 KiB), 12 released (13.7 KiB)"))
+  }
+
+  test("a topology's page links what it lies in and what lies in it") {
+    val inner = topology("inner").copy(parent = Some("outer"))
+    def links(of: String): Seq[String] =
+      (page("topology", shown(topology("outer"), inner), "id" -> of) \\ "a").map(_ \@ "href").filter(_.contains("?id="))
+    assert(links("outer").contains("/ui/stagecrew/topology/?id=inner"))
+    assert(links("inner").contains("/ui/stagecrew/topology/?id=outer"))
+  }
+
+  test("processes are shown as they are now and over time, and those that have ended are marked") {
+    val samples = Vector(Sample(1000, 100L << 20, 0, 3, 20), Sample(2000, 300L << 20, 1500, 4, 21))
+    val views = Vector(ProcessView("1", "h", 77, "worker", 1000, 5000, samples), ProcessView("1", "h", 78, "agent", 1000, 0, samples))
+    val html = page("processes", Shown(Snapshot(Vector.empty, Totals(), views), 61000))
+    assert(rows(html, "processes").map(_.slice(2, 5)) == Seq(Seq("agent", "78", "running"), Seq("worker", "77", "ended")))
+    assert(row(html, "processes", "Memory").startsWith("300.0 MiB") && row(html, "processes", "CPU").startsWith("1.50"))
+    assert((html \\ "svg").size == 8 && (html \\ "svg").forall(_ \@ "role" == "img"))
+    assert((html \\ "polyline").head \@ "points" == "1.0,13.0 99.0,1.0")
+  }
+
+  test("the page of the stored job is linked when there is one, and shows its facts and steps") {
+    val recovery = RecoveryView(Vector("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
+    val with_ = Shown(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
+    val html = page("jobs", with_)
+    assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
+    assert(rows(html, "steps").map(_.take(2)) == Seq(Seq("load", "found"), Seq("run", "running")) && rows(html, "steps")(1).last == "58 s")
+    def linked(shown: Shown): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
+    assert(linked(with_) && !linked(shown(application)) && page("jobs", shown(application)).text.contains("no stored job"))
+  }
+
+  test("each page is JSON too, with its version") {
+    val full = Snapshot(Vector(busy("a"), topology("b")), Totals(), Vector(ProcessView("1", "h", 77, "worker", 1, 0, Vector.empty)),
+      Some(RecoveryView(Vector("job" -> "j"), Vector.empty)))
+    val pages = Tab.pages(() => Shown(full, 61000)).map(page => page.path -> Json.parse(page.json(Ask("", Map("id" -> "a"))))).toMap
+    assert(pages.values.forall(_.get("version").asInt == 1))
+    assert(Snapshot.of(pages("")) == full && TopologyView.of(pages("topology").get("topology")) == busy("a"))
+    assert(pages("processes").get("processes").size == 1 && pages("jobs").at("/recovery/facts/job").asText == "j")
+  }
+
+  test("an id that is missing or unknown is refused, and not echoed") {
+    Seq(Nil, Seq("id" -> "echo-me")).foreach { parameters =>
+      val refused = intercept[IllegalArgumentException](page("topology", shown(application), parameters: _*))
+      assert(refused.getMessage.contains("id") && !refused.getMessage.contains("echo-me"))
+    }
+  }
+
+  test("out of an event log, a topology that had not ended is as long as it is known") {
+    val view = topology("a")
+    val html = page("topology", Shown(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
+    assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
 }

@@ -1,0 +1,32 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.xml.{Node, NodeSeq}
+
+/** The stored job whose driver the application is: who leads it, and its steps. */
+private[stagecrew] object JobPage {
+  def html(shown: Shown, ask: Ask): Seq[Node] = shown.snapshot.recovery match {
+    case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with
+      {" "}<code>stagecrew submit</code>.</p>
+    case Some(recovery) =>
+      val steps = Table("steps", recovery.steps, columns(shown))
+      val tables = new Tables(ask, "jobs/", Nil, steps)
+      Seq[NodeSeq](
+        shown.notes.getOrElse("", Nil).map(Show.note),
+        Show.facts(recovery.facts.map { case (name, value) => name.capitalize -> (Show.text(value): NodeSeq) }: _*),
+        <h4>{s"Steps (${recovery.steps.size})"}</h4>,
+        if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
+  }
+
+  def json(shown: Shown): ObjectNode = {
+    val node = Tab.version
+    shown.snapshot.recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
+    node
+  }
+
+  private def columns(shown: Shown): Seq[Column[StepView]] = Seq(
+    Column.text("Step")(_.name), Column.text("State", "found: an earlier run had stored its result")(_.state),
+    Column.date("Started")(_.started), Column.date("Ended")(_.ended),
+    Column.duration("Duration")(step =>
+      if (step.started <= 0) 0L else math.max(0L, (if (step.ended > 0) step.ended else shown.now) - step.started)))
+}

@@ -1,0 +1,47 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import java.util.Locale
+import scala.xml.{Node, NodeSeq}
+
+/** The Python processes of the executors: what each takes now, and took. */
+private[stagecrew] object ProcessesPage {
+  def html(shown: Shown, ask: Ask): Seq[Node] = {
+    val all = shown.snapshot.processes
+    val processes = Table("processes", all.sortBy(p => (p.ended > 0, p.executor, p.role, p.pid)), columns(shown))
+    val running = all.filter(_.ended == 0)
+    def sum(f: Sample => Long): Long = running.flatMap(_.samples.lastOption).map(f).sum
+    Seq[NodeSeq](
+      shown.notes.getOrElse("", Nil).map(Show.note),
+      if (all.isEmpty) <p>No Python process has been seen yet: they start with the first Python task of an executor.</p>
+      else Show.facts(
+        "Running" -> Show.fact(running.size.toString),
+        "Memory" -> Show.fact(SparkInternals.formatBytes(sum(_.rss))),
+        "CPU" -> Show.fact(s"${cores(sum(_.cpu))} cores"),
+        "Ended" -> Show.fact((all.size - running.size).toString)) ++
+        <h4>{s"Python processes (${all.size})"}</h4> ++ new Tables(ask, "processes/", Nil, processes)(processes)).flatten
+  }
+
+  def json(shown: Shown): ObjectNode = {
+    val node = Tab.version
+    Json.put(node, "processes", shown.snapshot.processes.map(_.json))
+    node
+  }
+
+  private def columns(shown: Shown): Seq[Column[ProcessView]] = Seq(
+    Column.text("Executor")(_.executor), Column.text("Host")(_.host), Column.text("Role")(_.role), Column.number("Process")(_.pid),
+    Column.text("State")(p => if (p.ended > 0) "ended" else "running"), Column.date("Started")(_.started), Column.date("Ended")(_.ended),
+    Column.duration("Duration")(p => math.max(0L, (if (p.ended > 0) p.ended else shown.now) - p.started)),
+    over("Memory", "Resident: the last, the largest, and over time")(_.rss, SparkInternals.formatBytes),
+    over("CPU", "In cores, since the sample before")(_.cpu, cores),
+    over("Threads", "")(_.threads, _.toString), over("Files", "Open file descriptors")(_.files, _.toString))
+
+  private def over(name: String, help: String)(f: Sample => Long, words: Long => String): Column[ProcessView] =
+    Column.of(name, help)((p: ProcessView) => p.samples.lastOption.map(f).getOrElse(0L)) { process =>
+      val values = process.samples.map(sample => sample.time -> f(sample))
+      <td class="text-nowrap">{if (values.isEmpty) NodeSeq.Empty else NodeSeq.fromSeq(Seq(
+        <span>{s"${words(values.last._2)} "}</span>, Timeline.sparkline(values, s"$name: ", words)))}</td>
+    }
+
+  private def cores(thousandths: Long): String = String.format(Locale.ROOT, "%.2f", thousandths / 1000.0)
+}

@@ -1,0 +1,111 @@
+package org.apache.spark.stagecrew
+
+import com.fasterxml.jackson.databind.node.{ArrayNode, ObjectNode}
+import scala.xml.{Node, NodeSeq}
+
+/** The page of one topology. */
+private[stagecrew] object TopologyPage {
+  def html(shown: Shown, ask: Ask): Seq[Node] = {
+    val topology = asked(shown, ask)
+    val inside = Table("topologies", shown.snapshot.topologies.filter(_.parent.contains(topology.id)), insideColumns(shown, ask))
+    val operators = Table("coordinators", topology.operators, operatorColumns)
+    val listeners = Table("listeners", for {
+      (executor, counts) <- topology.executors
+      (_, listener) <- counts.listeners.toSeq.sortBy(_._1)
+    } yield (executor, listener), listenerColumns)
+    val executors = Table("executors", topology.executors, executorColumns(topology))
+    val tables = new Tables(ask, "topology/", Seq("id" -> Tab.key(topology.id)), inside, operators, listeners, executors)
+    def section(name: String, table: Table[_], otherwise: String): NodeSeq =
+      if (table.rows.nonEmpty) <h4>{s"$name (${table.rows.size})"}</h4> ++ tables(table)
+      else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
+    Seq[NodeSeq](
+      shown.notes.getOrElse(topology.id, Nil).map(Show.note),
+      summary(shown, ask, topology),
+      <h4>Timeline</h4>,
+      Timeline.of(topology, shown.until(topology)),
+      section("Coordinators", operators, ""),
+      section("Listeners", listeners, "No listener of it has been opened: they open before the first task that they cover."),
+      section("Partitions and processes by executor", executors, "No executor has told of it."),
+      section("Topologies inside", inside, "")).flatten
+  }
+
+  def title(shown: Shown, ask: Ask): String = s"Stagecrew: ${Show.cut(asked(shown, ask).name, Show.Length)}"
+
+  def json(shown: Shown, ask: Ask): ObjectNode = {
+    val topology = asked(shown, ask)
+    val node = Tab.version
+    node.put("until", shown.until(topology))
+    node.set[ArrayNode]("notes", Json.arr(shown.notes.getOrElse(topology.id, Nil)))
+    node.set[ObjectNode]("topology", topology.json)
+    node
+  }
+
+  private def asked(shown: Shown, ask: Ask): TopologyView = {
+    val id = ask.parameters.getOrElse("id", throw new IllegalArgumentException("the parameter id is missing: it names the topology"))
+    shown.find(id).getOrElse(throw new IllegalArgumentException(
+      s"there is no topology of this id: it may have been forgotten, as only so many closed ones are kept (${Settings.RetainedTopologies})"))
+  }
+
+  private def summary(shown: Shown, ask: Ask, topology: TopologyView): Node = {
+    val counts = topology.executors.map(_._2)
+    val stored = counts.map(_.stored)
+    Show.facts(
+      "Id" -> Show.text(topology.id),
+      "Kind" -> Show.fact(topology.kind),
+      "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => shown.find(id).map(Tab.topology(ask, _)).getOrElse(Show.text(id))),
+      "State" -> Show.fact(topology.state),
+      "Started" -> Show.fact(Show.date(topology.started)),
+      "Ended" -> Show.fact(Show.date(topology.ended)),
+      (if (topology.ended > 0) "Duration" else "Duration so far") -> Show.fact(SparkInternals.formatDuration(shown.duration(topology))),
+      "Jobs" -> Show.fact(topology.jobs.toString),
+      "Executors" -> Show.several(topology.askedBy),
+      "Partitions" -> Show.fact(partitions(stored.map(_.inProgress).sum, stored.map(_.outputs).sum, stored.map(_.outputBytes).sum,
+        stored.map(_.blocks).sum, stored.map(_.blockBytes).sum, counts.map(_.released).sum, counts.map(_.releasedBytes).sum)),
+      "Lost executors" -> Show.several(topology.lostExecutors),
+      "Unclosed" -> Show.several(topology.unclosed))
+  }
+
+  private def partitions(
+      inProgress: Long, outputs: Long, outputBytes: Long, blocks: Long, blockBytes: Long, released: Long, releasedBytes: Long): String = {
+    def some(count: Long, what: String, bytes: Long): Option[String] =
+      Some(s"$count $what" + (if (bytes > 0) s" (${SparkInternals.formatBytes(bytes)})" else "")).filter(_ => count > 0)
+    Seq(some(inProgress, "in progress", 0), some(outputs, "finished outputs", outputBytes), some(blocks, "cached blocks", blockBytes),
+      some(released, "released", releasedBytes)).flatten.mkString(", ")
+  }
+
+  private def operatorColumns: Seq[Column[OperatorView]] = Seq(
+    Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
+    Column.of("Progress")((_: OperatorView).progress.map(_._2).sum)(o => <td>{Show.text(o.progress.map { case (what, n) => s"$what $n" }.mkString(" / "))}</td>),
+    Column.text("Waits for", "Whom its tasks or it wait for, and since when")(_.waitsFor),
+    Column.number("Live", "Evaluations that run")(_.live), Column.number("Finished")(_.finished), Column.number("Failed")(_.failed),
+    Column.number("Cut", "Evaluations that Spark ended, as of the loser of a speculation")(_.cut), Column.number("Resets")(_.resets),
+    Column.number("Events in", "From tasks to the coordinator")(_.eventsIn), Column.number("Events out", "From the coordinator to tasks")(_.eventsOut),
+    Column.number("Requests")(_.requests), Column.number("Queued", "Messages that wait for the coordinator")(_.queued),
+    percentiles("Replies", "From a request's arrival on the driver to its reply: median, 95th and 99th percentile, and the longest")(_.replies),
+    percentiles("Acknowledgements", "From the sending of an event to the word that it is in its mailbox")(_.acknowledgements),
+    Column.of("Last error")((_: OperatorView).lastError)(o => Show.error(o.lastError, jvm = false)))
+
+  private def percentiles(name: String, help: String)(f: OperatorView => Percentiles): Column[OperatorView] =
+    Column.of(name, help)((o: OperatorView) => f(o).p95) { o =>
+      val times = f(o)
+      val text = if (times.count == 0) "" else Seq(times.p50, times.p95, times.p99, times.max).map(Show.micros).mkString(" / ")
+      <td title={Show.title(if (times.count == 0) "" else s"of ${times.count}")}>{text}</td>
+    }
+
+  private def listenerColumns: Seq[Column[(String, ListenerCounts)]] =
+    OverviewPage.counts[(String, ListenerCounts)](_._2).patch(2, Seq(Column.text[(String, ListenerCounts)]("Executor")(_._1)), 0)
+
+  private def executorColumns(topology: TopologyView): Seq[Column[(String, ExecutorCounts)]] = Seq(
+    Column.text("Executor")(_._1),
+    Column.text("State")(one => if (topology.lostExecutors.contains(one._1)) "lost" else ""),
+    Column.number("In progress", "Partitions that tasks write now")(_._2.stored.inProgress),
+    Column.number("Finished outputs", "Of shuffles")(_._2.stored.outputs), Column.bytes("Output size")(_._2.stored.outputBytes),
+    Column.number("Cached blocks")(_._2.stored.blocks), Column.bytes("Block size")(_._2.stored.blockBytes),
+    Column.number("Released")(_._2.released), Column.bytes("Released size")(_._2.releasedBytes),
+    Column.number("Python processes", "That opened a listener")(_._2.processes),
+    Column.number("Lost processes", "Gone before they had closed it")(_._2.lostProcesses))
+
+  private def insideColumns(shown: Shown, ask: Ask): Seq[Column[TopologyView]] = Seq(
+    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
+    Column.text("State")(_.state), Column.date("Started")(_.started), Column.duration("Duration")(shown.duration))
+}

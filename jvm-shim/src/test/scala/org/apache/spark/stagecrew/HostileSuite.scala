@@ -1,0 +1,57 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+import scala.xml.Elem
+
+/** What users supply is text, however it looks and however long it is. */
+class HostileSuite extends AnyFunSuite {
+  import Views._
+
+  private val Long = "long name " * 1000
+  private val Reversed = "\u202Egpj.exe\u2066\u200F"
+  private val Texts = Seq(Hostile, "</td></tr></table><script>alert(2)</script>", "' onmouseover='alert(3)", "]]><!-- -->", Reversed, Long, "\uD83D\uDE00" * 5000, "a\u0000b\u001Bc")
+
+  private def everywhere(text: String): Shown = {
+    val counts = ExecutorCounts(Map(0 -> ListenerCounts(text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
+    val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), Vector(text -> counts), Vector(text), Vector(text),
+      Vector(operator(text).copy(kind = text, state = text, waitsFor = text, progress = Vector(text -> 1L), lastError = text)),
+      Vector(Span(text, text, text, 1000, 2000, failed = true)))
+    Shown(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
+      Some(RecoveryView(Vector(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
+  }
+
+  private def pages(shown: Shown): Seq[Elem] =
+    Seq("", "topology", "processes", "jobs").map(path => page(path, shown, "id" -> Tab.key(shown.snapshot.topologies.head.id)))
+
+  test("markup, quotes and control characters stay text, in cells, titles and pictures") {
+    Texts.foreach { text =>
+      pages(everywhere(text)).foreach { html =>
+        assert((html \\ "script").isEmpty && (html \\ "img").isEmpty)
+        assert((html \\ "_").forall(_.attributes.forall(!_.key.startsWith("on"))))
+        val written = html.toString
+        assert(!written.contains("<script") && !written.exists(c => c < ' ' && c != '\n' && c != '\t' && c != '\r'))
+      }
+    }
+    assert(pages(everywhere(Hostile)).head.toString.contains("&lt;script&gt;alert(1)"))
+  }
+
+  test("a text of 10,000 characters is cut in its cell, and its title has more, up to a bound") {
+    val html = pages(everywhere(Long))
+    html.foreach(one => (one \\ "td").foreach(cell => assert(cell.text.length <= 2 * Show.Length, cell.text)))
+    html.foreach(one => assert((one \\ "@title").map(_.text.length).forall(_ <= Show.TitleLength)))
+    assert((html.head \\ "@title").exists(_.text.length == Show.TitleLength))
+    html.foreach(one => assert((one \\ "@href").forall(_.text.length < 200)))
+  }
+
+  test("no pair of surrogates is torn, wherever a text is cut") {
+    (1 to 6).foreach { length =>
+      val cut = Show.cut("a" + "\uD83D\uDE00" * 5, length)
+      assert(cut.length <= length && !cut.dropRight(1).lastOption.exists(_.isHighSurrogate))
+    }
+  }
+
+  test("a text that turns its direction does not turn what stands beside it") {
+    val cells = (pages(everywhere(Reversed)).head \\ "td").filter(_.text.contains(Reversed))
+    assert(cells.nonEmpty && cells.forall(cell => (cell \\ "bdi").exists(_.text.contains(Reversed))))
+  }
+}

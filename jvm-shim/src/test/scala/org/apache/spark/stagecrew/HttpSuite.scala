@@ -1,0 +1,85 @@
+package org.apache.spark.stagecrew
+
+import jakarta.servlet.{Filter, FilterChain, ServletRequest, ServletResponse}
+import jakarta.servlet.http.{HttpServletRequest, HttpServletRequestWrapper}
+import java.net.URI
+import java.net.http.{HttpClient, HttpRequest, HttpResponse}
+import org.apache.spark.{SecurityManager, SparkConf}
+import org.apache.spark.status.AppStatusStore
+import org.apache.spark.ui.SparkUI
+import org.apache.spark.util.kvstore.InMemoryStore
+import org.scalatest.funsuite.AnyFunSuite
+
+/** As an authentication filter of a user's would: who asks stands in a header. */
+class HeaderUser extends Filter {
+  override def doFilter(request: ServletRequest, response: ServletResponse, chain: FilterChain): Unit = {
+    val http = request.asInstanceOf[HttpServletRequest]
+    chain.doFilter(new HttpServletRequestWrapper(http) { override def getRemoteUser: String = http.getHeader("user") }, response)
+  }
+}
+
+/** The pages in Spark's own server, over HTTP. */
+class HttpSuite extends AnyFunSuite {
+  import Views._
+
+  private val Paths = Seq("", "topology/?id=t1", "processes/", "jobs/", "json/", "topology/json/?id=t1", "processes/json/", "jobs/json/")
+
+  private def serving[T](shown: Shown, settings: (String, String)*)(
+      f: ((String, Option[String], String) => HttpResponse[String]) => T): T = {
+    val conf = new SparkConf(false).set("spark.ui.port", "0").set("spark.app.name", "suite").setAll(settings)
+    val ui = SparkUI.create(None, new AppStatusStore(new InMemoryStore), conf, new SecurityManager(conf), "suite", "", 0L)
+    SparkInternals.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
+    ui.bind()
+    try {
+      ui.attachAllHandlers()
+      val client = HttpClient.newHttpClient()
+      f { (path, user, method) =>
+        val request = HttpRequest.newBuilder(URI.create(s"http://127.0.0.1:${ui.boundPort}/stagecrew/$path"))
+          .method(method, HttpRequest.BodyPublishers.noBody())
+        user.foreach(request.header("user", _))
+        client.send(request.build(), HttpResponse.BodyHandlers.ofString())
+      }
+    } finally ui.stop()
+  }
+
+  test("who may not see the UI is denied each page and its JSON, and who may is not") {
+    serving(shown(busy("t1")), "spark.ui.filters" -> classOf[HeaderUser].getName, "spark.acls.enable" -> "true", "spark.ui.view.acls" -> "alice") { ask =>
+      Paths.foreach { path =>
+        assert(ask(path, Some("mallory"), "GET").statusCode == 403, path)
+        assert(!ask(path, Some("mallory"), "GET").body.contains("listener 0"))
+        assert(ask(path, Some("alice"), "GET").statusCode == 200, path)
+      }
+    }
+  }
+
+  test("the pages are read-only: anything but GET is refused") {
+    serving(shown(busy("t1"))) { ask =>
+      for (path <- Paths; method <- Seq("POST", "PUT", "DELETE", "TRACE")) assert(ask(path, None, method).statusCode == 405, s"$method $path")
+    }
+  }
+
+  test("what is not known is answered with 400, and none of it as markup") {
+    serving(shown(busy("t1"))) { ask =>
+      Seq("topology/", "topology/?id=echo%3Cscript%3E", "topology/json/?id=echo", "?topologies.sort=echo", "?topologies.page=echo",
+        "topology/?id=t1&listeners.desc=echo").foreach { path =>
+        val answer = ask(path, None, "GET")
+        assert(answer.statusCode == 400 && !answer.body.contains("<script>"), path) // Jetty's own page has the address, escaped
+      }
+      val page = ask("?name=echo-me%3Cscript%3E&id=echo-me&other.sort=echo-me", None, "GET")
+      assert(page.statusCode == 200 && !page.body.contains("echo-me"))
+    }
+  }
+
+  test("pages over 1,000 topologies are there in under a second, with a page of rows") {
+    val many = Shown(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
+    serving(many) { ask =>
+      Seq("", "?topologies.sort=Duration", "topology/?id=t1").foreach { path =>
+        ask(path, None, "GET")
+        val began = System.nanoTime()
+        val body = ask(path, None, "GET").body
+        assert((System.nanoTime() - began) / 1e9 < 1, path)
+        assert(body.contains("name of t1") && "<tr>".r.findAllIn(body).size < 300)
+      }
+    }
+  }
+}

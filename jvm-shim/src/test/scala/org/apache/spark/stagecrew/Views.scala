@@ -1,0 +1,46 @@
+package org.apache.spark.stagecrew
+
+import scala.xml.{Elem, Group, Node}
+
+/** Hand-made views for the suites of pages. */
+object Views {
+  val Hostile = "<script>alert(1)</script>\"'&"
+
+  def topology(id: String, kind: String = DriverCrew.NamedKind, state: String = "active", listeners: Int = 0,
+      error: String = "", scope: String = "worker"): TopologyView =
+    TopologyView(id, s"name of $id", kind, None, state, 1000, if (state == "closed") 31000 else 0, 2, Vector("1"),
+      Vector("1" -> ExecutorCounts((0 until listeners).map(i =>
+        i -> ListenerCounts(s"l$i", scope, opens = 1, openMicros = 1500, closeMicros = 2500000, lastError = error)).toMap)),
+      Vector.empty, Vector.empty)
+
+  def operator(name: String): OperatorView = OperatorView(name, "splits", "active", 1, 2, 3, 4, 5, 6, 7, 8, 9,
+    Percentiles(10, 1100, 2200, 3300, 4400), Percentiles(), "subtask 3 since 4 s", Vector("splits done" -> 4L, "splits left" -> 2L), "")
+
+  /** As a topology that ran for a while: listeners, spans and coordinators on two executors. */
+  def busy(id: String, spans: Int = 200): TopologyView = {
+    val listeners = (0 until 3).map(i => i -> ListenerCounts(s"listener $i", "worker", 4, 4, 0, 0, 7000, 8000)).toMap
+    topology(id, state = "closed").copy(
+      askedBy = Vector("1", "2"), executors = Vector("1", "2").map(_ -> ExecutorCounts(listeners, 2, 0, Set.empty, Stored(1, 2, 3000, 4, 5000), 6, 7000)),
+      operators = Vector(operator("splits"), operator("budget")),
+      spans = (0 until spans).map(i => Span(s"${i % 2 + 1}", if (i < 4) "open" else "task", s"stage 1, partition $i", 1000 + 100L * i, 1150 + 100L * i, i % 50 == 7)).toVector)
+  }
+
+  def snapshot(topologies: TopologyView*): Snapshot = Snapshot(topologies.toVector, Totals(1, 2, 3, 4))
+
+  def shown(topologies: TopologyView*): Shown = Shown(snapshot(topologies: _*), 61000)
+
+  def page(path: String, shown: Shown, parameters: (String, String)*): Elem = {
+    val page = Tab.pages(() => shown).find(_.path == path).get
+    plain(<div>{page.html(Ask("/ui/stagecrew", parameters.toMap))}</div>).asInstanceOf[Elem]
+  }
+
+  // Spark's own tables have groups in them, which cannot be searched.
+  private def plain(node: Node): Node = node match {
+    case elem: Elem => elem.copy(child = elem.child.flatMap { case Group(nodes) => nodes; case other => Seq(other) }.map(plain))
+    case other => other
+  }
+
+  /** The texts of a table's cells. */
+  def rows(page: Elem, id: String): Seq[Seq[String]] =
+    (page \\ "table").filter(_ \@ "id" == s"stagecrew-$id").flatMap(_ \\ "tr").map(_ \ "td").map(_.map(_.text.trim)).filter(_.nonEmpty)
+}
