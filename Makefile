@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/.stamps
-JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew -name '*.scala' -o -name '*.java' -o -name '*.py' 2>/dev/null)
+JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main python/stagecrew -name '*.scala' -o -name '*.java' -o -name '*.py' -o -path '*/resources/*' -type f 2>/dev/null)
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 

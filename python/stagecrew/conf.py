@@ -82,7 +82,21 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.ui.retainedTopologies",
         "count",
         "1000",
-        "How many closed topologies the driver remembers for the UI and for reports.",
+        "How many closed topologies the driver remembers for the UI and for reports. In the configuration of a History "
+        "Server: how many it shows of an application.",
+    ),
+    Key(
+        "spark.stagecrew.eventLog.interval",
+        "duration",
+        "10s",
+        "With `spark.eventLog.enabled`: how often the state of a topology that has changed is stored there. Its beginning and "
+        "its end are stored at once.",
+    ),
+    Key(
+        "spark.stagecrew.eventLog.maxEvents",
+        "count",
+        "100",
+        "How often one topology is stored in the event log before its end, which is always stored.",
     ),
     Key(
         "spark.stagecrew.processes.interval",

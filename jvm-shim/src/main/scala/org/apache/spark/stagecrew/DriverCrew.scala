@@ -38,6 +38,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
   @volatile private var published = Snapshot(Vector.empty, Totals())
 
+  private val eventLog = Option.when(SparkInternals.eventLog(sc))(new EventLog(
+    settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(), SparkInternals.post(sc, _)))
+
   /** What the UI, metrics and reports read: as of the last change. */
   def snapshot: Snapshot = published
 
@@ -48,6 +51,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     }
     SparkInternals.addListener(sc, new BusListener(this))
     loop.scheduleWithFixedDelay(() => Log.contained("the driver's check of executions")(checkExecutions()), 1, 1, TimeUnit.SECONDS)
+    eventLog.foreach(log => loop.scheduleWithFixedDelay(() => Log.contained("storing in the event log")(log.tick(snapshot)), 1, 1, TimeUnit.SECONDS))
     ()
   }
 
@@ -162,6 +166,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   def stop(): Unit = {
+    Log.contained("storing in the event log")(eventLog.foreach(log => call(log.flush(snapshot))))
     Log.contained("stopping the driver's endpoint")(SparkInternals.stopEndpoint(endpoint))
     Log.contained("closing the coordination")(coordination.close())
     loop.shutdownNow()
@@ -445,6 +450,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     changed.foreach(_.changed())
     published = Snapshot(topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _),
       watched.processes.views, watched.recovery, watched.sums)
+    eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
   }
 
   private def inLoop(f: => Unit): Unit =

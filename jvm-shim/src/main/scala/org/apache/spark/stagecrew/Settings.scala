@@ -25,6 +25,9 @@ final class Settings(conf: SparkConf) {
   val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
   val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
 
+  val eventLogIntervalMs: Long = time(EventLogInterval)
+  val eventLogMaxEvents: Int = positive(EventLogMaxEvents, conf.getInt(EventLogMaxEvents, defaults(EventLogMaxEvents).toInt))
+
   private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
 
   private def positive[T](key: String, value: T)(implicit numeric: Numeric[T]): T =
@@ -46,6 +49,8 @@ object Settings {
   val MaxFrame = "spark.stagecrew.channel.maxFrame"
   val ReportInterval = "spark.stagecrew.report.interval"
   val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
+  val EventLogInterval = "spark.stagecrew.eventLog.interval"
+  val EventLogMaxEvents = "spark.stagecrew.eventLog.maxEvents"
 
   val ProcessesInterval = "spark.stagecrew.processes.interval"
   val ShuffleDelegate = TrackedShuffleDataIO.DelegateKey
@@ -66,6 +71,8 @@ object Settings {
     ReportInterval -> "1s",
     RetainedTopologies -> "1000",
     ProcessesInterval -> "10s",
+    EventLogInterval -> "10s",
+    EventLogMaxEvents -> "100",
     ShuffleDelegate -> TrackedShuffleDataIO.LocalDisk,
     MailboxEvents -> "100000",
     MailboxBytes -> "64m",

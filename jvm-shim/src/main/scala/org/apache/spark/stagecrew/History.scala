@@ -1,0 +1,82 @@
+package org.apache.spark.stagecrew
+
+import java.lang.ref.SoftReference
+import org.apache.spark.SparkConf
+import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent}
+import org.apache.spark.util.kvstore.KVIndex
+import scala.annotation.meta.getter
+
+/** The last that the event log says of a topology, or of the application: the History Server's store has it by its id. */
+private[stagecrew] final case class KeptState(
+    @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long, capped: Boolean, trimmed: Boolean, body: String)
+
+/** Hears the events of one log. Of what is not understood nothing is kept; that never stops the reading of a log. */
+private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: Int) extends SparkListener {
+  private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
+
+  override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
+    case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
+      Log.contained("an event of the event log")(keep(state))
+    case _ => ()
+  }
+
+  private def keep(state: StagecrewState): Unit = {
+    val id = Option(state.id).getOrElse("")
+    val key = s"${state.kind} $id"
+    val body = Json.parse(state.body) // what is no JSON is not kept
+    kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
+    if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" && body.path("kind").asText != DriverCrew.ApplicationKind) {
+      closed.remove(key)
+      closed += key
+      while (closed.size > retained) {
+        kept.delete(closed.head)
+        closed -= closed.head
+      }
+    }
+  }
+}
+
+/** The tab in the History Server, found by META-INF/services. */
+final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
+  override def listener(conf: SparkConf, kept: Kept[KeptState]): SparkListener =
+    new HistoryListener(kept, new Settings(conf).retainedTopologies)
+
+  override def pages(kept: Kept[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
+}
+
+private[stagecrew] object History {
+  /** What is kept does not change while it is shown: it is read once, and again when memory was short. */
+  def reader(kept: Kept[KeptState]): () => Shown = {
+    var read = new SoftReference[Shown](null)
+    () => synchronized {
+      Option(read.get).getOrElse {
+        val shown = of(kept.all)
+        read = new SoftReference(shown)
+        shown
+      }
+    }
+  }
+
+  def of(states: Seq[KeptState]): Shown = {
+    val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state => parsed(state)(TopologyView.of).map(state -> _))
+    val rest = states.filter(_.kind == StagecrewState.Application).flatMap(state => parsed(state)(Snapshot.of).map(state -> _)).lastOption
+    val now = states.map(_.time).maxOption.getOrElse(0L)
+    val notes = views.map { case (state, view) => view.id -> notesOf(state, view.state == "closed") }.toMap ++
+      rest.map { case (state, _) => "" -> notesOf(state, closed = true) }
+    Shown(
+      Snapshot(views.map(_._2).sortBy(_.started).toVector, rest.map(_._2.totals).getOrElse(Totals()),
+        rest.map(_._2.processes).getOrElse(Vector.empty), rest.flatMap(_._2.recovery)),
+      now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
+  }
+
+  private def parsed[T](state: KeptState)(read: com.fasterxml.jackson.databind.node.ObjectNode => T): Option[T] =
+    try Some(read(Json.parse(state.body)))
+    catch { case Failure(error) => Log.log.warn(s"what the event log says of ${state.key} cannot be read", error); None }
+
+  private def notesOf(state: KeptState, closed: Boolean): Seq[String] = Seq(
+    if (closed) None else Some(s"This is what the event log says as of ${Show.date(state.time)}: it had not ended then."),
+    if (!state.capped) None
+    else Some(s"So much happened that its event log has no more of it${if (closed) " than its beginning and its end" else " after that"} (${Settings.EventLogMaxEvents})."),
+    if (state.trimmed) Some("It was too large for the event log: spans, texts or executors are left out.") else None,
+    if (state.version > Snapshot.Version) Some("A newer stagecrew has written this: what is new there is not shown.") else None).flatten
+}

@@ -1,0 +1,129 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.mutable
+import org.apache.spark.SparkConf
+import org.apache.spark.util.JsonProtocol
+import org.apache.spark.util.kvstore.InMemoryStore
+
+class EventLogSuite extends AnyFunSuite {
+  import Views._
+
+  private final class Run(interval: Long = 1000, most: Int = 3) {
+    var now = 100000L
+    val posted = mutable.ArrayBuffer.empty[StagecrewState]
+    val log = new EventLog(interval, most, () => now, { case state: StagecrewState => posted += state; case other => fail(s"$other") })
+    def of(id: String): Seq[StagecrewState] = posted.toSeq.filter(_.id == id)
+  }
+
+  private def jobs(state: StagecrewState): Int = TopologyView.of(Json.parse(state.body)).jobs
+
+  /** What the History Server has after it has read these events as Spark writes them. */
+  private def history(events: Seq[String], retained: Int = 1000): Shown = {
+    val kept = new Kept(new InMemoryStore, classOf[KeptState])
+    val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
+    events.map(JsonProtocol.sparkEventFromJson).foreach(listener.onOtherEvent)
+    History.of(kept.all)
+  }
+
+  private def written(state: StagecrewState): String = JsonProtocol.sparkEventToJsonString(state)
+
+  test("the beginning and the end of a topology are stored at once, changes once per interval") {
+    val run = new Run()
+    run.log.changed(snapshot(topology("a")))
+    (1 to 15).foreach { i =>
+      run.now += 100
+      val view = snapshot(topology("a").copy(jobs = i))
+      run.log.changed(view)
+      run.log.tick(view)
+    }
+    assert(run.of("a").map(jobs) == Seq(2, 10))
+    run.log.changed(snapshot(topology("a", state = "closed").copy(jobs = 16)))
+    assert(run.of("a").map(jobs) == Seq(2, 10, 16) && run.of("a").map(_.number) == Seq(1, 2, 3))
+  }
+
+  test("what does not change is not stored again") {
+    val run = new Run()
+    (1 to 5).foreach { _ =>
+      run.now += 5000
+      run.log.tick(snapshot(topology("a")))
+    }
+    assert(run.posted.map(_.kind).sorted == Seq("application", "topology"))
+  }
+
+  test("a topology is stored so often, that is said, and its end is stored still") {
+    val run = new Run()
+    (1 to 20).foreach { i =>
+      run.now += 5000
+      run.log.tick(snapshot(topology("a").copy(jobs = i)))
+    }
+    assert(run.of("a").map(state => (jobs(state), state.capped)) == Seq((1, false), (2, false), (3, true)))
+    assert(history(run.posted.map(written).toSeq).notes("a").exists(_.contains(Settings.EventLogMaxEvents)))
+    run.log.changed(snapshot(topology("a", state = "closed").copy(jobs = 21)))
+    assert(jobs(run.of("a").last) == 21)
+    assert(history(run.posted.map(written).toSeq).snapshot.topologies.map(_.jobs) == Vector(21))
+  }
+
+  test("at the end all that has changed is stored, whatever is due") {
+    val run = new Run(interval = 100000, most = 1)
+    run.log.tick(snapshot(topology("a"), topology("b")))
+    run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9)))
+    assert(run.of("a").map(jobs) == Seq(2, 9) && run.of("b").size == 1)
+    assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9)))
+  }
+
+  test("what is too large is stored with less: first without spans") {
+    val run = new Run()
+    run.log.changed(snapshot(busy("a", spans = 20000)))
+    val state = run.of("a").head
+    val view = TopologyView.of(Json.parse(state.body))
+    assert(state.trimmed && state.body.length <= StagecrewState.MaxBytes)
+    assert(view.spans == busy("a", 20000).spans.takeRight(500) && view.spansDropped == 19500 && view.operators == busy("a").operators)
+    assert(history(Seq(written(state))).notes("a").exists(_.contains("too large")))
+    val texts = topology("b", listeners = 2000, error = "x" * 5000).copy(name = "n" * 100000)
+    run.log.changed(snapshot(texts))
+    assert(run.of("b").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
+    val processes = Snapshot(Vector.empty, Totals(1), (1 to 3000).map(i => ProcessView("1", "h", i.toLong, "worker", 1, 0,
+      (1 to 100).map(t => Sample(t.toLong, 1, 1, 1, 1)).toVector)).toVector)
+    run.log.tick(processes)
+    assert(run.of("").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
+  }
+
+  test("of a topology the last event counts, and only so many closed ones are kept beside those that run") {
+    val run = new Run()
+    val all = topology("application", DriverCrew.ApplicationKind, "closed") +: topology("runs") +: (1 to 9).map(i => topology(s"t$i", state = "closed"))
+    all.foreach(view => run.log.changed(snapshot(view)))
+    val events = run.posted.map(written).toSeq
+    assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
+  }
+
+  test("one that had not ended is shown as of its last event") {
+    val run = new Run()
+    run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
+    val shown = history(run.posted.map(written).toSeq)
+    assert(shown.until(shown.find("a").get) == run.now && shown.notes("a").exists(_.contains("not ended")))
+    assert(shown.until(shown.find("b").get) == 31000 && shown.notes("b").isEmpty)
+  }
+
+  test("fields that are missing, unknown or null, kinds that are unknown and bodies that are none stop nothing") {
+    val name = classOf[StagecrewState].getName
+    val good = s"""{"Event":"$name","version":7,"kind":"topology","id":"a","time":5,"more":{"x":[1]},"body":"{\\"id\\":\\"a\\",\\"new\\":1}"}"""
+    val shown = history(Seq(
+      s"""{"Event":"$name"}""",
+      s"""{"Event":"$name","version":1,"kind":null,"id":null,"body":null}""",
+      s"""{"Event":"$name","version":1,"kind":"topology","id":"x","body":null}""",
+      s"""{"Event":"$name","version":1,"kind":"topology","id":"x","body":"no JSON"}""",
+      s"""{"Event":"$name","version":1,"kind":"topology","id":"x","body":"[1]"}""",
+      s"""{"Event":"$name","version":1,"kind":"topology","id":"y","body":"{\\"spans\\":[1,2],\\"operators\\":7}"}""",
+      s"""{"Event":"$name","version":9,"kind":"from the future","id":"z","body":"{}"}""",
+      good))
+    assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer stagecrew")))
+    Tab.pages(() => shown).foreach(page => page.html(Ask("", Map("id" -> "a"))))
+  }
+
+  test("without an event of ours there is nothing to show, and the Spark of a History Server finds the tab") {
+    assert(history(Nil).snapshot == Snapshot(Vector.empty, Totals()))
+    val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
+    assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
+  }
+}
