@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,9 +231,9 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
             process.wait()
 
 
-def started(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """A process of Spark's own; its output goes to a file of this name."""
-    jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*")
+def started(folder: Path, name: str, *arguments: str, jar: str = "") -> subprocess.Popen[bytes]:
+    """A process of Spark's own, with a jar on its class path; its output goes to a file of this name."""
+    jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
     environment = {
         **os.environ,
         "SPARK_LOCAL_IP": "127.0.0.1",
@@ -268,6 +269,34 @@ def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
         yield settings
     finally:
         ends(service)
+
+
+@contextlib.contextmanager
+def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> Iterator[str]:
+    """A real History Server over a folder of event logs. Yields where it is."""
+    port = free_port()
+    settings = {
+        "spark.history.fs.logDirectory": logs.as_uri(),
+        "spark.history.fs.update.interval": "1s",
+        "spark.history.ui.port": str(port),
+        **settings,
+    }
+    properties = [f"-D{key}={value}" for key, value in settings.items()]
+    server = started(folder, f"history-{port}", *properties, "org.apache.spark.deploy.history.HistoryServer", jar=jar)
+    base = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"{base}/api/v1/applications", timeout=60) as response:
+                return bool(response.headers.get_content_type() == "application/json")
+        except OSError:
+            return False
+
+    try:
+        eventually(answers, 60, "the History Server answers")
+        yield base
+    finally:
+        ends(server)
 
 
 @contextlib.contextmanager

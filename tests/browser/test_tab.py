@@ -6,18 +6,18 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Page
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
 from crewtools import Sessions, eventually
+from webpages import dark, rows
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -25,15 +25,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HOSTILE = "<script>alert(1)</script>\"'"
 HOSTILE_TOPOLOGY = "<img src=x onerror=alert(2)> & co"
 HOSTILE_ERROR = "</td><script>alert(3)</script>" + "x" * 200
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 
 class Hostile(stagecrew.Listener):
@@ -66,55 +57,12 @@ def base(spark: SparkSession) -> str:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
-        yield chromium
-        chromium.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A page on which nothing may go wrong: no error, no dialog, no violation of the content security policy."""
-    context = browser.new_context(viewport={"width": 1600, "height": 900})
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    page.on("requestfailed", lambda request: wrong.append(f"failed {request.url}"))
-    page.on(
-        "response",
-        lambda response: wrong.append(f"{response.status} {response.url}") if response.status >= 400 else None,
-    )
-    page.add_init_script(
-        "window.violations = []; document.addEventListener('securitypolicyviolation', e => "
-        "window.violations.push(e.violatedDirective + ' ' + e.blockedURI))"
-    )
-    yield page
-    violations = page.evaluate("window.violations")
-    context.close()
-    assert wrong == []
-    assert violations == []
-
-
-@pytest.fixture(scope="module")
 def reported(spark: SparkSession) -> stagecrew.TopologyReport:
     """Of a topology that has run, with names and an error that are markup."""
     crew = stagecrew.crew(spark)
     with crew.topology(HOSTILE_TOPOLOGY, listeners=[Hostile(), Failing()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
     return topology.report
-
-
-def rows(page: Page, table: str) -> list[dict[str, str]]:
-    """The cells of each row by their header, as a reader sees them."""
-    # Spark's script for sortable tables puts an arrow behind the header that is sorted by.
-    names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
-    return [
-        dict(zip(names, (text.strip() for text in row.locator("td").all_inner_texts()), strict=True))
-        for row in page.locator(f"#{table} tbody tr").all()
-    ]
 
 
 def test_an_application_without_topologies_says_how_to_begin(spark: SparkSession, base: str, page: Page) -> None:
@@ -176,7 +124,7 @@ def test_columns_sort_by_value(base: str, page: Page, reported: stagecrew.Topolo
 def test_dark_theme(base: str, page: Page, reported: stagecrew.TopologyReport, tmp_path: Path) -> None:
     """In Spark's dark theme the text of the tables is light: the tab brings no colours of its own."""
     page.goto(f"{base}/stagecrew/")
-    page.evaluate("document.documentElement.setAttribute('data-bs-theme', 'dark')")
+    dark(page)
     colour = "e => getComputedStyle(e).color.match(/[0-9]+/g).slice(0, 3).map(Number)"
     assert min(page.locator("#stagecrew-listeners tbody td").first.evaluate(colour)) > 128
     page.screenshot(path=tmp_path / "dark.png", full_page=True)

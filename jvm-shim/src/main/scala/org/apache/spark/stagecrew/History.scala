@@ -64,8 +64,7 @@ private[stagecrew] object History {
     val notes = views.map { case (state, view) => view.id -> notesOf(state, view.state == "closed") }.toMap ++
       rest.map { case (state, _) => "" -> notesOf(state, closed = true) }
     Shown(
-      Snapshot(views.map(_._2).sortBy(_.started).toVector, rest.map(_._2.totals).getOrElse(Totals()),
-        rest.map(_._2.processes).getOrElse(Vector.empty), rest.flatMap(_._2.recovery)),
+      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(topologies = views.map(_._2).sortBy(_.started).toVector),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
   }
 

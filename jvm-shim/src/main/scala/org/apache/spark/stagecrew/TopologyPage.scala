@@ -75,7 +75,7 @@ private[stagecrew] object TopologyPage {
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
     Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-    Column.of("Progress")((_: OperatorView).progress.map(_._2).sum)(o => <td>{Show.text(o.progress.map { case (what, n) => s"$what $n" }.mkString(" / "))}</td>),
+    Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
     Column.text("Waits for", "Whom its tasks or it wait for, and since when")(_.waitsFor),
     Column.number("Live", "Evaluations that run")(_.live), Column.number("Finished")(_.finished), Column.number("Failed")(_.failed),
     Column.number("Cut", "Evaluations that Spark ended, as of the loser of a speculation")(_.cut), Column.number("Resets")(_.resets),

@@ -20,6 +20,13 @@ class SnapshotSuite extends AnyFunSuite {
     assert(full.json.get("version").asInt == 1)
   }
 
+  test("what has an order keeps it: executors, progress, facts") {
+    val names = Vector("z", "a", "m", "b", "y", "c", "x")
+    val ordered = full.copy(recovery = Some(RecoveryView(names.map(_ -> "1"), Vector.empty)),
+      topologies = full.topologies.map(_.copy(executors = names.map(_ -> counts))))
+    assert(Snapshot.of(Json.parse(Json.write(ordered.json))) == ordered)
+  }
+
   test("what an older one lacks is nothing, and what a newer one has more is ignored") {
     val node = Json.parse(Json.write(full.json))
     node.put("more", 1).remove("processes")

@@ -1,0 +1,78 @@
+"""The tab of applications whose executors are processes, on each kind of master, in both themes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Page
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession
+
+import stagecrew
+from crewtools import Journal, Sessions, eventually, slots, together
+from webpages import THEMES, dark, fetched, rows
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.long
+
+
+class Quiet(stagecrew.Listener):
+    """Does nothing, and is counted."""
+
+    name = "quiet"
+
+
+@pytest.fixture(scope="module")
+def spark(sessions: Sessions, master: str) -> SparkSession:
+    """A session of its own on each master, with its UI."""
+    sessions.stop()
+    return sessions.get(master, **{"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "masters"})
+
+
+@pytest.fixture(scope="module")
+def ran(spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    """Where the tab is, and the report of a topology that ran on all executors at once."""
+    path = str(tmp_path_factory.mktemp("masters") / "journal")
+    tasks = slots(master)
+    with stagecrew.crew(spark).topology("everywhere", listeners=[Quiet()]) as topology:
+        data = spark.sparkContext.parallelize(range(tasks), tasks)
+        assert data.mapPartitions(together(path, "everywhere", tasks)).count() == tasks
+        assert data.map(lambda x: (x % 2, x)).groupByKey().count() == 2
+    assert len(Journal(path).read(event="body")) == tasks
+    yield f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew", topology.report
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_pages_show_each_executor_as_the_report_does(ran: tuple[str, Any], page: Page, theme: str) -> None:
+    """A topology's page has a row for each executor, with the report's numbers, and nothing goes wrong on any page."""
+    base, report = ran
+    for path in ("/processes/", "/jobs/", "/"):
+        page.goto(base + path)
+        dark(page, theme)
+    page.get_by_role("link", name="everywhere").first.click()
+    page.wait_for_url("**/topology/**")
+    dark(page, theme)
+    shown = {row["Executor"]: row for row in rows(page, "stagecrew-listeners")}
+    assert set(shown) == {listener.executor for listener in report.listeners}
+    for listener in report.listeners:
+        row = shown[listener.executor]
+        assert [int(row[name]) for name in ("Opens", "Closes", "Failures")] == [
+            listener.opens, listener.closes, listener.failures,
+        ]  # fmt: skip
+    released = {row["Executor"]: int(row["Released"]) for row in rows(page, "stagecrew-executors")}
+    assert released == {stored.executor: stored.released for stored in report.partitions}
+    assert sum(released.values()) > 0
+
+
+def test_json_of_each_page_is_there(ran: tuple[str, Any]) -> None:
+    """Each page's JSON has a version, and the topology's is that of the report."""
+    base, report = ran
+    for path in ("/json/", "/processes/json/", "/jobs/json/"):
+        assert fetched(base + path)["version"] == 1
+    body = eventually(lambda: fetched(f"{base}/topology/json/?id={report.id}"), what="the topology's JSON")
+    assert stagecrew.TopologyReport.of(body["topology"]) == report
