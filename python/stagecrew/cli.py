@@ -16,6 +16,7 @@ from rich.text import Text
 
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
+from stagecrew.eventlog import report
 from stagecrew.jar import jar_path, spark_conf
 from stagecrew.recovery import commands
 
@@ -185,4 +186,5 @@ def demo(database: str | None, output: Path, flights: int | None, master: str, a
         raise click.exceptions.Exit(1)
 
 
+main.add_command(report)
 commands.add_to(main)

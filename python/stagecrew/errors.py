@@ -6,6 +6,7 @@
     │   ├── UnsupportedSession      Spark Connect: there is no JVM to talk to
     │   ├── UnsupportedSpark        this Spark version is not one that the jar was built for
     │   ├── JarMissing              the jar is not where it should be
+    │   ├── EventLogUnreadable      an event log is not there, or cannot be read
     │   └── VersionMismatch         jar and Python package are of different versions
     ├── ListenerError               something is wrong with one listener
     │   ├── ListenerNotPicklable    it cannot travel to the executors
@@ -82,6 +83,7 @@ __all__ = [
     "CoordinationError",
     "CoordinatorFailed",
     "EvaluationOver",
+    "EventLogUnreadable",
     "EventNotPicklable",
     "EventTimeout",
     "EventTooLarge",
@@ -157,6 +159,10 @@ class UnsupportedSpark(ConfigurationError):
 
 class JarMissing(ConfigurationError):
     """The jar does not travel in this installation. Reinstall the package, or run `make jar` in a checkout."""
+
+
+class EventLogUnreadable(ConfigurationError):
+    """An event log is not there, or Spark cannot read it. Nothing was changed."""
 
 
 class VersionMismatch(ConfigurationError):

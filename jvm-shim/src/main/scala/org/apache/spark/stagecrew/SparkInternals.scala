@@ -137,7 +137,9 @@ package org.apache.spark {
     import scala.jdk.CollectionConverters._
     import scala.reflect.ClassTag
     import scala.util.{Failure, Success}
+    import org.apache.hadoop.fs.Path
     import org.apache.spark.api.python.PythonUtils
+    import org.apache.spark.deploy.history.EventLogFileReader
     import org.apache.spark.rpc._
     import org.apache.spark.api.java.JavaRDD
     import org.apache.spark.network.shuffle.ExternalBlockStoreClient
@@ -152,7 +154,7 @@ package org.apache.spark {
     import org.apache.spark.status.{AppHistoryServerPlugin, ElementTrackingStore, KVUtils}
     import org.apache.spark.ui.{PagedDataSource, PagedTable, SparkUI, SparkUITab, UIUtils, WebUIPage}
     import org.apache.spark.util.{RpcUtils, ShutdownHookManager}
-    import org.apache.spark.util.kvstore.KVStore
+    import org.apache.spark.util.kvstore.{InMemoryStore, KVStore}
     import jakarta.servlet.http.HttpServletRequest
     import org.json4s.JValue
     import org.json4s.jackson.JsonMethods
@@ -517,6 +519,25 @@ package org.apache.spark {
       def attachTab(ui: SparkUI, prefix: String, pages: Seq[Page]): Unit = ui.attachTab(new PagesTab(ui, prefix, pages))
 
       def eventLog(sc: SparkContext): Boolean = sc.conf.get(internal.config.EVENT_LOG_ENABLED)
+
+      def keptInMemory[T](what: Class[T]): Kept[T] = new Kept(new InMemoryStore, what)
+
+      /** Has these hear the events of a log, of the lines that are wanted: core/deploy/history/EventLogFileReaders.scala,
+        * core/scheduler/ReplayListenerBus.scala. It may be cut off. */
+      def replay(log: String, listeners: Seq[SparkListener], wanted: String => Boolean): Unit = {
+        val path = new Path(log)
+        val conf = new SparkConf
+        val files = path.getFileSystem(deploy.SparkHadoopUtil.get.newConfiguration(conf))
+        val reader = EventLogFileReader(files, path).getOrElse(throw new java.io.FileNotFoundException(
+          s"$log is no event log: it has to be a file of spark.eventLog.dir, or the folder of a rolling log (eventlog_v2_...)"))
+        val bus = new ReplayListenerBus
+        listeners.foreach(bus.addListener(_))
+        reader.listEventLogFiles.foreach { file =>
+          util.Utils.tryWithResource(EventLogFileReader.openEventLog(file.getPath, files)) { in =>
+            bus.replay(in, file.getPath.toString, maybeTruncated = true, eventsFilter = wanted)
+          }
+        }
+      }
 
       def formatDate(ms: Long): String = UIUtils.formatDate(ms)
       def formatDuration(ms: Long): String = UIUtils.formatDuration(ms)

@@ -1,0 +1,202 @@
+"""The command `stagecrew report`: what an event log says of an application that has ended, or was killed."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from stagecrew.errors import EventLogUnreadable
+from stagecrew.jar import found_spark_submit, jar_path
+
+__all__ = ["read_event_log", "report"]
+
+_CLASS: Final = "org.apache.spark.stagecrew.Report"
+#: In front of what the JVM found, and of what is wrong: other lines are of whatever runs beside it.
+_FOUND: Final = "stagecrew-report: "
+_WRONG: Final = "stagecrew-report-error: "
+#: The counts of an executor's partitions, and their columns.
+_PARTITIONS: Final = {
+    "inProgress": "in progress",
+    "outputs": "outputs",
+    "outputBytes": "bytes",
+    "blocks": "blocks",
+    "blockBytes": "their bytes",
+    "released": "released",
+    "releasedBytes": "bytes released",
+}
+
+
+def read_event_log(log: str) -> dict[str, Any]:
+    """What stagecrew stored in an event log: the JSON of the tab, with `application` and `notes`.
+
+    `log` is a path or a URI of a file, or of the folder of a rolling log, on whatever file system and in whatever compression
+    Spark here can read. Spark reads it, as for the History Server: of a log that is still written, or was cut off, what is there.
+
+    Raises `EventLogUnreadable`, and `ConfigurationError` when there is no Spark here.
+    """
+    command = [found_spark_submit(), "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith(_WRONG):
+            raise EventLogUnreadable(f"{log} was not read: {line.removeprefix(_WRONG)}")
+        if line.startswith(_FOUND):
+            found: dict[str, Any] = json.loads(line.removeprefix(_FOUND))
+            return found
+    said = "\n".join(done.stderr.splitlines()[-20:])
+    raise EventLogUnreadable(f"{log} was not read: spark-submit ended with {done.returncode}, and said\n{said}")
+
+
+@click.command()
+@click.argument("log", metavar="EVENT_LOG")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, for machines.")
+def report(log: str, as_json: bool) -> None:
+    """Show what stagecrew stored in an EVENT_LOG of Spark, without a History Server.
+
+    EVENT_LOG is a path or a URI: a file, or the folder of a rolling log.
+    """
+    found = read_event_log(log)
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+        return
+    console = Console(highlight=False)
+    for text in _head(found):
+        console.print(Text(text))  # nothing of it is markup
+    for title, table in _tables(found):
+        console.print(Text(f"\n{title}"))
+        console.print(table)
+
+
+def _head(found: dict[str, Any]) -> Iterator[str]:
+    application = found["application"]
+    yield f"{application['name']} ({application['id']}), Spark {application['spark']}"
+    ended = _time(application["ended"]) if application["ended"] else "no end is stored: it runs, or was killed"
+    yield f"{_time(application['started'])} to {ended}"
+    yield from found["notes"]
+    if not found["topologies"]:
+        yield "stagecrew stored nothing in this log: was it switched on, and of version 0.1.0 or newer?"
+
+
+def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
+    topologies = found["topologies"]
+    if topologies:
+        yield (
+            "Topologies",
+            _table(
+                ("topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"),
+                (
+                    (
+                        *(one[key] for key in ("name", "id", "kind", "state")),
+                        _time(one["started"]),
+                        f"{(one['ended'] - one['started']) / 1000:.1f}" if one["ended"] else "",
+                        one["jobs"],
+                        len(one["askedBy"]),
+                        len(one["unclosed"]),
+                    )
+                    for one in topologies
+                ),
+            ),
+        )
+    listeners = [
+        (topology["name"], listener["name"], listener["scope"], executor, *_counts(listener))
+        for topology in topologies
+        for executor, counts in topology["executors"].items()
+        for listener in counts["listeners"]
+    ]
+    if listeners:
+        names = ("opens", "closes", "failures", "lost", "open s", "close s", "last error")
+        yield "Listeners", _table(("topology", "listener", "scope", "executor", *names), listeners)
+    stored = [
+        (topology["name"], executor, *(counts["partitions"][key] for key in _PARTITIONS))
+        for topology in topologies
+        for executor, counts in topology["executors"].items()
+        if any(counts["partitions"].values())
+    ]
+    if stored:
+        yield "Partitions", _table(("topology", "executor", *_PARTITIONS.values()), stored)
+    operators = [(topology["name"], *_operator(one)) for topology in topologies for one in topology["operators"]]
+    if operators:
+        columns = (
+            "operator",
+            "kind",
+            "state",
+            "evaluations",
+            "failed",
+            "in",
+            "out",
+            "requests",
+            "reply ms p50, p99",
+            "progress",
+        )
+        yield "Coordinators", _table(("topology", *columns), operators)
+    if found["processes"]:
+        yield (
+            "Python processes",
+            _table(
+                ("executor", "process", "role", "began", "largest MB"),
+                (
+                    (
+                        one["executor"],
+                        one["pid"],
+                        one["role"],
+                        _time(one["started"]),
+                        f"{max((sample['rss'] for sample in one['samples']), default=0) / 1e6:.0f}",
+                    )
+                    for one in found["processes"]
+                ),
+            ),
+        )
+    if recovery := found.get("recovery"):
+        yield "Job", _table(("", ""), recovery["facts"].items())
+        yield (
+            "Steps",
+            _table(
+                ("step", "state", "began", "ended"),
+                ((one["name"], one["state"], _time(one["started"]), _time(one["ended"])) for one in recovery["steps"]),
+            ),
+        )
+
+
+def _counts(listener: dict[str, Any]) -> tuple[Any, ...]:
+    lines = [line for line in listener["lastError"].splitlines() if line.strip()]
+    said = "" if not lines else lines[0] if listener["scope"] == "jvm" else lines[-1].strip()
+    return (
+        *(listener[key] for key in ("opens", "closes", "failures", "lost")),
+        f"{listener['openMicros'] / 1e6:.3f}",
+        f"{listener['closeMicros'] / 1e6:.3f}",
+        said[:120],
+    )
+
+
+def _operator(one: dict[str, Any]) -> tuple[Any, ...]:
+    replies = one["replies"]
+    return (
+        *(one[key] for key in ("name", "kind", "state")),
+        one["live"] + one["finished"] + one["failed"] + one["cut"],
+        one["failed"],
+        *(one[key] for key in ("eventsIn", "eventsOut", "requests")),
+        f"{replies['p50'] / 1000:.1f}, {replies['p99'] / 1000:.1f}" if replies["count"] else "",
+        ", ".join(f"{name} {value}" for name, value in one["progress"].items()),
+    )
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(Text(str(cell), justify="right" if isinstance(cell, int) else None) for cell in row))
+    return table
+
+
+def _time(milliseconds: int) -> str:
+    if not milliseconds:
+        return ""
+    return dt.datetime.fromtimestamp(milliseconds / 1000, tz=dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
