@@ -15,6 +15,7 @@
 * commits: 1,000 files, beside Spark's FileOutputCommitter v1, and beside as many Python tasks that write nothing.
 * failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
 * stores: transactions of the coordination stores, beside SQLite and kazoo alone (see stores.py).
+* pages: how long the pages of the tab take over 10, 100 and 1,000 topologies (see pages.py).
 * splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
 """
 
@@ -38,6 +39,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from failover import failover  # noqa: E402 (it lies in this folder)
+from pages import pages  # noqa: E402 (it lies in this folder)
 from stores import stores  # noqa: E402 (it lies in this folder)
 
 from postgres import postgresql  # noqa: E402 (it lies beside this folder)
@@ -68,6 +70,7 @@ FIGURES = [
     "commits",
     "stores",
     "failover",
+    "pages",
 ]
 
 console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
@@ -447,6 +450,17 @@ def show(results) -> None:
         ):
             table.add_row(f"the leader is killed, {kind}: {words}", "", f"{figures[part]:.2f} s", "", aim)
         table.add_row(f"1,000 jobs are recovered, {kind}", "", f"{figures['thousand']:.2f} s", "", "")
+    for count, figures in results.get("pages", {}).items():
+        for page, times in figures.items():
+            if page == "first":
+                table.add_row(
+                    f"{count:,} topologies, the first page, which reads the log", "", f"{times:.3f} s", "", ""
+                )
+            else:
+                shown = f"{times['median']:.3f} s, longest {times['longest']:.3f} s"
+                table.add_row(
+                    f"{count:,} topologies, {page}", "", shown, "", "< 1 s" if page != "overview as JSON" else ""
+                )
     rich.console.Console(highlight=False, width=None if sys.stdout.isatty() else 140).print(table)
 
 
@@ -508,6 +522,8 @@ def main() -> None:
         results["stores"] = stores()
     if "failover" in chosen:
         results["failover"] = failover()
+    if "pages" in chosen:
+        results["pages"] = pages()
     results["load_after"] = os.getloadavg()
     options.results.mkdir(parents=True, exist_ok=True)
     file = options.results / f"{results['at'].replace(':', '').replace('+0000', 'Z')}.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,7 +34,7 @@ def spark(sessions: Sessions, master: str) -> SparkSession:
 
 
 @pytest.fixture(scope="module")
-def ran(spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+def ran(spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     """Where the tab is, and the report of a topology that ran on all executors at once."""
     path = str(tmp_path_factory.mktemp("masters") / "journal")
     tasks = slots(master)
@@ -44,7 +43,7 @@ def ran(spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFacto
         assert data.mapPartitions(together(path, "everywhere", tasks)).count() == tasks
         assert data.map(lambda x: (x % 2, x)).groupByKey().count() == 2
     assert len(Journal(path).read(event="body")) == tasks
-    yield f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew", topology.report
+    return f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew", topology.report
 
 
 @pytest.mark.parametrize("theme", THEMES)

@@ -18,7 +18,7 @@ private[stagecrew] object OverviewPage {
       when(shown),
       Show.facts(
         "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ")),
-        "Listeners" -> Show.fact(s"${totals.opens} opens, ${totals.closes} closes, ${totals.failures} failures, ${totals.lost} lost"),
+        "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, lost ${totals.lost}"),
         "Python processes" -> Show.fact(processes(shown.snapshot.processes))),
       if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
       <h4>{s"Topologies (${topologies.rows.size})"}</h4>,

@@ -76,7 +76,7 @@ object TopologyView {
     node.path("id").asText, node.path("name").asText, node.path("kind").asText, Option(node.get("parent")).map(_.asText),
     node.path("state").asText, node.path("started").asLong, node.path("ended").asLong, node.path("jobs").asInt,
     Json.strings(node.get("askedBy")).toVector,
-    node.path("executors").properties.asScala.iterator.map(entry => entry.getKey -> ExecutorCounts.of(entry.getValue)).toVector,
+    node.path("executors").properties.asScala.toVector.map(entry => entry.getKey -> ExecutorCounts.of(entry.getValue)).toVector,
     Json.strings(node.get("lostExecutors")).toVector, Json.strings(node.get("unclosed")).toVector,
     Json.items(node.get("operators")).map(OperatorView.of).toVector,
     Json.items(node.get("spans")).map(Span.of).toVector, node.path("spansDropped").asLong)
@@ -187,7 +187,7 @@ final case class RecoveryView(facts: Vector[(String, String)], steps: Vector[Ste
 
 object RecoveryView {
   private[stagecrew] def of(node: JsonNode): RecoveryView = RecoveryView(
-    node.path("facts").properties.asScala.iterator.map(entry => entry.getKey -> entry.getValue.asText).toVector,
+    node.path("facts").properties.asScala.toVector.map(entry => entry.getKey -> entry.getValue.asText).toVector,
     Json.items(node.get("steps")).map(StepView.of).toVector)
 }
 

@@ -1,0 +1,58 @@
+"""How long the pages of the tab take, over 10, 100 and 1,000 topologies that ran for a while: 66 tasks, 8 opens and closes, two
+coordinators and two listeners on two executors each. In a History Server, over HTTP: the same pages as in a running application.
+"""
+
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import stagecrew
+from crewtools import eventually, history_server
+from eventlogs import application, example, written
+from webpages import fetched
+
+COUNTS = (10, 100, 1000)
+PATHS = {
+    "overview": "",
+    "overview, sorted": "?topologies.sort=Duration&listeners.sort=Opens",
+    "topology": "topology/?id=t7",
+    "overview as JSON": "json/",
+}
+WARM_UPS, ROUNDS = 20, 20
+
+
+def pages():
+    """Seconds of each page by how many topologies there are: the median and the longest; and of the first, which reads the log."""
+    found = {}
+    busy = next(event for event in example() if event["id"].startswith("enrich"))
+    name = busy["id"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        logs = folder / "logs"
+        logs.mkdir()
+        for count in COUNTS:
+            events = [{**busy, "id": f"t{i}", "body": busy["body"].replace(name, f"t{i}")} for i in range(count)]
+            written(logs, f"app-{count}", [*events, application()])
+        with history_server(folder, logs, stagecrew.jar_path()) as base:
+            eventually(lambda: len(fetched(f"{base}/api/v1/applications")) == len(COUNTS), 60, "the logs are listed")
+            for count in COUNTS:
+                tab = f"{base}/history/app-{count}/stagecrew"
+                first = seconds(f"{tab}/")
+                found[count] = {"first": first}
+                for page, path in PATHS.items():
+                    times = [seconds(f"{tab}/{path}") for _ in range(WARM_UPS + ROUNDS)][WARM_UPS:]
+                    found[count][page] = {"median": statistics.median(times), "longest": max(times)}
+    return found
+
+
+def seconds(url: str) -> float:
+    """From the request to the last byte of the answer."""
+    began = time.monotonic()
+    with urllib.request.urlopen(url, timeout=60) as response:
+        response.read()
+    return time.monotonic() - began
