@@ -275,7 +275,9 @@ def test_a_thousand_topologies_in_under_a_second(tmp_path: Path, page: Page) -> 
         "app-many",
         [{**busy, "id": f"t{i}", "body": busy["body"].replace("enrich-2b8c41d09e63", f"t{i}")} for i in range(1000)],
     )
-    with history_server(tmp_path, logs, stagecrew.jar_path()) as base:
+    store = tmp_path / "store"  # on disk, as servers of many applications have it
+    store.mkdir()
+    with history_server(tmp_path, logs, stagecrew.jar_path(), **{"spark.history.store.path": str(store)}) as base:
         listed(base, 1)
         page.goto(f"{base}/history/app-many/stagecrew/")  # reads the log
         for path in ("", "?topologies.sort=Duration", "topology/?id=t7"):
@@ -283,3 +285,4 @@ def test_a_thousand_topologies_in_under_a_second(tmp_path: Path, page: Page) -> 
             took = page.evaluate("(e => e.responseEnd - e.requestStart)(performance.getEntriesByType('navigation')[0])")
             assert took < 1000
             assert page.locator("tbody tr").count() <= 200
+        assert len(fetched(f"{base}/history/app-many/stagecrew/json/")["topologies"]) == 1000

@@ -38,8 +38,12 @@ private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: 
 
 /** The tab in the History Server, found by META-INF/services. */
 final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
-  override def listener(conf: SparkConf, kept: Kept[KeptState]): SparkListener =
-    new HistoryListener(kept, new Settings(conf).retainedTopologies)
+  override def listener(conf: SparkConf, kept: Kept[KeptState]): SparkListener = new HistoryListener(kept, retained(conf))
+
+  /** A setting that is wrong must not keep a History Server from showing applications. */
+  private def retained(conf: SparkConf): Int =
+    try new Settings(conf).retainedTopologies
+    catch { case Failure(error) => Log.log.warn("the default settings are taken", error); new Settings(new SparkConf(false)).retainedTopologies }
 
   override def pages(kept: Kept[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
 }

@@ -22,7 +22,7 @@ private[stagecrew] object Timeline {
     if (topology.spans.isEmpty) <p>No open, close or task has been recorded.</p>
     else {
       val spans = topology.spans.takeRight(MaxSpans)
-      val executors = spans.map(_.executor).distinct
+      val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
       val left = topology.spansDropped + topology.spans.size - spans.size
       svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{words(topology.spans, executors.size)}{
         if (left > 0) s" $left more are not shown." else ""}{

@@ -19,7 +19,7 @@ class EventLogSuite extends AnyFunSuite {
   private def jobs(state: StagecrewState): Int = TopologyView.of(Json.parse(state.body)).jobs
 
   /** What the History Server has after it has read these events as Spark writes them. */
-  private def history(events: Seq[String], retained: Int = 1000): Shown = {
+  private def history(events: Seq[String], retained: Any = 1000): Shown = {
     val kept = new Kept(new InMemoryStore, classOf[KeptState])
     val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
     events.map(JsonProtocol.sparkEventFromJson).foreach(listener.onOtherEvent)
@@ -119,6 +119,12 @@ class EventLogSuite extends AnyFunSuite {
       good))
     assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer stagecrew")))
     Tab.pages(() => shown).foreach(page => page.html(Ask("", Map("id" -> "a"))))
+  }
+
+  test("a setting of the History Server that is wrong keeps nothing from being shown") {
+    val run = new Run()
+    run.log.changed(snapshot(topology("a")))
+    assert(history(run.posted.map(written).toSeq, retained = "many").find("a").nonEmpty)
   }
 
   test("without an event of ours there is nothing to show, and the Spark of a History Server finds the tab") {

@@ -14,7 +14,7 @@ class HostileSuite extends AnyFunSuite {
   private def everywhere(text: String): Shown = {
     val counts = ExecutorCounts(Map(0 -> ListenerCounts(text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
     val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), Vector(text -> counts), Vector(text), Vector(text),
-      Vector(operator(text).copy(kind = text, state = text, waitsFor = text, progress = Vector(text -> 1L), lastError = text)),
+      Vector(operator(text, text -> 1L).copy(kind = text, state = text, waitsFor = text, lastError = text)),
       Vector(Span(text, text, text, 1000, 2000, failed = true)))
     Shown(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
       Some(RecoveryView(Vector(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)

@@ -13,8 +13,14 @@ object Views {
         i -> ListenerCounts(s"l$i", scope, opens = 1, openMicros = 1500, closeMicros = 2500000, lastError = error)).toMap)),
       Vector.empty, Vector.empty)
 
-  def operator(name: String): OperatorView = OperatorView(name, "splits", "active", 1, 2, 3, 4, 5, 6, 7, 8, 9,
-    Percentiles(10, 1100, 2200, 3300, 4400), Percentiles(), "subtask 3 since 4 s", Vector("splits done" -> 4L, "splits left" -> 2L), "")
+  def operator(name: String, progress: (String, Long)*): OperatorView = {
+    val node = Json.parse("""{"kind": "splits", "state": "active", "live": 1, "finished": 2, "failed": 3, "cut": 4, "resets": 5, "eventsIn": 6,
+      "eventsOut": 7, "requests": 8, "queued": 9, "waitsFor": "subtask 3 since 4 s",
+      "replies": {"count": 10, "p50": 1100, "p95": 2200, "p99": 3300, "max": 4400}}""").put("name", name)
+    val values = node.putObject("progress")
+    (if (progress.isEmpty) Seq("splits done" -> 4L, "splits left" -> 2L) else progress).foreach { case (what, value) => values.put(what, value) }
+    OperatorView.of(node)
+  }
 
   /** As a topology that ran for a while: listeners, spans and coordinators on two executors. */
   def busy(id: String, spans: Int = 200): TopologyView = {
