@@ -86,7 +86,7 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
     with stagecrew.crew(spark).topology("t", listeners=[pool, *other]):
         spark.sparkContext.parallelize(range(4), 4).map(lambda _: pool.get()).collect()
         seen = [str(spark.sparkContext.getConf().getAll())]
-        for page in ("environment", "stagecrew", "stagecrew/json", "executors", "api/v1/applications"):
+        for page in ("environment", "stagecrew", "stagecrew/json", "stagecrew/processes", "executors", "api/v1/applications"):
             seen.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
         seen += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
         assert any("stagecrew.agent" in one for one in seen)
