@@ -266,7 +266,7 @@ def _go_on(one: tuple[Driver, threading.Thread]) -> None:
 def watch_files(driver: Driver, sink: Any) -> None:
     """Each write to its file system is a moment."""
     sink._filesystem = driver.watched(
-        sink._filesystem, ("create_dir", "move", "open_output_stream", "delete_dir", "delete_file")
+        sink._filesystem, ("create_dir", "move", "copy_file", "open_output_stream", "delete_dir", "delete_file")
     )
 
 

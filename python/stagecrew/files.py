@@ -133,23 +133,26 @@ def move(filesystem: pyarrow.fs.FileSystem, source: str, destination: str) -> No
         raise OSError(f"{source} could not be renamed to {destination}")
 
 
-def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes) -> None:
-    """A small file that is there with all of its bytes, or not: on object stores a write does that, elsewhere a rename."""
-    if is_store(filesystem):
-        with filesystem.open_output_stream(path) as stream:
-            stream.write(data)
-        return
-    temporary = f"{path}.{uuid.uuid4().hex}"
-    with filesystem.open_output_stream(temporary) as stream:
+def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes, drafts: str | None = None) -> None:
+    """A small file that is there with all of its bytes, or not: a draft, beside it or in the folder `drafts`, takes its name.
+
+    Object stores have no renames: there the draft is copied, and stays until its folder is deleted.
+    """
+    draft = f"{path}.{uuid.uuid4().hex}" if drafts is None else f"{drafts}/draft-{uuid.uuid4().hex}"
+    # A stream to an object store that is given up, by an exception or the garbage collector, is uploaded with what it has got.
+    with filesystem.open_output_stream(draft) as stream:
         stream.write(data)
+    if is_store(filesystem):
+        filesystem.copy_file(draft, path)
+        return
     if is_local(filesystem):
-        sync(temporary)
+        sync(draft)
     try:
-        move(filesystem, temporary, path)
+        move(filesystem, draft, path)
     except OSError:
         if not exists(filesystem, path):
             raise
-        remove_file(filesystem, temporary)  # HDFS puts nothing in the place of a file
+        remove_file(filesystem, draft)  # HDFS puts nothing in the place of a file
     if is_local(filesystem):
         sync(posixpath.dirname(path) or ".")
 

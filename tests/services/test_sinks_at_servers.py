@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 
 import psycopg
@@ -12,7 +13,7 @@ import pytest
 
 from objectstore import s3_server
 from postgres import postgresql
-from sinks import SCHEMA, Driver, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
+from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
 from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import FileDecisions
@@ -107,6 +108,27 @@ def test_random_faults_at_length(make):
     """At least a hundred for each."""
     for seed in range(100, 210):
         seeded(make(seed), seed)
+
+
+@pytest.mark.parametrize("how", ["dies_at", "raises_at"])
+def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
+    """What the store gets of it when its stream is collected is no manifest, nor takes the place of one."""
+
+    opening = Driver(**{how: 4})  # behind the opening of the second stream: the first is that of the run's mark
+
+    def watch(_driver, sink):
+        sink._filesystem = opening.watched(sink._filesystem, ["open_output_stream"])
+
+    trial, tasks = at_s3(s3, tmp_path, 0), Tasks(1)
+    trial.watch = watch
+    with contextlib.suppress(Killed):
+        trial.drive(Driver(), tasks)
+    assert opening.moments >= 4
+    trial.watch = lambda _driver, _sink: None
+    gc.collect()
+    assert sorted(trial.visible()) == ([] if how == "dies_at" else tasks.expected)
+    trial.drive(Driver(), tasks)
+    assert sorted(trial.visible()) == tasks.expected
 
 
 def test_two_at_once(make):

@@ -69,13 +69,14 @@ class ObjectSink:
         """See `Committer`. Each run that decided writes the same manifest."""
         if self.done(staging.commit_id):
             return
-        base = self._folder(staging).removeprefix(f"{self._path}/")
+        folder = self._folder(staging)
+        base = folder.removeprefix(f"{self._path}/")
         manifest = {
             "commit": staging.commit_id,
             "schema": staging.schema.serialize().to_pybytes().hex(),
             "files": [f"{base}/{message['file']}" for message in messages],
         }
-        write_whole(self._filesystem, self._manifest(staging.commit_id), json.dumps(manifest).encode())
+        write_whole(self._filesystem, self._manifest(staging.commit_id), json.dumps(manifest).encode(), drafts=folder)
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
