@@ -14,6 +14,7 @@ import time
 from concurrent.futures import Future
 
 import numpy as np
+import psutil
 import pyarrow as pa
 from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession, functions
@@ -146,6 +147,25 @@ class Driver:
             started = time.perf_counter()
             rows.foreachPartition(nothing)
             return {"seconds": time.perf_counter() - started}
+
+    def sampling(self, seconds):
+        """The CPU time of the threads that look at Python processes, as a share of a core, with workers and without work."""
+        workers = set(self.sc.parallelize(range(32), 32).map(lambda _: time.sleep(0.05) or os.getpid()).collect())
+
+        def taken():
+            threads = {}
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(OSError):
+                    for task in pathlib.Path(f"/proc/{process.pid}/task").iterdir():
+                        if (task / "comm").read_text().startswith("stagecrew-sampl"):
+                            threads[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+            return threads
+
+        before, started = taken(), time.monotonic()
+        time.sleep(seconds)
+        after, took = taken(), time.monotonic() - started
+        assert set(after) == set(before) != set(), "an executor looks at its processes"
+        return {"shares": [(after[one] - before[one]) / took for one in after], "workers": len(workers)}
 
     def exits(self, count):
         """Milliseconds from the begin of an exit to the end of the last close, and to its return; one pair per exit."""

@@ -5,6 +5,7 @@
   and which one is first changes. So load and drift of the machine, which come in waves of some seconds, meet both. The
   figure is the ratio of the medians; all rounds are in the JSON.
 * exits: the time from the begin of a topology's exit to the end of the last `close` in its workers.
+* sampling: the CPU time that executors take to look at their Python processes, at the default period.
 * demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
 * requests: a request of 100 bytes from a task to its coordinator and back, beside a call of a Ray actor and of a Dask
   actor from a task; the three take turns in one run.
@@ -61,6 +62,7 @@ FIGURES = [
     "jvm",
     "python",
     "exits",
+    "sampling",
     "demo",
     "requests",
     "events",
@@ -175,6 +177,14 @@ def exits(on: Driver, count: int):
         "returned_ms": percentiles(answer["returned_ms"]),
         "all_last_close_ms": answer["last_close_ms"],
     }
+
+
+def sampling():
+    """What it costs an executor to look at its Python processes, at the default period."""
+    driver = Driver("driver.py", "on", "local-cluster[2,4,1024]")
+    answer = driver("sampling", seconds=120)
+    driver("stop")
+    return {"workers": answer["workers"], "share": max(answer["shares"])}
 
 
 def percentiles(values, scale=1.0):
@@ -362,6 +372,10 @@ def show(results) -> None:
                 "",
                 "",
             )
+    if "sampling" in results:
+        result = results["sampling"]
+        words = f"looks at {result['workers']} workers of two executors: CPU of the busier one"
+        table.add_row(words, "", f"{result['share']:.3%} of a core", "", "<= 1%")
     for name, result in results.get("demo", {}).items():
         without, with_stagecrew = result["without"], result["with_stagecrew"]
         counts = f"{without['connections']}", f"{with_stagecrew['connections']}"
@@ -504,6 +518,8 @@ def main() -> None:
             results["exits"] = exits(on, options.exits)
         for driver in (on, off):
             driver("stop")
+    if "sampling" in chosen:
+        results["sampling"] = sampling()
     if "demo" in chosen:
         results["demo"] = demo()
     if "requests" in chosen:

@@ -21,6 +21,10 @@ from pyspark.sql import SparkSession
 import stagecrew
 from coordinators import rows
 from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
+from modelstore import ModelServer
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.job import Job
+from stagecrew.recovery.storage import StateStorage
 
 # Executors do not have this module: what it defines travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -157,6 +161,18 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     assert meters["listeners.open.micros"] == shown["totals"]["openMicros"] == opened
     assert meters["processes.workers"] >= TASKS
     assert meters["processes.memory.bytes"] > 10_000_000
+    store = ModelServer().session()
+    store.ensure("steps", "commits")
+    (tmp_path / "states").mkdir()
+    storage = StateStorage(str(tmp_path / "states"))
+    steps, commits = (StateHandleStore(store, storage, name) for name in ("steps", "commits"))
+    job = Job("nightly", 2, steps, commits, facts={"term": "3", "store": "sqlite"})
+    assert job.step("load", lambda: 5) == 5
+    recovery = fetched(spark, "/stagecrew/json")["recovery"]
+    assert recovery["facts"] == {"job": "nightly", "run": "2", "term": "3", "store": "sqlite"}
+    (step,) = recovery["steps"]
+    assert (step["name"], step["state"]) == ("load", "finished")
+    assert 0 < step["started"] <= step["ended"] <= time.time() * 1000
     eventually(lambda: _ended(spark, agent), what="the agent that has ended is shown so")
 
 

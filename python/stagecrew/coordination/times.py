@@ -48,18 +48,26 @@ class Times:
             return self._count
 
     def _sort_in(self) -> None:
-        while self._new:
-            micros = min(max(int(self._new.popleft() * 1e6), 0), _LONGEST)
+        buckets: dict[int, int] = {}
+        longest = 0
+        for _ in range(len(self._new)):  # only whoever has the lock takes away
+            micros = int(self._new.popleft() * 1e6)
+            if not 0 <= micros <= _LONGEST:
+                micros = min(max(micros, 0), _LONGEST)
+            longest = max(longest, micros)
             shift = max(0, micros.bit_length() - 6)
-            self._took(micros, (shift << 5) + (micros >> shift))
-            if self.sum is not None:
-                with self.sum._lock:
-                    self.sum._took(micros, (shift << 5) + (micros >> shift))
+            bucket = (shift << 5) + (micros >> shift)
+            buckets[bucket] = buckets.get(bucket, 0) + 1
+        self._merge(buckets, longest)
+        if self.sum is not None and buckets:
+            with self.sum._lock:
+                self.sum._merge(buckets, longest)
 
-    def _took(self, micros: int, bucket: int) -> None:
-        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
-        self._count += 1
-        self._longest = max(self._longest, micros)
+    def _merge(self, buckets: dict[int, int], longest: int) -> None:
+        for bucket, number in buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + number
+            self._count += number
+        self._longest = max(self._longest, longest)
 
     def percentiles(self) -> dict[str, int]:
         """The count, p50, p95, p99 and the maximum, in microseconds; zeros when there is none."""
