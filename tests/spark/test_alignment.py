@@ -14,7 +14,7 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Journal
+from crewtools import LOCAL_CLUSTER, Journal, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -83,8 +83,9 @@ def test_a_task_dies(cluster, journal, tmp_path):
     assert len([entry for entry in journal.read() if entry["subtask"] == 0]) == 131
 
 
-def test_idle_and_finished(cluster):
+def test_idle_and_finished(cluster, tmp_path):
     """A source that has nothing for now, or ever, holds nobody; a silent one only for a while."""
+    there, passed = tmp_path / "there", tmp_path / "passed"
 
     def work(aligner, batches):
         for _ in batches:
@@ -94,13 +95,14 @@ def test_idle_and_finished(cluster):
             aligner.advance(0, "second")
             aligner.idle()
             aligner.finish("second")
-            time.sleep(3)
+            eventually(passed.exists, 60)
         elif aligner.subtask == 1:
-            time.sleep(3)  # silent
+            there.touch()
+            eventually(passed.exists, 60)  # silent
         else:
-            started = time.monotonic()
+            eventually(there.exists, 60)
             aligner.advance(1000)
-            assert time.monotonic() - started < 2.8
+            passed.touch()
         yield pa.record_batch({"subtask": [aligner.subtask]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -108,20 +110,24 @@ def test_idle_and_finished(cluster):
         assert alignment.map(cluster.range(0, 3, 1, 3), work, "subtask long").count() == 3
 
 
-def test_one_that_stands_still(cluster):
+def test_one_that_stands_still(cluster, tmp_path):
     """Who waits for it too long is told so, with what to do."""
+    there, told = tmp_path / "there", tmp_path / "told"
 
     def work(aligner, batches):
         for _ in batches:
             pass
         aligner.advance(0)
         if aligner.subtask == 0:
-            time.sleep(4)
+            there.touch()
+            eventually(told.exists, 60)
         else:
+            eventually(there.exists, 60)
             with pytest.raises(stagecrew.AlignmentFailed, match="set idle_after"):
                 aligner.advance(1000, timeout=0.5)
             with pytest.raises(stagecrew.AlignmentFailed, match="cannot be compared"):
                 aligner.advance("noon")
+            told.touch()
         yield pa.record_batch({"subtask": [aligner.subtask]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
