@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import click
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from stagecrew.errors import EventLogUnreadable
 from stagecrew.jar import found_spark_submit, jar_path
+from stagecrew.terminal import table
 
 __all__ = ["read_event_log", "report"]
 
@@ -69,9 +70,9 @@ def report(log: str, as_json: bool) -> None:
     console = Console(highlight=False)
     for text in _head(found):
         console.print(Text(text))  # nothing of it is markup
-    for title, table in _tables(found):
+    for title, shown in _tables(found):
         console.print(Text(f"\n{title}"))
-        console.print(table)
+        console.print(shown)
 
 
 def _head(found: dict[str, Any]) -> Iterator[str]:
@@ -89,7 +90,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
     if topologies:
         yield (
             "Topologies",
-            _table(
+            table(
                 ("topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"),
                 (
                     (
@@ -112,7 +113,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
     ]
     if listeners:
         names = ("opens", "closes", "failures", "lost", "open s", "close s", "last error")
-        yield "Listeners", _table(("topology", "listener", "scope", "executor", *names), listeners)
+        yield "Listeners", table(("topology", "listener", "scope", "executor", *names), listeners)
     stored = [
         (topology["name"], executor, *(counts["partitions"][key] for key in _PARTITIONS))
         for topology in topologies
@@ -120,7 +121,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         if any(counts["partitions"].values())
     ]
     if stored:
-        yield "Partitions", _table(("topology", "executor", *_PARTITIONS.values()), stored)
+        yield "Partitions", table(("topology", "executor", *_PARTITIONS.values()), stored)
     operators = [(topology["name"], *_operator(one)) for topology in topologies for one in topology["operators"]]
     if operators:
         columns = (
@@ -135,11 +136,11 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             "reply ms p50, p99",
             "progress",
         )
-        yield "Coordinators", _table(("topology", *columns), operators)
+        yield "Coordinators", table(("topology", *columns), operators)
     if found["processes"]:
         yield (
             "Python processes",
-            _table(
+            table(
                 ("executor", "process", "role", "began", "largest MB"),
                 (
                     (
@@ -154,10 +155,10 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
             ),
         )
     if recovery := found.get("recovery"):
-        yield "Job", _table(("", ""), recovery["facts"].items())
+        yield "Job", table(("", ""), recovery["facts"].items())
         yield (
             "Steps",
-            _table(
+            table(
                 ("step", "state", "began", "ended"),
                 ((one["name"], one["state"], _time(one["started"]), _time(one["ended"])) for one in recovery["steps"]),
             ),
@@ -185,15 +186,6 @@ def _operator(one: dict[str, Any]) -> tuple[Any, ...]:
         f"{replies['p50'] / 1000:.1f}, {replies['p99'] / 1000:.1f}" if replies["count"] else "",
         ", ".join(f"{name} {value}" for name, value in one["progress"].items()),
     )
-
-
-def _table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(Text(str(cell), justify="right" if isinstance(cell, int) else None) for cell in row))
-    return table
 
 
 def _time(milliseconds: int) -> str:

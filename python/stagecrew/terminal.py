@@ -1,4 +1,4 @@
-"""What the commands share: a Spark that starts without filling the terminal."""
+"""What the commands share: tables, and a Spark that starts without filling the terminal."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-__all__ = ["quietly", "said"]
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["quietly", "said", "table"]
 
 
 @contextlib.contextmanager
@@ -47,3 +51,11 @@ def said(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     # py4j puts what happened in Java on the second line.
     return lines[1].removeprefix(": ") if len(lines) > 1 and lines[1].startswith(": ") else lines[0]
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """Cells beside each other, whole numbers at the right. Nothing of a cell is markup: users' names and errors stand there."""
+    made = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        made.add_row(*(Text(str(cell), justify="right" if isinstance(cell, int) else None) for cell in row))
+    return made

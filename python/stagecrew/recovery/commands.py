@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from stagecrew.errors import RecoveryMisused, StoreUnavailable
+from stagecrew.terminal import table
 
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs import Jobs
@@ -174,17 +173,13 @@ def list_jobs(store: str, state: str, as_json: bool) -> None:
         errors = [{"id": job, "error": str(error)} for job, error in unreadable.items()]
         click.echo(json.dumps({"jobs": found, "unreadable": errors}, indent=2))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("id", "state", "run", "submitted", "process", "reason"):
-        table.add_column(column)
+    rows = []
     for one in found:
         process = one["process"]
         where = "" if process is None else f"{process['host']}:{process['pid']}"
-        cells = (one["id"], one["state"], str(one["run"]), _time(one["submitted"]), where, one["reason"][:80])
-        table.add_row(*map(Text, cells))  # nothing of a job is markup
-    for job, error in unreadable.items():
-        table.add_row(*map(Text, (job, "unreadable", "", "", "", str(error))))
-    console.print(table if found or unreadable else "no jobs")
+        rows.append((one["id"], one["state"], str(one["run"]), _time(one["submitted"]), where, one["reason"][:80]))
+    rows += [(job, "unreadable", "", "", "", str(error)) for job, error in unreadable.items()]
+    console.print(table(("id", "state", "run", "submitted", "process", "reason"), rows) if rows else "no jobs")
 
 
 @click.command()
