@@ -60,6 +60,19 @@ MODULE = textwrap.dedent(
         wait_for(folder, "go-ending")
         return 7
 
+    def shown(folder):
+        """Two steps, of which the second waits to be let go; where its UI is stands in a file."""
+        from pyspark.sql import SparkSession
+        job = stagecrew.current_job()
+        loaded = job.step("load", lambda: 3)
+        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+        def sums():
+            with open(f"{folder}/ui", "a") as file:
+                file.write(spark.sparkContext.uiWebUrl + "\\n")
+            wait_for(folder, "go")
+            return loaded + spark.range(10).count()
+        return job.step("sum", sums)
+
     def storing(folder):
         """Commits rows in a step, without Spark; what is done is marked."""
         import pyarrow as pa

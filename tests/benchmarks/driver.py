@@ -1,8 +1,9 @@
-"""One driver of the benchmark: `driver.py on|off MASTER`. Obeys JSON lines on its standard input, answers each with one.
+"""One driver of the benchmark: `driver.py on|off|no-ui MASTER`, with the plugin or without, or with it and without a UI. Obeys JSON lines on its standard input, answers each with one.
 
 It stays alive between rounds, so that `run.py` can take turns between one with the plugin and one without.
 """
 
+import concurrent.futures
 import contextlib
 import heapq
 import os
@@ -10,7 +11,10 @@ import pathlib
 import random
 import sys
 import tempfile
+import threading
 import time
+import urllib.parse
+import urllib.request
 from concurrent.futures import Future
 
 import numpy as np
@@ -106,9 +110,10 @@ class Together(stagecrew.Coordinator):
 class Driver:
     """A Spark session, and the rounds that it can run."""
 
-    def __init__(self, plugin: bool, master: str) -> None:
+    def __init__(self, plugin: bool, master: str, ui: bool) -> None:
         builder = SparkSession.builder.master(master).appName("stagecrew-bench")
         settings = {
+            "spark.ui.enabled": str(ui).lower(),
             "spark.ui.port": "0",
             "spark.ui.showConsoleProgress": "false",
             # What Spark keeps for its pages grows with each round: kept small, on both sides.
@@ -147,6 +152,28 @@ class Driver:
             started = time.perf_counter()
             rows.foreachPartition(nothing)
             return {"seconds": time.perf_counter() - started}
+
+    def watched(self, tasks):
+        """`python`, while somebody loads the tab once a second, where there is one."""
+        over, loads = threading.Event(), []
+
+        def look(page):
+            while not over.is_set():
+                with urllib.request.urlopen(page, timeout=60) as response:
+                    loads.append(len(response.read()))
+                over.wait(1)
+
+        url = self.sc.uiWebUrl
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            page = url and f"http://127.0.0.1:{urllib.parse.urlsplit(url).port}/stagecrew/"
+            looked = pool.submit(look, page) if page else None
+            try:
+                answer = self.python(tasks)
+            finally:
+                over.set()
+            if looked is not None:
+                looked.result()
+        return answer | {"loads": len(loads)}
 
     def sampling(self, seconds):
         """The CPU time of the threads that look at Python processes, as a share of a core, with workers and without work."""
@@ -461,4 +488,4 @@ class Driver:
 
 if __name__ == "__main__":
     os.environ["PYSPARK_PYTHON"] = sys.executable  # a cluster's executors would run the python3 of the PATH
-    serve(lambda: Driver(sys.argv[1] == "on", sys.argv[2]))
+    serve(lambda: Driver(sys.argv[1] != "off", sys.argv[2], sys.argv[1] != "no-ui"))

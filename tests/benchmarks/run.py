@@ -5,6 +5,7 @@
   and which one is first changes. So load and drift of the machine, which come in waves of some seconds, meet both. The
   figure is the ratio of the medians; all rounds are in the JSON.
 * exits: the time from the begin of a topology's exit to the end of the last `close` in its workers.
+* watched: Python tasks with the plugin and a UI, whose tab is loaded once a second, beside the plugin without a UI; in turns as above.
 * sampling: the CPU time that executors take to look at their Python processes, at the default period.
 * demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
 * requests: a request of 100 bytes from a task to its coordinator and back, beside a call of a Ray actor and of a Dask
@@ -49,11 +50,11 @@ MASTER = "local-cluster[2,1,1024]"
 #: The Python that has Ray and Dask; `make bench` makes it.
 PEERS = HERE.parents[1] / "build" / "peers" / "bin" / "python"
 #: kind of task -> the ratio of medians that is aimed at.
-GOALS = {"jvm": 1.02, "python": 1.03}
+GOALS = {"jvm": 1.02, "python": 1.03, "watched": 1.01}
 #: Rounds before those that count: for about a minute of JVM tasks the compiler of each JVM still changes what is measured
 #: (ratios of single rounds go from 0.9 to 1.35 then).
-WARM_UPS = {"jvm": 40, "python": 4}
-PAIRS = {"jvm": 30, "python": 10}
+WARM_UPS = {"jvm": 40, "python": 4, "watched": 4}
+PAIRS = {"jvm": 30, "python": 10, "watched": 10}
 #: Iterations of PageRank, on both sides: twenty by joins take more than a minute.
 ITERATIONS = 5
 #: How many jobs a round is.
@@ -62,6 +63,7 @@ FIGURES = [
     "jvm",
     "python",
     "exits",
+    "watched",
     "sampling",
     "demo",
     "requests",
@@ -128,9 +130,12 @@ class Driver:
         return total
 
 
-def tasks(drivers: tuple[Driver, Driver], kind: str, count: int, pairs: int, warm_ups: int):
+def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace):
     """Rounds of one kind of task, in turns."""
     off, on = drivers
+    count = options.tasks
+    warm_ups = WARM_UPS[kind] if options.warm_ups is None else options.warm_ups
+    pairs = PAIRS[kind] if options.pairs is None else options.pairs
     for number in range(warm_ups):
         for driver in (off, on):
             driver(kind, tasks=count)
@@ -350,7 +355,11 @@ def demo():
 def show(results) -> None:
     """The table."""
     table = rich.table.Table("figure", "without", "with", "ratio", "goal", title="stagecrew bench")
-    for kind, words in (("jvm", "JVM tasks"), ("python", "Python tasks, one no-op listener")):
+    for kind, words in (
+        ("jvm", "JVM tasks"),
+        ("python", "Python tasks, one no-op listener"),
+        ("watched", "Python tasks, the tab loaded each second; without: no UI"),
+    ):
         if kind not in results:
             continue
         result = results[kind]
@@ -509,13 +518,16 @@ def main() -> None:
     }
     if {"jvm", "python", "exits"} & set(chosen):
         on, off = Driver("driver.py", "on", MASTER), Driver("driver.py", "off", MASTER)
-        for kind in GOALS:
+        for kind in ("jvm", "python"):
             if kind in chosen:
-                warm_ups = WARM_UPS[kind] if options.warm_ups is None else options.warm_ups
-                pairs = PAIRS[kind] if options.pairs is None else options.pairs
-                results[kind] = tasks((off, on), kind, options.tasks, pairs, warm_ups)
+                results[kind] = tasks((off, on), kind, options)
         if "exits" in chosen:
             results["exits"] = exits(on, options.exits)
+        for driver in (on, off):
+            driver("stop")
+    if "watched" in chosen:
+        on, off = Driver("driver.py", "on", MASTER), Driver("driver.py", "no-ui", MASTER)
+        results["watched"] = tasks((off, on), "watched", options)
         for driver in (on, off):
             driver("stop")
     if "sampling" in chosen:

@@ -5,7 +5,9 @@ import os
 import pickle
 import signal
 import time
+import urllib.request
 import uuid
+from urllib.parse import urlsplit
 
 import psutil
 import pyarrow.parquet as pq
@@ -16,6 +18,7 @@ from hajobs import job_of, lines
 from haprocesses import QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
+from webpages import fetched
 
 ODD = "a = b: c # d ! \\ é € 𝄞"
 SCRIPT = f"""
@@ -55,6 +58,40 @@ def test_a_leader_that_is_killed(drivers):
     assert result.value() == 60
     assert [lines(drivers, f"step-{number}") for number in range(4)] == [["1"], ["1"], ["1", "2"], ["2"]]
     assert drivers.record("job").run == 2
+
+
+def test_a_job_in_the_tab(drivers):
+    """The tab of a job's driver says which run it is, who leads in which term, and how far its steps are: also of the run that recovers it."""
+    out = drivers.folder / "out"
+    conf = {"spark.ui.enabled": "true", "spark.ui.port": "0"}
+
+    def page(run):
+        url = until(lambda: lines(drivers, "ui")[run - 1 :], f"run {run} is in its second step")[0]
+        return f"http://127.0.0.1:{urlsplit(url).port}/stagecrew/jobs"
+
+    def shown(run):
+        told = fetched(f"{page(run)}/json/")["recovery"]
+        assert all(step["started"] <= step["ended"] for step in told["steps"] if step["state"] != "running")
+        return told["facts"], [(step["name"], step["state"]) for step in told["steps"]]
+
+    drivers.start()
+    leader = drivers.leader()
+    standby = drivers.start()
+    drivers.submit(job_of("shown", drivers, conf), "job")
+    with drivers.jobs() as jobs:
+        first = jobs.leader()
+        facts = {"job": "job", "run": "1", "term": str(first.term), "leader": first.host, "store": "sqlite"}
+        assert shown(1) == (facts, [("load", "finished"), ("sum", "running")])
+        drivers.kill(leader)
+        assert drivers.leader() is standby
+        second = jobs.leader()
+        assert second.term > first.term
+        again = facts | {"run": "2", "term": str(second.term)}
+        assert shown(2) == (again, [("load", "found"), ("sum", "running")])
+        with urllib.request.urlopen(page(2), timeout=60) as response:
+            assert str(drivers.folder) not in response.read().decode()  # where the store is
+    (out / "go").touch()
+    assert drivers.result("job").value() == 13
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 from pyspark import cloudpickle
+from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import SparkSession
 
 import stagecrew
@@ -174,6 +175,43 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     assert (step["name"], step["state"]) == ("load", "finished")
     assert 0 < step["started"] <= step["ended"] <= time.time() * 1000
     eventually(lambda: _ended(spark, agent), what="the agent that has ended is shown so")
+
+
+class Bus:
+    """Hears what is posted on a driver's listener bus, by the names of the events' classes."""
+
+    class Java:
+        implements = ("org.apache.spark.scheduler.SparkListenerInterface",)
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("on"):
+            raise AttributeError(name)
+        return lambda event: self.names.append(event.getClass().getSimpleName())
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_without_an_event_log_nothing_is_posted_for_it(sessions: Sessions, tmp_path: Path, stored: bool) -> None:
+    """The state of topologies goes over the listener bus where Spark writes an event log, and not at all where it does not."""
+    sessions.stop()
+    spark = sessions.get(
+        "local[2]",
+        **{"spark.eventLog.enabled": str(stored).lower(), "spark.eventLog.dir": tmp_path.as_uri()},
+        **{"spark.stagecrew.eventLog.interval": "100ms"},
+    )
+    ensure_callback_server_started(spark.sparkContext._gateway)
+    bus = Bus()
+    spark.sparkContext._jsc.sc().addSparkListener(bus)
+    with stagecrew.crew(spark).topology("posted"):
+        assert spark.sparkContext.parallelize(range(4), 2).sum() == 6
+        state = eventually(lambda: not stored or "StagecrewState" in bus.names, what="the topology's state is posted")
+        assert state
+    spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
+    assert bus.names.count("SparkListenerJobEnd") == 1
+    assert ("StagecrewState" in bus.names) == stored
+    sessions.stop()
 
 
 def _looked_at(spark: SparkSession, workers: int) -> Any:
