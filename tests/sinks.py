@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.fs
+import pytest
+from fsspec.implementations.local import LocalFileSystem
 
-from stagecrew.errors import CommitFailed
+from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commits import commit
+from stagecrew.operators.sinks import parquet
 
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 
@@ -249,6 +254,56 @@ def late_at_each_moment(trial: Trial, moments: Sequence[int] = ()) -> None:
             assert trial.left() == [], (moment, ends)
             over = not zombie.paused.is_set()
             assert not over or moment > 4
+
+
+class _LikeHdfs(LocalFileSystem):
+    """Its renames move into a folder that is there, put nothing in the place of a file, and fail without a word."""
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        if os.path.isdir(path2):
+            path2 = os.path.join(path2, os.path.basename(path1))
+        if os.path.exists(path1) and not os.path.exists(path2):
+            os.rename(path1, path2)
+
+
+def like_hdfs() -> pyarrow.fs.FileSystem:
+    """The disk of this host, which renames as HDFS does."""
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(_LikeHdfs(auto_mkdir=True, skip_instance_cache=True)))
+
+
+def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
+    """Two commits make one folder; the rename of the second moves into it, and its driver dies: its repeat says conflict, nothing is left.
+
+    `make` makes a trial of mode "create" with decisions of that name, whose table is `folder`.
+    """
+    one, other = make("one"), make("other")
+
+    def behind(on: Any, source: str, destination: str) -> None:
+        if destination != folder:
+            move(on, source, destination)
+            return
+        patch.undo()
+        one.drive(Driver(), Tasks(1), "one")
+        move(on, source, destination)
+        raise Killed
+
+    move = parquet.move
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parquet, "move", behind)
+        with pytest.raises(Killed):
+            other.drive(Driver(), Tasks(2), "other")
+
+    def names() -> list[str]:
+        infos = filesystem.get_file_info(pyarrow.fs.FileSelector(os.path.dirname(folder), recursive=True))
+        return [info.path for info in infos if "_stagecrew-" in info.path]
+
+    assert any(name.startswith(f"{folder}/_stagecrew-") for name in names()), "it was not moved into the other's"
+    assert sorted(one.visible()) == Tasks(1).expected
+    for _ in range(2):
+        with pytest.raises(CommitConflict, match="is there already"):
+            other.drive(Driver(), Tasks(3), "other")
+        assert names() == []
+        assert sorted(one.visible()) == Tasks(1).expected
 
 
 def _late(zombie: Callable[[], None]) -> None:

@@ -11,7 +11,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from hdfs import hdfs
-from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files
+from sinks import (
+    SCHEMA,
+    Driver,
+    Killed,
+    Tasks,
+    Trial,
+    late_at_each_moment,
+    moved_into_another,
+    seeded,
+    watch_files,
+)
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commits import commit
 from stagecrew.operators.decisions import FileDecisions
@@ -144,6 +154,18 @@ def test_a_folder_that_is_there(dfs, tmp_path, at, monkeypatch):
         commit(sink, trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
     names = dfs.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
     assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if at != "empty" else [])]
+
+
+def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
+    """A driver that dies there has left its files in the other's folder: a repeat takes them away."""
+
+    def make(name):
+        (tmp_path / name).mkdir()
+        made = at_hdfs(dfs, tmp_path, 0, "create")
+        made.decisions = FileDecisions(tmp_path / name)
+        return made
+
+    moved_into_another(dfs, f"/{tmp_path.name}/0/t", make)
 
 
 def test_where_nothing_can_be_written(dfs, tmp_path):

@@ -19,7 +19,19 @@ import pyarrow.parquet as pq
 import pytest
 
 import stagecrew.operators.decisions
-from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
+from sinks import (
+    SCHEMA,
+    Driver,
+    Killed,
+    Tasks,
+    Trial,
+    late_at_each_moment,
+    like_hdfs,
+    moved_into_another,
+    seeded,
+    watch_files,
+    watch_transactions,
+)
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -261,6 +273,21 @@ def test_two_commits_at_once(trial):
     else:
         assert not conflicts
     assert trial.left() == []
+
+
+def test_a_folder_that_is_moved_into_another(tmp_path):
+    """As HDFS does. A driver that dies there has left its files in the other's folder: a repeat takes them away."""
+    filesystem, target = like_hdfs(), str(tmp_path / "out" / "table")
+
+    def make(name):
+        made = parquet(tmp_path)
+        made.make_sink, made.decisions = (
+            lambda: ParquetSink(target, filesystem=filesystem),
+            FileDecisions(tmp_path / name),
+        )
+        return made
+
+    moved_into_another(filesystem, target, make)
 
 
 def test_an_old_driver_goes_on(trial):

@@ -114,6 +114,10 @@ class ParquetSink:
         if self.done(staging.commit_id):
             self._sync_parent(staging)
             return
+        if (
+            self._mode == "create" and not self._is_free()
+        ):  # before anything is brought there: it may be in there already
+            raise self._conflict()
         staged, folder = self._staged(staging), self._assembled(staging)
         self._filesystem.create_dir(folder, recursive=False)
         for message in messages:
