@@ -40,7 +40,7 @@ from stagecrew.errors import (
     CommitUnknown,
     OperatorMisused,
 )
-from stagecrew.operators.commits import Staging, commit
+from stagecrew.operators.commits import Staging, commit, resume
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 
@@ -705,6 +705,104 @@ def test_iceberg_behind_another_driver(tmp_path):
     commit(Noting(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert others
     assert sorted(trial.visible()) == tasks.expected
+
+
+def rename(sink, old, new):
+    """Changes the table so that it takes the rows no more, or takes them again."""
+    from pyiceberg.catalog import load_catalog
+
+    with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
+        update.rename_column(old, new)
+
+
+class Meanwhile:
+    """A sink whose calls have something done before or after them, once."""
+
+    def __init__(self, sink, **steps):
+        self._sink, self._steps, self.identity = sink, steps, sink.identity
+
+    def __getattr__(self, name):
+        found, step = getattr(self._sink, name), self._steps.pop(name, None)
+
+        def called(*args):
+            if step is not None:
+                step()
+            return found(*args)
+
+        return found if step is None else called
+
+
+@pytest.mark.parametrize("last", ["the other", "this one"])
+def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
+    """One is told that the table does not take the rows, the other that it does: what readers can see is never deleted."""
+    from pyiceberg.table import Table
+
+    trial, tasks = iceberg(tmp_path), Tasks(1)
+    slow, entered, goes_on, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
+
+    def run():
+        """Goes forward from the record, and stands still when the catalogue is about to be told."""
+        try:
+            outcome.append(resume(slow, Dies(), "c", sleep=lambda _: None))
+        except (CommitFailed, CommitPending) as error:
+            outcome.append(error)
+
+    class Dies:
+        """It does not get to writing down that it is done."""
+
+        read = staticmethod(trial.decisions.read)
+
+        def write(self, key, record, version):
+            if record["state"] == "applied":
+                raise CommitUnknown("it was killed")
+            return trial.decisions.write(key, record, version)
+
+    other = threading.Thread(target=run)
+    do_commit = Table._do_commit
+
+    def held(self, *args, **kwargs):
+        if threading.current_thread() is other and not entered.is_set():
+            entered.set()
+            assert goes_on.wait(30)
+        return do_commit(self, *args, **kwargs)
+
+    def begins():
+        other.start()
+        assert entered.wait(30)
+        rename(slow, "text", "other")
+
+    def ends():
+        rename(slow, "other", "text")
+        goes_on.set()
+        other.join(30)
+
+    # Behind the look whether it is done; or when it is refused, and nothing was deleted yet.
+    steps = {"commit": begins}
+
+    class Watching(Meanwhile):
+        def done(self, commit_id):
+            found = self._sink.done(commit_id)
+            if entered.is_set() and last == "this one":
+                ends()
+            return found
+
+        def discard(self, staging, kept):
+            self._sink.discard(staging, kept)
+            if entered.is_set() and last == "the other":
+                ends()
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CommitFailed):
+        patch.setattr(Table, "_do_commit", held)
+        commit(
+            Watching(trial.make_sink(), **steps), trial.decisions, "c", SCHEMA,
+            lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
+        )  # fmt: skip
+    assert outcome
+    assert not other.is_alive()
+    assert sorted(trial.visible()) in ([], tasks.expected)
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
 
 
 def test_a_refusal_that_is_not_written(trial):

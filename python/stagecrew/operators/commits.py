@@ -100,7 +100,7 @@ class Committer(Protocol):
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
         """Makes visible what these messages name, all at once, together with the commit's id; does nothing when that id is there.
 
-        Raises `CommitConflict` when that can never be, for good.
+        Raises `CommitConflict` when that can never be, for good: not by another driver either that is in the middle of the same call.
         """
 
     def done(self, commit_id: str) -> bool:

@@ -20,13 +20,16 @@ __all__ = ["IcebergSink"]
 
 #: The property of a snapshot that says which commit it is.
 _PROPERTY: Final = "stagecrew.commit-id"
+#: That of one without files that says which run will never be committed.
+_REFUSED: Final = "stagecrew.refused-run"
 
 
 class IcebergSink:
     """Rows of an Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`).
 
     Readers see all rows of a commit or none: one snapshot adds its files, with the commit's id in its properties. Two commits at once
-    both land. A commit is known as long as its snapshot is: do not expire snapshots of commits that may be repeated.
+    both land. A commit is known as long as its snapshot is: do not expire snapshots of commits that may be repeated. One that the table
+    refuses leaves a snapshot without files, behind which no other driver can add them.
 
     `identifier` is the table's, `catalog` its catalogue's name, and `properties` how to reach it, as in `pyiceberg.catalog.
     load_catalog`; they are pickled to no task. `options` are those of `pyarrow.parquet.ParquetWriter`.
@@ -80,26 +83,33 @@ class IcebergSink:
         location = self._location(staging)
         for number in range(1, _TRIES + 1):
             table = self._table()
-            if _has(table, staging.commit_id):
+            if _has(table, _PROPERTY, staging.commit_id):
                 return
+            if _has(table, _REFUSED, staging.run):
+                raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
             # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
             table.metadata.properties["commit.retry.num-retries"] = "0"
+            refused: ValueError | None = None
             try:
-                table.add_files(
-                    [f"{location}/{message['file']}" for message in messages],
-                    snapshot_properties={_PROPERTY: staging.commit_id},
-                )
+                try:
+                    table.add_files(
+                        [f"{location}/{message['file']}" for message in messages],
+                        snapshot_properties={_PROPERTY: staging.commit_id},
+                    )
+                except ValueError as error:
+                    refused = error
+                    _refuse(table, staging)
             except CommitFailedException:
                 if number == _TRIES:
                     raise  # who changes the table again and again is no reason to give it up
-            except ValueError as error:
-                raise CommitConflict(f"table {self._identifier} does not take the rows: {error}") from error
             else:
+                if refused is not None:
+                    raise CommitConflict(f"table {self._identifier} does not take the rows: {refused}") from refused
                 return
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
-        return _has(self._table(), commit_id)
+        return _has(self._table(), _PROPERTY, commit_id)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
@@ -123,8 +133,17 @@ class IcebergSink:
 _TRIES: Final = 20
 
 
-def _has(table: Table, commit_id: str) -> bool:
+def _has(table: Table, name: str, value: str) -> bool:
     return any(
-        snapshot.summary is not None and snapshot.summary.additional_properties.get(_PROPERTY) == commit_id
+        snapshot.summary is not None and snapshot.summary.additional_properties.get(name) == value
         for snapshot in table.snapshots()
     )
+
+
+def _refuse(table: Table, staging: Staging) -> None:
+    """Another driver may be about to add the same files, which will be deleted: behind this snapshot the catalogue refuses its own."""
+    with (
+        table.transaction() as transaction,
+        transaction.update_snapshot(snapshot_properties={_REFUSED: staging.run}).fast_append(),
+    ):
+        pass
