@@ -6,18 +6,21 @@ import hashlib
 import os
 import posixpath
 import re
+import urllib.parse
 import uuid
 from typing import Any, Final
 
 import pyarrow.fs
 
 __all__ = [
+    "address",
     "exists",
     "file_system",
     "is_local",
     "is_store",
     "list_files",
     "move",
+    "place",
     "quoted",
     "read_whole",
     "remove_file",
@@ -35,6 +38,8 @@ _STORES: Final = tuple(
 )
 #: What fsspec calls them.
 _PROTOCOLS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
+#: Where an Azure account is.
+_AZURE: Final = ("blob_storage_authority", "dfs_storage_authority")
 
 
 def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
@@ -45,6 +50,40 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
         pyarrow.fs.FileSystem.from_uri(str(path)) if "://" in str(path) else (pyarrow.fs.LocalFileSystem(), str(path))
     )
     return found, inner.rstrip("/")
+
+
+def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
+    """Where a path is, with its store or cluster: the same in each process that reaches it so, and without secrets."""
+    if is_local(filesystem):
+        return os.path.abspath(path)  # noqa: PTH100 (pathlib's would follow links)
+    if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        return place(filesystem.base_fs, posixpath.join(filesystem.base_path, path))
+    handler = getattr(filesystem, "handler", None)
+    if isinstance(handler, pyarrow.fs.FSSpecHandler):
+        options = handler.fs.storage_options
+        known = {
+            "url": getattr(handler.fs, "url", None),
+            **{name: options.get(name) for name in ("endpoint_url", "account_name", "host", "port")},
+            "client": (options.get("client_kwargs") or {}).get("endpoint_url"),
+        }
+        protocol = handler.fs.protocol
+        kind = protocol if isinstance(protocol, str) else protocol[0]
+    else:
+        reduced = filesystem.__reduce__()[1]
+        options = reduced[0] if reduced and isinstance(reduced[0], dict) else {}
+        known = {name: options.get(name) for name in ("host", "port", "endpoint_override", "account_name", *_AZURE)}
+        kind = filesystem.type_name
+    where = " ".join(address(str(value)) for value in known.values() if isinstance(value, str | int) and value)
+    return f"{path} at {kind} {where}".rstrip()
+
+
+def address(text: str) -> str:
+    """A URI without what may be secret in it: user, password and query; a name as it is."""
+    if "://" not in text:
+        return text.rpartition("@")[2]
+    parts = urllib.parse.urlsplit(text)
+    server = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{server}{parts.path}"
 
 
 def quoted(text: str) -> str:

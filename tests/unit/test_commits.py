@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import pickle
 import sqlite3
 import subprocess
 import sys
@@ -659,7 +660,7 @@ def test_a_password_is_not_shown():
     sink = DatabaseSink("postgresql://user:secret@host/db", "t")
     assert "secret" not in repr(sink)
     assert "secret" not in str(sink)
-    assert sink.identity == "<table t of postgresql> in host:/db"
+    assert sink.identity == "<table t of postgresql> in host=host dbname=db"
 
 
 def test_readers_of_parquet(tmp_path):
@@ -879,6 +880,100 @@ def test_an_id_of_another_sink(tmp_path):
     assert not report.repeated
     with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
         assert database.execute("SELECT count(*) FROM other").fetchone() == (40,)
+
+
+def s3_at(endpoint):
+    return pyarrow.fs.S3FileSystem(
+        access_key="very-secret", secret_key="very-secret", endpoint_override=endpoint, region="us-east-1"
+    )
+
+
+def webhdfs_at(host):
+    files = fsspec.filesystem("webhdfs", host=host, port=1, user="me", password="very-secret", skip_instance_cache=True)
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(files))
+
+
+def iceberg_at(catalog="default", **properties):
+    return IcebergSink("db.target", catalog, properties)
+
+
+SECRET = "://me:very-secret@"
+
+
+@pytest.mark.parametrize(
+    "sinks",
+    [
+        lambda: [ObjectSink("bucket/t", s3_at(f"http{SECRET}{host}:9?password=very-secret")) for host in "ab"],
+        lambda: [
+            ObjectSink(f"s3{SECRET}bucket/t?endpoint_override=http%3A%2F%2F{host}&region=us-east-1") for host in "ab"
+        ],
+        lambda: [ObjectSink("bucket/t", s3_at("")), ObjectSink("bucket/t", s3_at("a"))],
+        lambda: [ParquetSink("/t", mode, webhdfs_at(host)) for host in "ab" for mode in ("create", "append")],
+        lambda: [iceberg_at(name, uri="sqlite:///c.db", **{"s3.secret-access-key": "very-secret"}) for name in "ab"],
+        lambda: [iceberg_at(uri=f"postgresql+psycopg2{SECRET}{host}/c?password=very-secret") for host in "ab"],
+        lambda: [iceberg_at(uri="https://c", warehouse=name, token="very-secret") for name in "ab"],
+        lambda: [
+            DatabaseSink(f"postgresql{SECRET}{where}", "t")
+            for where in ("a/db", "b/db", "a/other", "a:1/db", "a/db?options=-csearch_path%3Dx&sslpassword=very-secret")
+        ],
+        lambda: [DatabaseSink("postgresql:///?" + what, "t") for what in ("host=a&password=very-secret", "service=x")],
+    ],
+    ids=["s3", "s3-uri", "aws", "webhdfs", "names", "catalogues", "warehouses", "postgresql", "queries"],
+)
+def test_what_a_sink_is_known_by(sinks):
+    """Its store, catalogue or server too, so that one of the same name elsewhere is another; and no secret."""
+    known = [sink.identity for sink in sinks()]
+    assert len(set(known)) == len(known) > 1
+    assert known == [sink.identity for sink in sinks()]
+    assert "very-secret" not in f"{known} {[repr(sink) for sink in sinks()]}"
+
+
+def test_an_id_of_a_sink_in_another_catalogue(tmp_path):
+    """The same table's name and the same decisions: it is not found done where it is not."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
+    one.drive(Driver(), Tasks(1), "c")
+    two.decisions = one.decisions
+    with pytest.raises(OperatorMisused, match="commit 'c' is known for .*/one/catalog.db.*, not for .*/two/catalog.db"):
+        two.drive(Driver(), Tasks(1), "c")
+    assert two.visible() == []
+
+
+def test_an_id_of_a_sink_in_another_folder(tmp_path, monkeypatch):
+    """A path that is not absolute is one of the folder in which the driver runs."""
+    decisions, tasks = MemoryDecisions(), Tasks(1)
+    for make in (
+        lambda: ParquetSink("t"),
+        lambda: ObjectSink("o"),
+        lambda: DatabaseSink("sqlite:///data.db", "target"),
+    ):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            if not (tmp_path / name / "data.db").exists():
+                sqlite(tmp_path / name)
+            monkeypatch.chdir(tmp_path / name)
+            sink = make()
+            with pytest.raises(OperatorMisused, match="is known for") if name == "two" else contextlib.nullcontext():
+                commit(
+                    sink, decisions, type(sink).__name__, SCHEMA, lambda staging, sink=sink: tasks.run(sink, staging)
+                )
+
+
+def test_an_iceberg_sink_that_is_stored(tmp_path):
+    """Another driver reaches the catalogue with what was stored of it; a task is not told how to."""
+    trial, tasks = iceberg(tmp_path), Tasks(1)
+    sink = trial.make_sink()
+    sink._properties["token"] = "very-secret"
+    sent = pickle.dumps(sink.in_tasks())
+    assert b"very-secret" not in sent
+    commit(
+        sink,
+        trial.decisions,
+        "c",
+        SCHEMA,
+        lambda staging: tasks.run(pickle.loads(pickle.dumps(sink.in_tasks())), staging),
+    )
+    assert pickle.loads(pickle.dumps(sink)).done("c")
 
 
 def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):

@@ -106,7 +106,8 @@ class Committer(Protocol):
     def done(self, commit_id: str) -> bool:
         """Whether a commit with this id is visible."""
 
-    # `identity`, a text without secrets, may say which place it is: then an id that is known for another is refused.
+    # `identity`, a text without secrets, may say which place it is: then an id that is known for another is refused. `in_tasks()` may
+    # answer what is pickled to tasks in the place of the sink, such as one without passwords that only the driver needs.
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """Ends the run, and deletes what it staged, but for what these messages name, which is visible."""
@@ -412,12 +413,14 @@ def commit_dataset(
     operator = Operator(scope, name, coordinator)
 
     def execute(staging: Staging) -> Sequence[Message]:
+        sent = getattr(sink, "in_tasks", lambda: sink)()
+
         def stage(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             from pyspark import TaskContext
 
             context = TaskContext.get()
             assert context is not None
-            message = sink.stage(staging, context.partitionId(), context.taskAttemptId(), batches)
+            message = sent.stage(staging, context.partitionId(), context.taskAttemptId(), batches)
             for _ in batches:  # a sink need not have read all
                 pass
             if message is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import re
 import sqlite3
 import urllib.parse
@@ -55,9 +56,19 @@ class DatabaseSink:
     @property
     def identity(self) -> str:
         """See `Committer`."""
-        parts = urllib.parse.urlsplit(self._url)
-        server = "" if self._lite else f"{parts.hostname or ''}:{parts.port or ''}"
-        return f"{self!r} in {server}{parts.path}"
+        if self._lite:
+            return f"{self!r} in {os.path.abspath(self._path())}"  # noqa: PTH100 (pathlib's would follow links)
+        from psycopg.conninfo import conninfo_to_dict
+
+        known = conninfo_to_dict(self._url)
+        known.setdefault("dbname", known.get("user", ""))
+        if path := re.search(r"search_path=(\S+)", str(known.get("options", ""))):
+            known["search_path"] = path[1]
+        where = ("service", "host", "hostaddr", "port", "dbname", "search_path")
+        return f"{self!r} in {' '.join(f'{name}={known[name]}' for name in where if known.get(name))}"
+
+    def _path(self) -> str:
+        return urllib.parse.unquote(self._url.partition("sqlite:///")[2])
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
@@ -214,8 +225,7 @@ class DatabaseSink:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
         if self._lite:
-            path = urllib.parse.unquote(self._url.partition("sqlite:///")[2])
-            lite = sqlite3.connect(path, timeout=_BUSY, isolation_level=None)
+            lite = sqlite3.connect(self._path(), timeout=_BUSY, isolation_level=None)
             try:
                 yield lite
             finally:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.files import file_system, quoted
+from stagecrew.files import address, file_system, quoted
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ __all__ = ["IcebergSink"]
 _PROPERTY: Final = "stagecrew.commit-id"
 #: That of one without files that says which run will never be committed.
 _REFUSED: Final = "stagecrew.refused-run"
+#: The properties of a catalogue that say which one it is.
+_WHERE: Final = ("type", "uri", "warehouse", "glue.id", "glue.region", "glue.endpoint", "client.region")
 
 
 class IcebergSink:
@@ -48,10 +51,17 @@ class IcebergSink:
     @property
     def identity(self) -> str:
         """See `Committer`."""
-        return repr(self)
+        from pyiceberg.utils.config import Config
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_properties": {}}  # tasks write files, and need no catalogue
+        known = {**(Config().get_catalog_config(self._catalog) or {}), **self._properties}
+        where = (f"{name}={address(str(known[name]))}" for name in _WHERE if known.get(name))
+        return f"{self!r} in {' '.join([self._catalog, *where])}"
+
+    def in_tasks(self) -> IcebergSink:
+        """See `Committer`. Tasks write files, and need no catalogue."""
+        sent = copy.copy(self)
+        sent._properties = {}
+        return sent
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""

@@ -11,7 +11,7 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
-from stagecrew.files import file_system, list_files, quoted, read_whole, write_whole
+from stagecrew.files import file_system, list_files, place, quoted, read_whole, write_whole
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ObjectSink:
     @property
     def identity(self) -> str:
         """See `Committer`."""
-        return repr(self)
+        return f"<objects in {place(self._filesystem, self._path)}>"
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""

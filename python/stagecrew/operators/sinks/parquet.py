@@ -19,6 +19,7 @@ from stagecrew.files import (
     is_store,
     list_files,
     move,
+    place,
     quoted,
     read_whole,
     remove_file,
@@ -75,7 +76,7 @@ class ParquetSink:
     @property
     def identity(self) -> str:
         """See `Committer`."""
-        return repr(self)
+        return f"<Parquet files, to {self._mode}, in {place(self._filesystem, self._path)}>"
 
     def __repr__(self) -> str:
         return f"<Parquet files in {self._path}>"
