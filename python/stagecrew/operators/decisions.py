@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import pathlib
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -75,7 +74,8 @@ class MemoryDecisions:
 class FileDecisions:
     """A folder on a local disk, for drivers of one host. A record is whole and on the disk when its write returns.
 
-    Writers take turns by a lock of the operating system, which is free when its holder dies. Not for network file systems.
+    Writers take turns by a lock of the operating system, which is free when its holder dies; what a writer that was killed has left is
+    taken away by the next. Not for network file systems.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -110,9 +110,10 @@ class FileDecisions:
         return version + 1
 
     def _put(self, key: str, text: str) -> None:
-        temporary = None
+        temporary = self._folder / _DRAFT
         try:
-            handle, temporary = tempfile.mkstemp(dir=self._folder, prefix=".", suffix=".tmp")
+            temporary.unlink(missing_ok=True)  # one writes at a time: whoever wrote this one was killed
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
                 file.write(text)
                 file.flush()
@@ -168,6 +169,8 @@ class FileDecisions:
 
 
 _SUFFIX: Final = ".json"
+#: A record that is being written, by whoever holds the lock.
+_DRAFT: Final = ".record.tmp"
 #: The states of a record behind which nothing is left to do, and how many of them are kept in memory.
 OVER: Final = frozenset({"applied", "aborted", "refused"})
 _KEPT: Final = 100
@@ -177,10 +180,9 @@ _REFUSED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACC
 _LOCK: Final = 60.0
 
 
-def _forget(temporary: str | None) -> None:
-    if temporary is not None:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
+def _forget(temporary: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink()
 
 
 def _superseded(key: str) -> str:
