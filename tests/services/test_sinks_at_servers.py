@@ -187,6 +187,46 @@ def test_types_that_do_not_fit(server, tmp_path):
     assert trial.left() == []
 
 
+@pytest.mark.parametrize("missing", ["INSERT", "INSERT into the commits", "SELECT", "CREATE"])
+def test_a_user_who_may_not(server, tmp_path, missing):
+    """Without one of the rights that a commit takes: it is said before anything runs, nothing is visible, nothing left."""
+    trial = at_postgresql(server, tmp_path, 0)
+    table = trial.make_sink()._table
+    trial.drive(Driver(), Tasks(1), "first")  # the table of commits is there, and another's
+    rights = {"INSERT", "SELECT"} - {missing}
+    with psycopg.connect(server.url, autocommit=True) as database:
+        user = f"reader_{table}"
+        database.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{server.password}'")
+        if missing != "CREATE":
+            database.execute(f"GRANT CREATE ON SCHEMA public TO {user}")
+        database.execute(f"GRANT {', '.join(rights)} ON {table} TO {user}")
+        own = {"INSERT", "SELECT"} - ({"INSERT"} if missing.endswith("commits") else set())
+        database.execute(f"GRANT {', '.join(own)} ON stagecrew_commits TO {user}")
+    sink = DatabaseSink(server.url.replace("//crew:", f"//{user}:"), table)
+    with pytest.raises(
+        CommitFailed, match=f"table {table}.*cannot be .*: InsufficientPrivilege: permission denied for"
+    ):
+        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    assert len(trial.visible()) == 40
+    assert trial.left() == []
+
+
+def test_rights_that_suffice(server, tmp_path):
+    """To make tables, to read and to add rows to the table and to that of commits: with no more a commit lands."""
+    trial = at_postgresql(server, tmp_path, 0)
+    table = trial.make_sink()._table
+    trial.drive(Driver(), Tasks(1), "first")
+    with psycopg.connect(server.url, autocommit=True) as database:
+        user = f"writer_{table}"
+        database.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{server.password}'")
+        database.execute(f"GRANT CREATE ON SCHEMA public TO {user}")
+        database.execute(f"GRANT INSERT, SELECT ON {table}, stagecrew_commits TO {user}")
+    sink = DatabaseSink(server.url.replace("//crew:", f"//{user}:"), table)
+    assert commit(sink, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+    assert len(trial.visible()) == 80
+    assert trial.left() == []
+
+
 def test_a_connection_that_is_lost(server, tmp_path):
     """While it stages: abort, a clear error, nothing visible or left. While it commits: tried again."""
     trial = at_postgresql(server, tmp_path, 0)

@@ -6,10 +6,10 @@ import contextlib
 import errno
 import os
 import pickle
+import signal
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import threading
 
 import fsspec
@@ -464,7 +464,7 @@ class Broken:
 
     def __init__(self, monkeypatch, part, number, code):
         self.left, self.code = number, code
-        module, name = {"mkstemp": (tempfile, "mkstemp"), "fsync": (os, "fsync"), "replace": (os, "replace")}.get(
+        module, name = {"open": (os, "open"), "fsync": (os, "fsync"), "replace": (os, "replace")}.get(
             part, (stagecrew.operators.decisions, "sync")
         )
         self.real = getattr(module, name)
@@ -480,7 +480,7 @@ class Broken:
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("part", ["mkstemp", "fsync", "replace", "sync"])
+@pytest.mark.parametrize("part", ["open", "fsync", "replace", "sync"])
 def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
     """Each outcome has its name: where nothing was written nothing is visible or left, and a repeat brings all in each case."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
@@ -508,13 +508,32 @@ def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
     assert trial.left() == []
 
 
+def test_a_writer_of_decisions_that_is_killed(tmp_path):
+    """In the middle of a record: nothing of it is read, and whoever writes next takes away what it left."""
+    decisions = FileDecisions(tmp_path)
+    decisions.write("c", {"state": "open"}, 0)
+    for moment in ("os.fsync", "os.replace"):
+        code = f"""
+import os, signal, stagecrew
+{moment} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+stagecrew.FileDecisions({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
+"""
+        killed = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+        assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) > 2
+    assert decisions.read("c") == (1, {"state": "open"})
+    decisions.write("other", {"state": "open"}, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "c.json", "other.json"]
+    assert (tmp_path / "other.json").stat().st_mode & 0o77 == 0
+
+
 def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
     """Nobody decides for its run any more: nothing is left, and the error is the job's."""
     trial = sqlite(tmp_path)
 
     def fails(staging):
         Tasks(1).run(trial.make_sink(), staging)
-        Broken(monkeypatch, "mkstemp", 1, errno.ENOSPC)
+        Broken(monkeypatch, "open", 1, errno.ENOSPC)
         raise ValueError("the job failed")
 
     with pytest.raises(ValueError, match="the job failed"):
@@ -534,7 +553,7 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
             return getattr(plain, name)
 
         def commit(self, staging, messages):
-            Broken(monkeypatch, "mkstemp", 1, errno.ENOSPC)
+            Broken(monkeypatch, "open", 1, errno.ENOSPC)
             raise CommitConflict("never")
 
     with pytest.raises(
@@ -1016,6 +1035,21 @@ def test_rows_that_the_table_refuses(tmp_path):
         database.execute("DELETE FROM target")
         database.commit()
     assert commit(sink, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+
+
+@pytest.mark.parametrize("what", ["view", "generated column"])
+def test_a_table_that_takes_no_rows(tmp_path, what):
+    """It is said before anything runs, and nothing is left."""
+    trial = sqlite(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+        if what == "view":
+            database.execute("CREATE VIEW other AS SELECT * FROM target")
+        else:
+            database.execute("CREATE TABLE other (id INTEGER, \"text\" TEXT AS ('text ' || id))")
+    sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
+    with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {what}"):
+        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    assert trial.left() == []
 
 
 def test_rows_that_were_lost(tmp_path):

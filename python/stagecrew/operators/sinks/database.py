@@ -84,6 +84,7 @@ class DatabaseSink:
                         f"the dataset does not fit table {self._table}: {'; '.join(different)}. Select and cast its columns first"
                     )
                 self._make_stage(database, staging)
+                self._try_out(database, staging)
         except self._errors() as error:
             raise CommitFailed(f"table {self._table} cannot be written: {type(error).__name__}: {error}") from error
 
@@ -91,7 +92,7 @@ class DatabaseSink:
         stage = self._stage_of(staging)
         if self._lite:
             # A strict table keeps SQLite from taking text for a number.
-            kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA table_info({self._table})")}
+            kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA table_xinfo({self._table})")}
             columns = ", ".join(f'"{name}" {_strict(kinds[name])}' for name in staging.schema.names)
             database.execute(f"CREATE TABLE {stage} ({_ATTEMPT} INTEGER, {columns}) STRICT")
         else:
@@ -100,6 +101,16 @@ class DatabaseSink:
                 f"CREATE TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {_ATTEMPT}, {columns} "  # noqa: S608
                 f"FROM {self._table} WHERE 1 = 0"
             )
+
+    def _try_out(self, database: Any, staging: Staging) -> None:
+        """Does what the commit will do, without rows, and undoes it: what is not allowed is said now."""
+        if self._lite:
+            database.execute("SAVEPOINT tried")
+            self._add(database, staging, [{"attempt": 0, "rows": 0}])
+            database.execute("ROLLBACK TO tried")
+            return
+        with database.transaction(force_rollback=True):
+            self._add(database, staging, [{"attempt": 0, "rows": 0}])
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
@@ -182,7 +193,7 @@ class DatabaseSink:
                 return found.fetchone() is not None
         except self._errors() as error:
             raise CommitFailed(
-                f"the database of table {self._table} is not there: {type(error).__name__}: {error}"
+                f"the database of table {self._table} cannot be used: {type(error).__name__}: {error}"
             ) from error
 
     def _make_commits(self, database: Any) -> None:
