@@ -7,7 +7,7 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commits import commit
+from stagecrew.operators.decisions import MemoryDecisions
 from stagecrew.operators.sinks import parquet
 
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
@@ -65,6 +66,9 @@ class Watched:
     @property
     def __class__(self) -> Any:
         return self._object.__class__
+
+    def __reduce__(self) -> Any:
+        return self._object.__reduce__()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._object, name)
@@ -254,6 +258,63 @@ def late_at_each_moment(trial: Trial, moments: Sequence[int] = ()) -> None:
             assert trial.left() == [], (moment, ends)
             over = not zombie.paused.is_set()
             assert not over or moment > 4
+
+
+class _Interrupted(Driver):
+    """At one of its calls to the file system something else is done."""
+
+    def __init__(self, at: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._at, self._then, self.was = at, then, False
+
+    def moment(self, name: str = "") -> None:
+        super().moment(name)
+        if self.moments == self._at:
+            self.was = True
+            self._then()
+
+
+def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable[int]) -> None:
+    """Whenever the first commit of another schema is done while one begins: one of them lands at most, and says why not else."""
+    other_schema = pa.schema([("id", pa.int64()), ("name", pa.string())])
+    for at in moments:
+        trial, tasks, landed, told = make(at), Tasks(1), [], []
+        trial.decisions = MemoryDecisions()
+
+        def commits(
+            sink: Any, name: str, schema: pa.Schema, trial: Trial = trial, tasks: Tasks = tasks,
+            landed: list[str] = landed, told: list[str] = told,
+        ) -> None:  # fmt: skip
+            def stage(staging: Any) -> list[Any]:
+                batch = pa.record_batch({"id": [1], schema.names[1]: ["other"]}, schema=schema)
+                return tasks.run(sink, staging) if schema is SCHEMA else [sink.stage(staging, 0, 1, iter([batch]))]
+
+            try:
+                commit(sink, trial.decisions, name, schema, stage, sleep=lambda _: None)
+                landed.append(name)
+            except CommitFailed as error:
+                told.append(str(error))
+
+        one = trial.make_sink()
+        interrupted = _Interrupted(
+            at, lambda commits=commits, trial=trial: commits(trial.make_sink(), "other", other_schema)
+        )
+        one._filesystem = interrupted.watched(
+            one._filesystem,
+            ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move"),
+        )
+        commits(one, "one", SCHEMA)
+        if not interrupted.was:
+            assert at > 6
+            return
+        assert len(landed) == len(told) == 1, (at, landed)
+        assert "the dataset does not fit " in told[0]
+        assert "text is not there; name is missing" in told[0] or "name is not there; text is missing" in told[0]
+        assert trial.left() == []
+        if landed == ["one"]:
+            assert sorted(trial.visible()) == tasks.expected
+        commits(trial.make_sink(), "again", SCHEMA if landed == ["one"] else other_schema)
+        assert landed[1:] == ["again"]
 
 
 class _LikeHdfs(LocalFileSystem):

@@ -13,7 +13,18 @@ import pytest
 
 from objectstore import s3_server
 from postgres import postgresql
-from sinks import SCHEMA, Driver, Killed, Tasks, Trial, late_at_each_moment, seeded, watch_files, watch_transactions
+from sinks import (
+    SCHEMA,
+    Driver,
+    Killed,
+    Tasks,
+    Trial,
+    first_commits_of_two_schemas,
+    late_at_each_moment,
+    seeded,
+    watch_files,
+    watch_transactions,
+)
 from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import FileDecisions
@@ -152,6 +163,12 @@ def test_two_at_once(make):
 def test_a_task_that_is_late(s3, tmp_path, moments):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
     late_at_each_moment(at_s3(s3, tmp_path, 0), moments)
+
+
+@pytest.mark.parametrize("moments", [(2, 4), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["some", "all"])
+def test_first_commits_of_two_schemas(s3, tmp_path, moments):
+    """Both find nothing there: one lands, the other is told which commit has another schema."""
+    first_commits_of_two_schemas(lambda number: at_s3(s3, tmp_path, number), moments)
 
 
 def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):

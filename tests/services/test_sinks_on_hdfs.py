@@ -17,6 +17,7 @@ from sinks import (
     Killed,
     Tasks,
     Trial,
+    first_commits_of_two_schemas,
     late_at_each_moment,
     moved_into_another,
     seeded,
@@ -166,6 +167,12 @@ def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
         return made
 
     moved_into_another(dfs, f"/{tmp_path.name}/0/t", make)
+
+
+@pytest.mark.parametrize("moments", [(4,), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["one", "all"])
+def test_first_commits_of_two_schemas(dfs, tmp_path, moments):
+    """Both find nothing there: one lands, the other is told which commit has another schema."""
+    first_commits_of_two_schemas(lambda number: at_hdfs(dfs, tmp_path, number), moments)
 
 
 def test_where_nothing_can_be_written(dfs, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from sinks import (
     Killed,
     Tasks,
     Trial,
+    first_commits_of_two_schemas,
     late_at_each_moment,
     like_hdfs,
     moved_into_another,
@@ -387,6 +389,37 @@ def test_a_schema_that_does_not_fit(trial):
     ):
         commit(trial.make_sink(), trial.decisions, "second", other, lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
+    assert trial.left() == []
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
+def test_first_commits_of_two_schemas(make, tmp_path, step):
+    """Both find nothing there: one lands, the other is told which commit has another schema."""
+
+    def made(number):
+        (tmp_path / str(number)).mkdir()
+        return make(tmp_path / str(number))
+
+    first_commits_of_two_schemas(made, itertools.count(2, step))
+
+
+@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
+def test_first_commits_of_two_schemas_while_one_goes_on(make, tmp_path):
+    """The error says which commit it is; when that one is given up, the other lands."""
+    trial = make(tmp_path)
+    other_schema = pa.schema([("id", pa.int64())])
+
+    def run(staging):
+        with pytest.raises(
+            CommitFailed, match="does not fit commit 'one', which is about to make .*: text is missing. Select and cast"
+        ):
+            commit(trial.make_sink(), trial.decisions, "other", other_schema, lambda staging: [])
+        raise ValueError("given up")
+
+    with pytest.raises(ValueError, match="given up"):
+        commit(trial.make_sink(), trial.decisions, "one", SCHEMA, run)
+    assert not commit(trial.make_sink(), trial.decisions, "other", other_schema, lambda staging: []).repeated
     assert trial.left() == []
 
 

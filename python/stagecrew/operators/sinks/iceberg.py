@@ -75,7 +75,7 @@ class IcebergSink:
             )
         filesystem, path = file_system(self._location(staging), None)
         try:
-            open_folder(filesystem, path)
+            open_folder(filesystem, path, staging)
         except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._location(staging)} cannot be written: {error}") from error
 

@@ -12,7 +12,7 @@ import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
 from stagecrew.files import file_system, list_files, place, quoted, read_whole, write_whole
-from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
+from stagecrew.operators.sinks.staged import keep_only, open_first, schema_of, schema_text, write_part
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -48,12 +48,10 @@ class ObjectSink:
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
         try:
-            for manifest in _manifests(self._filesystem, self._path):
-                there = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(manifest["schema"])))
-                if (error := differing(staging.schema, there, self._path)) is not None:
-                    raise error
-                break
-            open_folder(self._filesystem, self._folder(staging))
+            folder, below = self._folder(staging), f"{self._path}/data"
+            open_first(
+                self._filesystem, folder, staging, self._path, below, lambda: _schema(self._filesystem, self._path)
+            )
             self._filesystem.create_dir(f"{self._path}/{_MANIFESTS}")
         except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error
@@ -73,7 +71,7 @@ class ObjectSink:
         base = folder.removeprefix(f"{self._path}/")
         manifest = {
             "commit": staging.commit_id,
-            "schema": staging.schema.serialize().to_pybytes().hex(),
+            "schema": schema_text(staging.schema),
             "files": [f"{base}/{message['file']}" for message in messages],
         }
         write_whole(self._filesystem, self._manifest(staging.commit_id), json.dumps(manifest).encode(), drafts=folder)
@@ -106,9 +104,13 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
     manifests = list(_manifests(found, inner))
     if not manifests:
         raise FileNotFoundError(f"{inner}: nothing is committed there")
-    schema = pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(manifests[0]["schema"])))
+    schema = schema_of(manifests[0]["schema"])
     files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
     return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")
+
+
+def _schema(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.Schema | None:
+    return next((schema_of(manifest["schema"]) for manifest in _manifests(filesystem, path)), None)
 
 
 def _manifests(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[dict[str, Any]]:

@@ -27,7 +27,7 @@ from stagecrew.files import (
     sync,
     write_whole,
 )
-from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_empty, write_part
+from stagecrew.operators.sinks.staged import keep_only, open_first, open_folder, write_empty, write_part
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -89,19 +89,20 @@ class ParquetSink:
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error
 
     def _make_room(self, staging: Staging) -> None:
+        folder = self._staged(staging)
         if self._mode == "append":
-            for file in list_files(self._filesystem, self._path):
-                if file.endswith(".parquet") and "/_" not in file[len(self._path) :]:
-                    there = pq.read_schema(file, filesystem=self._filesystem)
-                    if (error := differing(staging.schema, there, self._path)) is not None:
-                        raise error
-                    break
-            self._filesystem.create_dir(self._path)
+            open_first(self._filesystem, folder, staging, self._path, self._path, self._schema)
         elif not self._is_free():
             raise self._conflict()
         else:
-            self._filesystem.create_dir(posixpath.dirname(self._path) or ".")
-        open_folder(self._filesystem, self._staged(staging))
+            open_folder(self._filesystem, folder, staging)
+
+    def _schema(self) -> pa.Schema | None:
+        """That of what is committed to a table."""
+        for file in list_files(self._filesystem, self._path):
+            if file.endswith(".parquet") and "/_" not in file[len(self._path) :]:
+                return pq.read_schema(file, filesystem=self._filesystem)
+        return None
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]

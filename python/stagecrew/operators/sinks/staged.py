@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
@@ -11,24 +13,82 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from stagecrew.errors import CommitFailed
-from stagecrew.files import exists, is_local, list_files, remove_file, remove_folder, sync
+from stagecrew.files import exists, is_local, list_files, read_whole, remove_file, remove_folder, sync
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message
+    from stagecrew.operators.commits import Message, Staging
 
-__all__ = ["differing", "keep_only", "open_folder", "write_empty", "write_part"]
+__all__ = [
+    "differing",
+    "keep_only",
+    "open_first",
+    "open_folder",
+    "schema_of",
+    "schema_text",
+    "write_empty",
+    "write_part",
+]
 
 
-#: In the folder of a run as long as it goes on. Whoever ends the run deletes it first, and then what it finds; whoever stages looks
-#: for it last. So what is written meanwhile is found by the one, or taken back by the other.
+#: In the folder of a run as long as it goes on, with its commit and its schema. Whoever ends the run deletes it first, and then what it
+#: finds; whoever stages looks for it last. So what is written meanwhile is found by the one, or taken back by the other.
 _OPEN: Final = "_open"
 
 
-def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str) -> None:
+def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str, staging: Staging) -> None:
     """Makes the folder of a run."""
     filesystem.create_dir(folder)
+    mark = {"commit": staging.commit_id, "schema": schema_text(staging.schema)}
     with filesystem.open_output_stream(f"{folder}/{_OPEN}") as stream:
-        stream.write(b"a run that goes on")
+        stream.write(json.dumps(mark).encode())
+
+
+def open_first(
+    filesystem: pyarrow.fs.FileSystem,
+    folder: str,
+    staging: Staging,
+    path: str,
+    below: str,
+    committed: Callable[[], pa.Schema | None],
+) -> None:
+    """Makes the folder of a run, in a table that has the schema of what is committed there first. Raises when it has another.
+
+    `below` is the folder in which all runs are, `committed` says which schema is committed. Each run says its own before it looks at
+    those of others: of two that begin at once in an empty table one at least sees the other.
+    """
+    there = committed()
+    if there is not None:
+        _fit(staging, there, path)
+    open_folder(filesystem, folder, staging)
+    if there is not None:
+        return
+    # Those that go on first, and then what is committed: one that ends meanwhile is seen there.
+    for file in list_files(filesystem, below):
+        if posixpath.basename(file) != _OPEN or (data := read_whole(filesystem, file)) is None:
+            continue
+        try:
+            mark = json.loads(data)
+        except ValueError:
+            continue  # one that is being written, and looks at ours behind that
+        if mark["commit"] != staging.commit_id:
+            _fit(staging, schema_of(mark["schema"]), f"commit {mark['commit']!r}, which is about to make {path}")
+    if (there := committed()) is not None:
+        _fit(staging, there, path)
+
+
+def _fit(staging: Staging, there: pa.Schema, what: str) -> None:
+    if (error := differing(staging.schema, there, what)) is not None:
+        raise error
+
+
+def schema_text(schema: pa.Schema) -> str:
+    """A schema for JSON."""
+    return str(schema.serialize().to_pybytes().hex())
+
+
+def schema_of(text: str) -> pa.Schema:
+    """What `schema_text` made."""
+    return pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(text)))
 
 
 def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Message]) -> None:
