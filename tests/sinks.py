@@ -1,24 +1,30 @@
-"""Drivers that die and pause at any write, and tasks that go on writing: for the tests of sinks."""
+"""Drivers that die and pause at any write, tasks that go on writing, and sinks on the disk of this host: for the tests of sinks."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
+import sqlite3
+import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.dataset
 import pyarrow.fs
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commits import commit
-from stagecrew.operators.decisions import MemoryDecisions
-from stagecrew.operators.sinks import parquet
+from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
+from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
+from stagecrew.operators.sinks import parquet as parquet_module
 
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 
@@ -348,9 +354,9 @@ def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Cal
         move(on, source, destination)
         raise Killed
 
-    move = parquet.move
+    move = parquet_module.move
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet, "move", behind)
+        patch.setattr(parquet_module, "move", behind)
         with pytest.raises(Killed):
             other.drive(Driver(), Tasks(2), "other")
 
@@ -398,3 +404,136 @@ def watch_transactions(driver: Driver, sink: Any) -> None:
         driver.moment()
 
     sink._within = watched
+
+
+# -- On the disk of this host
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def rows_of(dataset: Any) -> list[tuple[int, str]]:
+    return [(row["id"], row["text"]) for row in dataset.to_table().to_pylist()]
+
+
+def parquet(tmp_path: Path) -> Trial:
+    target = tmp_path / "out" / "table"
+
+    def visible():
+        if not target.exists():
+            return []
+        assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
+        return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
+
+    def left():
+        return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
+            path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("_stagecrew-")
+        ]
+
+    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+
+
+def appended(tmp_path: Path) -> Trial:
+    target = tmp_path / "table"
+
+    def visible():
+        if not any(target.rglob("*.parquet")):
+            return []
+        return rows_of(pyarrow.dataset.dataset(str(target), partitioning="hive"))
+
+    def left():
+        return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
+            path.name for path in target.iterdir() if path.name.startswith("_")
+        ]
+
+    return Trial(
+        lambda: ParquetSink(target, mode="append"), FileDecisions(tmp_path / "log"), visible, left, watch_files
+    )
+
+
+def objects(tmp_path: Path) -> Trial:
+    target = tmp_path / "objects"
+
+    def visible():
+        try:
+            return rows_of(read_committed(target))
+        except FileNotFoundError:
+            return []
+
+    def left():
+        try:
+            known = {str(file)[len(str(target)) + 1 :] for file in read_committed(target).files}
+        except FileNotFoundError:
+            known = set()
+        return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
+
+    return Trial(lambda: ObjectSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+
+
+def sqlite(tmp_path: Path) -> Trial:
+    path = tmp_path / "data.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
+
+    def query(text):
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            return database.execute(text).fetchall()
+
+    return Trial(
+        lambda: DatabaseSink(f"sqlite:///{path}", "target"),
+        FileDecisions(tmp_path / "log"),
+        lambda: query("SELECT id, text FROM target"),
+        lambda: [name for (name,) in query("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")],
+        watch_transactions,
+    )
+
+
+def iceberg(tmp_path: Path) -> Trial:
+    from pyiceberg.catalog import load_catalog
+
+    where = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/warehouse"}
+    catalog = load_catalog("default", **where)
+    catalog.create_namespace_if_not_exists("db")
+    catalog.create_table("db.target", SCHEMA)
+
+    def table():
+        return load_catalog("default", **where).load_table("db.target")
+
+    def left():
+        known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
+        return [
+            name
+            for name in files(tmp_path / "warehouse")
+            if "stagecrew-" in name and not any(one.endswith(name) for one in known)
+        ]
+
+    return Trial(
+        lambda: IcebergSink("db.target", properties=where),
+        FileDecisions(tmp_path / "log"),
+        lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
+        left,
+        lambda driver, sink: None,
+    )
+
+
+SINKS = [parquet, appended, objects, sqlite, iceberg]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, for root."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        gc.collect()  # connections of tests that nobody closed
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def remount(folder: Path, how: str) -> None:
+    """Has a disk be read-only, "ro", or not, "rw"."""
+    gc.collect()
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)

@@ -23,17 +23,23 @@ import pytest
 import stagecrew.operators.decisions
 from sinks import (
     SCHEMA,
+    SINKS,
     Driver,
     Killed,
     Tasks,
-    Trial,
+    appended,
+    files,
     first_commits_of_two_schemas,
+    iceberg,
     late_at_each_moment,
     like_hdfs,
     moved_into_another,
+    objects,
+    parquet,
+    remount,
     seeded,
-    watch_files,
-    watch_transactions,
+    small_disk,
+    sqlite,
 )
 from stagecrew.errors import (
     CommitConflict,
@@ -45,119 +51,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commits import Staging, commit, resume
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
-from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
-
-
-def files(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
-def rows_of(dataset):
-    return [(row["id"], row["text"]) for row in dataset.to_table().to_pylist()]
-
-
-def parquet(tmp_path):
-    target = tmp_path / "out" / "table"
-
-    def visible():
-        if not target.exists():
-            return []
-        assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
-        return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
-
-    def left():
-        return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
-            path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("_stagecrew-")
-        ]
-
-    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
-
-
-def appended(tmp_path):
-    target = tmp_path / "table"
-
-    def visible():
-        if not any(target.rglob("*.parquet")):
-            return []
-        return rows_of(pyarrow.dataset.dataset(str(target), partitioning="hive"))
-
-    def left():
-        return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
-            path.name for path in target.iterdir() if path.name.startswith("_")
-        ]
-
-    return Trial(
-        lambda: ParquetSink(target, mode="append"), FileDecisions(tmp_path / "log"), visible, left, watch_files
-    )
-
-
-def objects(tmp_path):
-    target = tmp_path / "objects"
-
-    def visible():
-        try:
-            return rows_of(read_committed(target))
-        except FileNotFoundError:
-            return []
-
-    def left():
-        try:
-            known = {str(file)[len(str(target)) + 1 :] for file in read_committed(target).files}
-        except FileNotFoundError:
-            known = set()
-        return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
-
-    return Trial(lambda: ObjectSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
-
-
-def sqlite(tmp_path):
-    path = tmp_path / "data.db"
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        database.execute("PRAGMA journal_mode=WAL")
-        database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
-
-    def query(text):
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            return database.execute(text).fetchall()
-
-    return Trial(
-        lambda: DatabaseSink(f"sqlite:///{path}", "target"),
-        FileDecisions(tmp_path / "log"),
-        lambda: query("SELECT id, text FROM target"),
-        lambda: [name for (name,) in query("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")],
-        watch_transactions,
-    )
-
-
-def iceberg(tmp_path):
-    from pyiceberg.catalog import load_catalog
-
-    where = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/warehouse"}
-    catalog = load_catalog("default", **where)
-    catalog.create_namespace_if_not_exists("db")
-    catalog.create_table("db.target", SCHEMA)
-
-    def table():
-        return load_catalog("default", **where).load_table("db.target")
-
-    def left():
-        known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
-        return [
-            name
-            for name in files(tmp_path / "warehouse")
-            if "stagecrew-" in name and not any(one.endswith(name) for one in known)
-        ]
-
-    return Trial(
-        lambda: IcebergSink("db.target", properties=where),
-        FileDecisions(tmp_path / "log"),
-        lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
-        left,
-        lambda driver, sink: None,
-    )
-
-
-SINKS = [parquet, appended, objects, sqlite, iceberg]
+from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 
 
 @pytest.fixture(
@@ -603,11 +497,8 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
 @pytest.fixture
 def disk(tmp_path):
     """A disk of 64 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    with small_disk(tmp_path / "small", "64k") as folder:
+        yield folder
 
 
 @pytest.mark.long
@@ -638,7 +529,7 @@ def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.decisions = FileDecisions(disk)
     trial.drive(Driver(), tasks, "c")
-    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    remount(disk, "ro")
     assert trial.drive(Driver(), tasks, "c").repeated
     with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
         commit(trial.make_sink(), trial.decisions, "d", SCHEMA, lambda staging: 1 / 0)

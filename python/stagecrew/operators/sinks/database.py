@@ -193,7 +193,8 @@ class DatabaseSink:
                 return found.fetchone() is not None
         except self._errors() as error:
             raise CommitFailed(
-                f"the database of table {self._table} cannot be used: {type(error).__name__}: {error}"
+                f"the database of table {self._table}{f', {self._path()},' if self._lite else ''} cannot be used: "
+                f"{type(error).__name__}: {error}"
             ) from error
 
     def _make_commits(self, database: Any) -> None:
@@ -210,8 +211,16 @@ class DatabaseSink:
         """See `Committer`. What is kept is in the table. On PostgreSQL, tasks that hold on to the other lose their connection."""
         drop = f"DROP TABLE IF EXISTS {self._stage_of(staging)}"
         if self._lite:
-            with self._transaction() as database:
-                database.execute(drop)
+            with self._connected() as database:
+                try:
+                    with self._within(database):
+                        database.execute(drop)
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
+                        raise
+                    database.execute("PRAGMA secure_delete = OFF")  # zeros in the place of rows need room
+                    with self._within(database):
+                        database.execute(drop)
             return
         from psycopg import errors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -65,14 +66,14 @@ class IcebergSink:
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
-        table = self._table()
-        if (error := differing(staging.schema, table.schema().as_arrow(), f"table {self._identifier}")) is not None:
-            raise error
-        if table.spec().fields:
-            raise CommitFailed(
-                f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: Spark's own writer "
-                f"for Iceberg knows where rows belong"
-            )
+        with self._table() as table:
+            if (error := differing(staging.schema, table.schema().as_arrow(), f"table {self._identifier}")) is not None:
+                raise error
+            if table.spec().fields:
+                raise CommitFailed(
+                    f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: Spark's own writer "
+                    f"for Iceberg knows where rows belong"
+                )
         filesystem, path = file_system(self._location(staging), None)
         try:
             open_folder(filesystem, path, staging)
@@ -91,35 +92,33 @@ class IcebergSink:
         from pyiceberg.exceptions import CommitFailedException
 
         location = self._location(staging)
+        files = [f"{location}/{message['file']}" for message in messages]
         for number in range(1, _TRIES + 1):
-            table = self._table()
-            if _has(table, _PROPERTY, staging.commit_id):
-                return
-            if _has(table, _REFUSED, staging.run):
-                raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
-            # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
-            table.metadata.properties["commit.retry.num-retries"] = "0"
-            refused: ValueError | None = None
             try:
-                try:
-                    table.add_files(
-                        [f"{location}/{message['file']}" for message in messages],
-                        snapshot_properties={_PROPERTY: staging.commit_id},
-                    )
-                except ValueError as error:
-                    refused = error
-                    _refuse(table, staging)
+                with self._table() as table:
+                    self._add(table, staging, files)
+                return
             except CommitFailedException:
                 if number == _TRIES:
                     raise  # who changes the table again and again is no reason to give it up
-            else:
-                if refused is not None:
-                    raise CommitConflict(f"table {self._identifier} does not take the rows: {refused}") from refused
-                return
+
+    def _add(self, table: Table, staging: Staging, files: list[str]) -> None:
+        if _has(table, _PROPERTY, staging.commit_id):
+            return
+        if _has(table, _REFUSED, staging.run):
+            raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
+        # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
+        table.metadata.properties["commit.retry.num-retries"] = "0"
+        try:
+            table.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id})
+        except ValueError as error:
+            _refuse(table, staging)
+            raise CommitConflict(f"table {self._identifier} does not take the rows: {error}") from error
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
-        return _has(self._table(), _PROPERTY, commit_id)
+        with self._table() as table:
+            return _has(table, _PROPERTY, commit_id)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
@@ -127,16 +126,25 @@ class IcebergSink:
 
     def _location(self, staging: Staging) -> str:
         if self._folder is None:
-            self._folder = self._table().location().rstrip("/")
+            with self._table() as table:
+                self._folder = table.location().rstrip("/")
         return f"{self._folder}/data/stagecrew-{quoted(staging.commit_id)}-{staging.run}"
 
-    def _table(self) -> Table:
+    @contextlib.contextmanager
+    def _table(self) -> Iterator[Table]:
         from pyiceberg.catalog import load_catalog
 
-        try:
-            return load_catalog(self._catalog, **self._properties).load_table(self._identifier)
-        except Exception as error:
-            raise CommitFailed(f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}") from error
+        with contextlib.ExitStack() as open_:
+            try:
+                catalog = load_catalog(self._catalog, **self._properties)
+                if hasattr(catalog, "close"):
+                    open_.callback(catalog.close)
+                table = catalog.load_table(self._identifier)
+            except Exception as error:
+                raise CommitFailed(
+                    f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}"
+                ) from error
+            yield table
 
 
 #: How often a commit is tried that others came before.

@@ -1,0 +1,126 @@
+"""Sinks on disks that are read-only or full: clear errors, nothing visible, nothing left; with room again the commit goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import sqlite3
+
+import pyarrow as pa
+import pytest
+
+from sinks import SCHEMA, Driver, Tasks, appended, iceberg, objects, parquet, remount, small_disk, sqlite
+from stagecrew.errors import CommitFailed, CommitPending
+from stagecrew.operators.commits import commit
+from stagecrew.operators.decisions import FileDecisions
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "small", "4m") as folder:
+        yield folder
+
+
+def sqlite_by_default(disk):
+    """Without a write-ahead log."""
+    made = sqlite(disk)
+    with contextlib.closing(sqlite3.connect(disk / "data.db")) as database:
+        database.execute("PRAGMA journal_mode=DELETE")
+    return made
+
+
+@pytest.fixture(params=[parquet, appended, objects, sqlite_by_default, iceberg], ids=lambda make: make.__name__)
+def trial(request, tmp_path, disk):
+    """A sink on the small disk; what is decided lies elsewhere."""
+    made = request.param(disk)
+    made.decisions = FileDecisions(tmp_path / "log")
+    return made
+
+
+def fill(disk):
+    """Until nothing can be written to it."""
+    with open(disk / "large", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+def test_it_is_read_only(trial, disk):
+    """It is said before anything runs, nothing is visible, nothing left; when it is not any more, the same commit lands."""
+    tasks = Tasks(1)
+    remount(disk, "ro")
+    with pytest.raises(
+        CommitFailed, match="cannot be .*([Rr]ead-only file system|readonly database|unable to open database file)"
+    ):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    remount(disk, "rw")
+    assert trial.visible() == []
+    assert not (disk / "table").exists()
+    assert trial.drive(Driver(), tasks, "c").rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_it_becomes_read_only(trial, disk):
+    """Behind the decision: what was staged stays, for a repeat; when it can be written again that goes on, and nothing runs."""
+    tasks = Tasks(1)
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        remount(disk, "ro")
+        return messages
+
+    with pytest.raises(
+        CommitPending,
+        match="commit 'c' is decided.*([Rr]ead-only file system|readonly database|unable to open database file)",
+    ):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    remount(disk, "rw")
+    assert trial.visible() == []
+    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_it_is_full_while_tasks_stage(trial):
+    """Rows for which there is no room: the error says so, nothing is visible, nothing left; fewer rows land with the same id."""
+
+    def batches():
+        for number in range(1000):
+            texts = [secrets.token_hex(500) for _ in range(100)]
+            yield pa.record_batch({"id": pa.array([number] * 100, pa.int64()), "text": texts}, schema=SCHEMA)
+
+    def run(staging):
+        sink = trial.make_sink()
+        return [sink.stage(staging, 0, 1, iter(Tasks.batches([(1, "a")]))), sink.stage(staging, 1, 2, batches())]
+
+    with pytest.raises((OSError, CommitFailed), match="No space left on device|database or disk is full"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
+    assert trial.visible() == []
+    assert trial.left() == []
+    tasks = Tasks(1)
+    assert trial.drive(Driver(), tasks, "c").rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def test_it_is_full_when_it_commits(trial, disk):
+    """Behind the decision: what was staged stays, for a repeat; with room again that goes on, and nothing runs."""
+    tasks = Tasks(1)
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        fill(disk)
+        return messages
+
+    with pytest.raises(
+        CommitPending, match="commit 'c' is decided.*(No space left on device|database or disk is full)"
+    ):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    assert trial.visible() == []
+    (disk / "large").unlink()
+    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
