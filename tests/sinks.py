@@ -323,6 +323,41 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
         assert landed[1:] == ["again"]
 
 
+def looked_at_within(trial: Trial) -> None:
+    """Another connection looks before the end of each transaction of a database: it sees nothing before the last one ends."""
+    sink, tasks, seen = trial.make_sink(), Tasks(1), []
+    within = sink._within
+
+    @contextlib.contextmanager
+    def looks(database: Any) -> Iterator[None]:
+        with within(database):
+            yield
+            seen.append((database.execute("SELECT count(*) FROM " + sink._table).fetchone()[0], len(trial.visible())))
+
+    sink._within = looks
+    commit(sink, trial.decisions, "c", SCHEMA, lambda staging: tasks.run(sink, staging))
+    assert (40, 0) in seen, "nobody looked when all was added"
+    assert {visible for added, visible in seen if seen.index((added, visible)) <= seen.index((40, 0))} == {0}
+    assert sorted(trial.visible()) == tasks.expected
+
+
+def other_schemas(trial: Trial, known: str = "int64") -> None:
+    """Columns that are missing, or of another type: it is said by name before anything runs, nothing is visible, nothing left."""
+    trial.drive(Driver(), Tasks(1), "first")
+    for fields, problem in (
+        ([("id", pa.int64()), ("name", pa.string())], "name is not there; text is missing"),
+        ([("id", pa.int64())], "text is missing"),
+        ([("id", pa.string()), ("text", pa.string())], f"id is string, there {known}"),
+    ):
+        if known or "there" not in problem.replace("not there", ""):
+            with pytest.raises(
+                CommitFailed, match=f"the dataset does not fit .*{problem}. Select and cast its columns"
+            ):
+                commit(trial.make_sink(), trial.decisions, "other", pa.schema(fields), lambda staging: 1 / 0)
+    assert len(trial.visible()) == 40
+    assert trial.left() == []
+
+
 class _LikeHdfs(LocalFileSystem):
     """Its renames move into a folder that is there, put nothing in the place of a file, and fail without a word."""
 

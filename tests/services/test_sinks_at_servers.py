@@ -21,6 +21,8 @@ from sinks import (
     Trial,
     first_commits_of_two_schemas,
     late_at_each_moment,
+    looked_at_within,
+    other_schemas,
     seeded,
     watch_files,
     watch_transactions,
@@ -187,6 +189,16 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
         assert trial.left() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
             stopped.execute("SELECT 1")
+
+
+def test_a_schema_that_does_not_fit(make, request):
+    """It is said by the columns, before anything runs."""
+    other_schemas(make(0), "" if "postgresql" in request.node.name else "int64")
+
+
+def test_a_reader_within_a_transaction(server, tmp_path):
+    """It sees all rows or none."""
+    looked_at_within(at_postgresql(server, tmp_path, 0))
 
 
 def test_types_that_do_not_fit(server, tmp_path):

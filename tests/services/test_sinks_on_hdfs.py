@@ -20,6 +20,7 @@ from sinks import (
     first_commits_of_two_schemas,
     late_at_each_moment,
     moved_into_another,
+    other_schemas,
     seeded,
     watch_files,
 )
@@ -173,6 +174,11 @@ def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
 def test_first_commits_of_two_schemas(dfs, tmp_path, moments):
     """Both find nothing there: one lands, the other is told which commit has another schema."""
     first_commits_of_two_schemas(lambda number: at_hdfs(dfs, tmp_path, number), moments)
+
+
+def test_a_schema_that_does_not_fit(dfs, tmp_path):
+    """It is said by the columns, before anything runs."""
+    other_schemas(at_hdfs(dfs, tmp_path, 0))
 
 
 def test_where_nothing_can_be_written(dfs, tmp_path):

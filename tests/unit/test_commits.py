@@ -33,8 +33,10 @@ from sinks import (
     iceberg,
     late_at_each_moment,
     like_hdfs,
+    looked_at_within,
     moved_into_another,
     objects,
+    other_schemas,
     parquet,
     remount,
     seeded,
@@ -271,19 +273,75 @@ def test_a_commit_that_raises_once(trial):
     assert trial.left() == []
 
 
-def test_a_schema_that_does_not_fit(trial):
+@pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
+def test_a_schema_that_does_not_fit(make, tmp_path):
     """It is said by the columns, before anything runs."""
+    other_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
+
+
+def test_a_schema_that_fits(tmp_path):
+    """The order of columns, and how Arrow lays them out, are no difference."""
+    trial = appended(tmp_path)
     trial.drive(Driver(), Tasks(1), "first")
-    other = pa.schema([("id", pa.int64()), ("name", pa.string())])
+    other, sink = pa.schema([("text", pa.large_string()), ("id", pa.int64())]), trial.make_sink()
+    batch = pa.record_batch({"text": ["a"], "id": [7]}, schema=other)
+    commit(sink, trial.decisions, "c", other, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    assert (7, "a") in trial.visible()
+
+
+def test_texts_for_numbers(tmp_path):
+    """SQLite would take them: what is staged there is of the columns' types, or the error says so, and nothing is left."""
+    trial = sqlite(tmp_path)
+    sink = trial.make_sink()
+
+    def stage(staging):
+        return [sink.stage(staging, 0, 1, iter([pa.record_batch({"id": ["one"], "text": ["a"]})]))]
+
     with pytest.raises(
         CommitFailed,
-        match="name is not there; text is missing"
-        if "parquet" not in trial.make_sink.__qualname__
-        else "there already",
+        match="rows for table target could not be staged: IntegrityError: cannot store TEXT value in INTEGER",
     ):
-        commit(trial.make_sink(), trial.decisions, "second", other, lambda staging: 1 / 0)
-    assert len(trial.visible()) == 40
+        commit(sink, trial.decisions, "c", SCHEMA, stage)
+    assert trial.visible() == []
     assert trial.left() == []
+
+
+def test_a_reader_within_a_transaction(tmp_path):
+    """It sees all rows or none."""
+    looked_at_within(sqlite(tmp_path))
+
+
+def test_a_reader_while_files_are_added(tmp_path, monkeypatch):
+    """Before each thing that is written to the table's folder, and before the catalogue is told: it sees nothing."""
+    from pyiceberg.catalog.sql import SqlCatalog
+    from pyiceberg.io.pyarrow import PyArrowFile
+
+    trial, tasks, seen = iceberg(tmp_path), Tasks(1), []
+    sink = trial.make_sink()
+
+    def looking(function):
+        def looks(*args, **kwargs):
+            seen.append(trial.visible())
+            answer = function(*args, **kwargs)
+            if function is not commit_table:
+                seen.append(trial.visible())
+            return answer
+
+        return looks
+
+    commit_table = SqlCatalog.commit_table
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        monkeypatch.setattr(PyArrowFile, "create", looking(PyArrowFile.create))
+        monkeypatch.setattr(SqlCatalog, "_write_metadata", staticmethod(looking(SqlCatalog._write_metadata)))
+        monkeypatch.setattr(SqlCatalog, "commit_table", looking(commit_table))
+        return messages
+
+    commit(sink, trial.decisions, "c", SCHEMA, run)
+    assert len(seen) > 4
+    assert not any(seen)
+    assert sorted(trial.visible()) == tasks.expected
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
