@@ -20,11 +20,12 @@ import pyarrow.fs
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from stagecrew.errors import CommitConflict, CommitFailed
+from stagecrew.errors import CommitConflict, CommitFailed, CommitPending
 from stagecrew.operators.commits import commit
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from stagecrew.operators.sinks import parquet as parquet_module
+from zookeeper import Proxy
 
 SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 
@@ -341,6 +342,74 @@ def looked_at_within(trial: Trial) -> None:
     assert sorted(trial.visible()) == tasks.expected
 
 
+class _Losing(Driver):
+    """Its connection is lost at one of its calls to the file system."""
+
+    def __init__(self, at: int, proxy: Proxy) -> None:
+        super().__init__()
+        self._at, self._proxy, self.lost = at, proxy, False
+
+    def moment(self, name: str = "") -> None:
+        super().moment(name)
+        if self.moments == self._at:
+            self.lost = True
+            lose(self._proxy)
+
+
+def lose(proxy: Proxy) -> None:
+    """Connections end, and new ones are refused, until it is told again which port is behind it."""
+    proxy._to = 1
+    proxy.cut()
+
+
+def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
+    """At each call to the file system: a clear error, never half is visible; a repeat brings all, once, and leaves nothing.
+
+    `make` makes trials whose sinks go through the proxy, and whose eyes do not.
+    """
+    port = proxy._to
+    for at in moments:
+        trial, losing, tasks = make(at), _Losing(at, proxy), Tasks(1, zombies=False)
+        own = trial.make_sink()
+        own._filesystem = losing.watched(
+            own._filesystem,
+            ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move",
+             "delete_file", "delete_dir"),
+        )  # fmt: skip
+        try:
+            commit(
+                own,
+                trial.decisions,
+                "c",
+                SCHEMA,
+                lambda staging, tasks=tasks, own=own: tasks.run(own, staging),
+                sleep=lambda _: None,
+            )
+        except (OSError, RuntimeError, CommitFailed, CommitPending) as error:
+            outcome = error
+        else:
+            outcome = None
+        assert outcome is None or str(outcome), "it says nothing"
+        proxy._to = port
+        seen = sorted(trial.visible())
+        assert seen == (tasks.expected if outcome is None else []) or (
+            isinstance(outcome, CommitPending) and seen == tasks.expected
+        )
+        report = commit(
+            trial.make_sink(),
+            trial.decisions,
+            "c",
+            SCHEMA,
+            lambda staging, tasks=tasks, trial=trial: tasks.run(trial.make_sink(), staging),
+        )
+        assert report.repeated == (outcome is None or isinstance(outcome, CommitPending))
+        assert sorted(trial.visible()) == tasks.expected
+        assert trial.left() == []
+        if not losing.lost:
+            assert at > 20
+            return
+
+
 def other_schemas(trial: Trial, known: str = "int64") -> None:
     """Columns that are missing, or of another type: it is said by name before anything runs, nothing is visible, nothing left."""
     trial.drive(Driver(), Tasks(1), "first")
@@ -525,16 +594,21 @@ def sqlite(tmp_path: Path) -> Trial:
     )
 
 
-def iceberg(tmp_path: Path) -> Trial:
+def iceberg(tmp_path: Path, uri: str = "") -> Trial:
     from pyiceberg.catalog import load_catalog
 
-    where = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/warehouse"}
-    catalog = load_catalog("default", **where)
-    catalog.create_namespace_if_not_exists("db")
-    catalog.create_table("db.target", SCHEMA)
+    where = {
+        "type": "sql",
+        "uri": uri or f"sqlite:///{tmp_path}/catalog.db",
+        "warehouse": f"file://{tmp_path}/warehouse",
+    }
+    with contextlib.closing(load_catalog("default", **where)) as catalog:
+        catalog.create_namespace_if_not_exists("db")
+        catalog.create_table("db.target", SCHEMA)
 
-    def table():
-        return load_catalog("default", **where).load_table("db.target")
+    def table() -> Any:
+        with contextlib.closing(load_catalog("default", **where)) as catalog:
+            return catalog.load_table("db.target")
 
     def left():
         known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}

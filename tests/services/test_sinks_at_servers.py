@@ -19,9 +19,12 @@ from sinks import (
     Killed,
     Tasks,
     Trial,
+    connections_that_are_lost,
     first_commits_of_two_schemas,
+    iceberg,
     late_at_each_moment,
     looked_at_within,
+    lose,
     other_schemas,
     seeded,
     watch_files,
@@ -31,6 +34,7 @@ from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import FileDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
+from zookeeper import Proxy
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +175,101 @@ def test_a_task_that_is_late(s3, tmp_path, moments):
 def test_first_commits_of_two_schemas(s3, tmp_path, moments):
     """Both find nothing there: one lands, the other is told which commit has another schema."""
     first_commits_of_two_schemas(lambda number: at_s3(s3, tmp_path, number), moments)
+
+
+@pytest.mark.parametrize(
+    "moments", [(14, 40), pytest.param(range(1, 200), marks=pytest.mark.long)], ids=["some", "all"]
+)
+def test_connections_to_a_store_that_are_lost(s3, tmp_path, moments):
+    """At any call: a clear error, and never half is visible; a repeat finishes what was decided, and leaves nothing."""
+    port = int(s3.__reduce__()[1][0]["endpoint_override"].rpartition(":")[2])
+    with Proxy(port) as proxy:
+        through = pyarrow.fs.S3FileSystem(
+            access_key="test", secret_key="test", endpoint_override=f"http://{proxy.hosts}", region="us-east-1",
+            request_timeout=10, connect_timeout=5, retry_strategy=pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1),
+        )  # fmt: skip
+
+        def make(number):
+            made = at_s3(s3, tmp_path, number)
+            path = made.make_sink()._path
+            made.make_sink = lambda: ObjectSink(path, through)
+            return made
+
+        connections_that_are_lost(make, proxy, moments)
+
+
+@pytest.fixture
+def catalogue(server, tmp_path):
+    """Iceberg's, on PostgreSQL, behind a proxy: the proxy, and a trial whose sinks go through it, and whose eyes do not."""
+    name = "c" + tmp_path.name.replace("-", "_").lower()
+    with psycopg.connect(server.url, autocommit=True) as database:
+        database.execute(f"CREATE DATABASE {name}")
+    url = server.url.replace("postgresql://", "postgresql+psycopg://").replace("/postgres", f"/{name}")
+    with Proxy(server.port) as proxy:
+        made = iceberg(tmp_path, url)
+        through = url.replace(f"127.0.0.1:{server.port}", proxy.hosts)
+        make_sink = made.make_sink
+
+        def at_proxy():
+            sink = make_sink()
+            sink._properties["uri"] = through
+            return sink
+
+        made.make_sink = at_proxy
+        yield proxy, made
+
+
+def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
+    """Before anything runs: it is said so. Behind the decision: what was staged stays, and a repeat goes on. Nothing is told of passwords."""
+    proxy, trial = catalogue
+    tasks = Tasks(1)
+    lose(proxy)
+    with pytest.raises(CommitFailed, match="table db.target cannot be loaded: OperationalError") as failed:
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    assert server.password not in str(failed.value)
+    proxy._to = server.port
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        lose(proxy)
+        return messages
+
+    with pytest.raises(CommitPending, match="table db.target cannot be loaded: OperationalError") as pending:
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    assert server.password not in str(pending.value)
+    proxy._to = server.port
+    assert trial.visible() == []
+    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+@pytest.mark.parametrize("what", ["question", "answer"])
+def test_a_catalogue_whose_answer_is_lost(catalogue, what):
+    """It was told of the files, or was not, and nobody knows: asked again, it has them once."""
+    import sqlalchemy
+
+    proxy, trial = catalogue
+    tasks, lost = Tasks(1), []
+
+    def loses(connection):
+        if not lost:
+            lost.append(threading.Timer(0.5, lambda: (proxy.cut(), proxy.heal())))
+            lost[0].start()
+            proxy.hold("to" if what == "question" else "from")
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        sqlalchemy.event.listen(sqlalchemy.Engine, "commit", loses)
+        return messages
+
+    try:
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "commit", loses)
+    lost[0].join()
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
 
 
 def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):

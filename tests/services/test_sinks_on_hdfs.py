@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import urllib.parse
 
 import fsspec
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.webhdfs import WebHDFS
 
 from hdfs import hdfs
 from sinks import (
@@ -17,6 +19,7 @@ from sinks import (
     Killed,
     Tasks,
     Trial,
+    connections_that_are_lost,
     first_commits_of_two_schemas,
     late_at_each_moment,
     moved_into_another,
@@ -28,6 +31,7 @@ from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commits import commit
 from stagecrew.operators.decisions import FileDecisions
 from stagecrew.operators.sinks import ParquetSink, parquet
+from zookeeper import Proxy
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +183,26 @@ def test_first_commits_of_two_schemas(dfs, tmp_path, moments):
 def test_a_schema_that_does_not_fit(dfs, tmp_path):
     """It is said by the columns, before anything runs."""
     other_schemas(at_hdfs(dfs, tmp_path, 0))
+
+
+@pytest.mark.parametrize(
+    "moments", [(30,), pytest.param(range(1, 300, 3), marks=pytest.mark.long)], ids=["one", "some"]
+)
+def test_connections_that_are_lost(dfs, tmp_path, moments):
+    """At any call: a clear error, and never half is visible; a repeat finishes what was decided, and leaves nothing."""
+    with Proxy(urllib.parse.urlsplit(dfs.handler.fs.url).port) as proxy:
+        host, _, port = proxy.hosts.partition(":")
+        web = WebHDFS(host, int(port), user="root", skip_instance_cache=True)
+        through = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
+
+        def make(number):
+            made = at_hdfs(dfs, tmp_path, number, "create" if number % 2 else "append")
+            sink = made.make_sink()
+            made.make_sink = lambda: ParquetSink(sink._path, sink._mode, through)
+            return made
+
+        with contextlib.closing(web.session):
+            connections_that_are_lost(make, proxy, moments)
 
 
 def test_where_nothing_can_be_written(dfs, tmp_path):
