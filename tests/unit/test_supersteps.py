@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +16,11 @@ from hypothesis import strategies as st
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.gathering import Gathering
-from stagecrew.operators.reducers import described, reduced
+from stagecrew.operators.reducers import Described, described, reduced
 from stagecrew.operators.supersteps import Steps, SuperstepCoordinator
 from stagecrew.testing import CoordinatorHarness
+
+SUM = Described("sum")
 
 
 @settings(deadline=None)
@@ -27,7 +31,7 @@ def test_any_order(data):
     gathering = Gathering("x", subtasks)
     for step in range(data.draw(st.integers(0, 4))):
         order = data.draw(st.permutations(range(subtasks)))
-        answers = [gathering.add(subtask, step, "sum", (step, subtask)) for subtask in order]
+        answers = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
         assert answers[:-1] == [None] * (subtasks - 1)
         assert answers[-1] == [(step, subtask) for subtask in range(subtasks)]
     for subtask in data.draw(st.permutations(range(subtasks))):
@@ -52,7 +56,7 @@ def test_who_differs_is_named(data):
                 gathering.end(subtask)
             else:
                 blocked.add(subtask)
-                if gathering.add(subtask, at[subtask], "sum", 1) is not None:
+                if gathering.add(subtask, at[subtask], SUM, 1) is not None:
                     at = [n + 1 for n in at]
                     blocked.clear()
     text = str(failed.value)
@@ -63,14 +67,15 @@ def test_who_differs_is_named(data):
 def test_other_differences():
     """Another reducer, another step, a second time: each is an error that names the subtask."""
     gathering = Gathering("operator 'x'", 3)
-    gathering.add(1, 0, "sum", 1)
+    gathering.add(1, 0, SUM, 1)
     for subtask, step, reducer, words in (
-        (2, 0, "max", "subtask 2 reduces by 'max', but subtask 1 by 'sum'"),
-        (2, 1, "sum", "subtask 2 is at step 1, the others are at step 0"),
-        (1, 0, "sum", "subtask 1 came to step 0 twice"),
+        (2, 0, ["max"], "subtask 2 reduces by 'max', but subtask 1 by 'sum'"),
+        (2, 0, ["sum", b"x"], "subtask 2 reduces by another function than subtask 1: both are called 'sum'"),
+        (2, 1, ["sum"], "subtask 2 is at step 1, the others are at step 0"),
+        (1, 0, ["sum"], "subtask 1 came to step 0 twice"),
     ):
         with pytest.raises(SuperstepsFailed, match=words):
-            gathering.add(subtask, step, reducer, 1)
+            gathering.add(subtask, step, Described(*reducer), 1)
     assert gathering.missing == [0, 2]
 
 
@@ -105,7 +110,7 @@ def test_other_differences():
 def test_reducers(op, values, expected):
     """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, own functions; None takes no part."""
     before = copy.deepcopy(values)
-    result = reduced(*described(op), values)
+    result = reduced(described(op, {}), values)
     assert pickle.dumps(values) == pickle.dumps(before)
     assert np.array_equal(result, expected) if isinstance(expected, np.ndarray) else result == expected
 
@@ -118,15 +123,16 @@ def test_sums_are_reproducible():
         expected = values[subtask] if subtask == 0 else expected + values[subtask]
     for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 6, 2, 5, 4)):
         gathering = Gathering("x", 8)
-        last = [gathering.add(subtask, 0, "sum", values[subtask]) for subtask in order][-1]
-        assert reduced("sum", None, last) == expected
+        last = [gathering.add(subtask, 0, SUM, values[subtask]) for subtask in order][-1]
+        assert reduced(SUM, last) == expected
 
 
 @pytest.mark.parametrize(
     ("op", "values", "words"),
     [
-        ("sum", [1, np.array([1])], "number and numpy array of shape"),
-        ("sum", [np.zeros(2), np.zeros(3)], r"shape \(2,\) and numpy array of shape \(3,\)"),
+        ("sum", [1, np.array([1])], "number of subtask 0 and numpy array of shape"),
+        ("max", [None, 1, None, "a"], "number of subtask 1 and str of subtask 3"),
+        ("sum", [np.zeros(2), np.zeros(3)], r"shape \(2,\) of subtask 0 and numpy array of shape \(3,\) of subtask 1"),
         ("sum", [pa.array([1]), pa.array([1.5])], "Arrow array of int64"),
         ("sum", [["a"], ["b"]], "no sum of list"),
         ("concat", [1, 2], "no concatenation of number"),
@@ -135,15 +141,18 @@ def test_sums_are_reproducible():
 def test_values_that_do_not_go_together(op, values, words):
     """They are an error that says of what kinds and shapes they are."""
     with pytest.raises(SuperstepsFailed, match=words):
-        reduced(op, None, values)
+        reduced(Described(op), values)
 
 
 def test_reducers_that_are_none():
-    """A name that is none, and what cannot be called."""
+    """A name that is none, what cannot be called, and what cannot be pickled."""
+    lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
-        described("average")
+        described("average", {})
     with pytest.raises(OperatorMisused, match="not int"):
-        described(7)
+        described(7, {})
+    with pytest.raises(OperatorMisused, match=r"<lambda> cannot be sent there \(TypeError"):
+        described(lambda a, b: lock, {})
 
 
 class Task:
@@ -299,6 +308,40 @@ def test_a_result_that_cannot_travel():
         with pytest.raises(Exception, match="step 0 could not be reduced"):
             one.gets()
         assert isinstance(harness.failure, SuperstepsFailed)
+
+
+def own(first: int) -> Any:
+    """Two reducers of one name; that of subtask 1 is the other one when a function is made for each."""
+    return (lambda a, b: a + b) if first else (lambda a, b: a * b)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("reducers", [own, lambda subtask: lambda a, b: a + b + subtask], ids=["code", "closure"])
+def test_own_reducers_that_differ(order, reducers):
+    """Whoever comes last: functions of one name that are not the same fail the topology, with the names of both subtasks."""
+    with harness_of() as harness:
+        tasks = [Task(harness, 0), Task(harness, 1)]
+        first, last = order
+        tasks[first].come(3, reducers(first))
+        with pytest.raises(
+            SuperstepsFailed, match=f"subtask {last} reduces by another function than subtask {first}: both"
+        ):
+            tasks[last].come(4, reducers(last))
+        assert isinstance(harness.failure, SuperstepsFailed)
+        with pytest.raises(RequestFailed, match=f"in step 0 subtask {last} reduces by another function"):
+            tasks[first].gets()
+
+
+def test_an_own_reducer_that_is_made_anew():
+    """A function that each task makes for itself, in each step, is the same one, with what it holds in that step."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        for step in range(200):
+            one.come(step, lambda a, b, step=step: a + b + step)
+            assert other.come(10, lambda a, b, step=step: a + b + step) == 2 * step + 10
+            one.gets()
+        assert harness.failure is None
+        assert 0 < len(one.steps._known) <= 64
 
 
 def test_a_reducer_that_raises():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stagecrew.errors import SuperstepsFailed
+from stagecrew.operators.reducers import Described
 
 __all__ = ["Gathering"]
 
@@ -25,10 +26,10 @@ class Gathering:
         self.subtasks = subtasks
         self.step = 0
         self._values: dict[int, Any] = {}
-        self._reducer: tuple[str, int] = ("", 0)  # and whose it was first
+        self._reducer: tuple[Described, int] = (Described(""), 0)  # and whose it was first
         self._ended: dict[int, int] = {}  # subtask -> how many steps it took part in
 
-    def add(self, subtask: int, step: int, reducer: str, value: Any) -> list[Any] | None:
+    def add(self, subtask: int, step: int, reducer: Described, value: Any) -> list[Any] | None:
         """A subtask has come to a step. Answers all values when it was the last, else None. Raises `SuperstepsFailed`."""
         if subtask in self._values:
             raise SuperstepsFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
@@ -37,11 +38,15 @@ class Gathering:
                 f"{self.name}: subtask {subtask} is at step {step}, the others are at step {self.step}: each has to call "
                 f"reduce() as often as the others"
             )
-        if self._values and reducer != self._reducer[0]:
-            raise SuperstepsFailed(
-                f"{self.name}: in step {step} subtask {subtask} reduces by {reducer!r}, but subtask {self._reducer[1]} by "
-                f"{self._reducer[0]!r}"
+        if self._values and not reducer.is_like(self._reducer[0]):
+            other, whose = self._reducer
+            difference = (
+                f"by {reducer.name!r}, but subtask {whose} by {other.name!r}"
+                if reducer.name != other.name
+                else f"by another function than subtask {whose}: both are called {reducer.name!r}, but their code, or a value "
+                f"that they hold, is not the same"
             )
+            raise SuperstepsFailed(f"{self.name}: in step {step} subtask {subtask} reduces {difference}")
         if not self._values:
             self._reducer = (reducer, subtask)
         self._values[subtask] = value

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import pickle
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
@@ -14,55 +15,85 @@ from stagecrew.errors import OperatorMisused, SuperstepsFailed
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Reducer", "reduced"]
+__all__ = ["Described", "Reducer", "described", "reduced"]
 
 #: The name of one that is ready-made, or a function of two values.
 Reducer = str | Callable[[Any, Any], Any]
 
+#: Of how many functions a task remembers that it has looked into them.
+_KNOWN: Final = 64
 
-def reduced(name: str, function: bytes | None, values: Sequence[Any]) -> Any:
+
+class Described(NamedTuple):
+    """A reducer as it travels, as a plain tuple. An own one comes with its pickled function."""
+
+    name: str
+    #: Of an own one: by what tasks compare theirs.
+    fingerprint: bytes = b""
+    function: bytes | None = None
+
+    def is_like(self, other: Described) -> bool:
+        """Whether both are the same function."""
+        return self[:2] == other[:2]
+
+
+def reduced(reducer: Described, values: Sequence[Any]) -> Any:
     """One value of these, which are in the order of subtasks; None is left out, and is the result where all are None.
 
-    `name` is one of `NAMES`, or that of an own reducer, whose pickled function comes with it. Raises `SuperstepsFailed` for
-    values that do not go together.
+    Raises `SuperstepsFailed` for values that do not go together.
     """
-    present = [value for value in values if value is not None]
+    present = {subtask: value for subtask, value in enumerate(values) if value is not None}
     if not present:
         return None
-    if function is not None:
-        return functools.reduce(pickle.loads(function), present)
-    _alike(name, present)
-    return NAMES[name](present)
+    if reducer.function is not None:
+        return functools.reduce(pickle.loads(reducer.function), present.values())
+    _alike(reducer.name, present)
+    return NAMES[reducer.name](list(present.values()))
 
 
-def described(reducer: Reducer) -> tuple[str, bytes | None]:
-    """A reducer as it travels: its name, by which tasks compare theirs, and its function where it is an own one.
+def described(reducer: Reducer, known: dict[bytes, bytes]) -> Described:
+    """A reducer as it travels. `known` is the caller's, for all its calls: what was pickled alike is looked into once.
 
-    Raises `OperatorMisused` for a name that is none, and for what cannot be called.
+    Raises `OperatorMisused` for a name that is none, for what cannot be called, and for a function that cannot be pickled.
     """
     if isinstance(reducer, str):
         if reducer not in NAMES:
             raise OperatorMisused(
                 f"reduce() knows {', '.join(NAMES)}, and functions of two values; {reducer!r} is none of them"
             )
-        return reducer, None
+        return Described(reducer)
     if not callable(reducer):
         raise OperatorMisused(
             f"reduce() takes the name of a reducer or a function of two values, not {type(reducer).__name__}"
         )
     from pyspark import cloudpickle
 
+    from stagecrew.operators.fingerprints import fingerprint
+
     name = f"{getattr(reducer, '__module__', '')}.{getattr(reducer, '__qualname__', type(reducer).__qualname__)}"
-    return name, cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
+    try:
+        pickled: bytes = cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
+    except Exception as error:  # of anybody's __reduce__
+        raise OperatorMisused(
+            f"the driver reduces, and {name} cannot be sent there ({type(error).__name__}: {error}): give it only what can be pickled"
+        ) from error
+    key = hashlib.blake2b(pickled).digest()
+    if key not in known:
+        if len(known) >= _KNOWN:
+            known.clear()
+        known[key] = fingerprint(reducer, pickled)
+    return Described(name, known[key], pickled)
 
 
-def _alike(name: str, values: Sequence[Any]) -> None:
-    """Whether the values can be one: of one kind, and where it is done element by element, of one shape."""
-    first, *others = [(_kind(value), _shape(value) if name != "concat" else None) for value in values]
-    for number, other in enumerate(others, 1):
-        if other != first:
+def _alike(name: str, values: Mapping[int, Any]) -> None:
+    """Whether the subtasks' values can be one: of one kind, and where it is done element by element, of one shape."""
+    found = {subtask: (_kind(value), _shape(value) if name != "concat" else None) for subtask, value in values.items()}
+    first, *others = found
+    for other in others:
+        if found[other] != found[first]:
             raise SuperstepsFailed(
-                f"{name} of values that differ: {_words(first)} and {_words(other)} (value {number})"
+                f"{name} of values that differ: {_words(found[first])} of subtask {first} and {_words(found[other])} of "
+                f"subtask {other}"
             )
 
 

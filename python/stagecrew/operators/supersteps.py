@@ -15,7 +15,7 @@ from stagecrew.coordination.coordinator import Coordinator, Evaluation
 from stagecrew.coordination.payloads import Packed, packed
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.gathering import Gathering
-from stagecrew.operators.reducers import Reducer, described, reduced
+from stagecrew.operators.reducers import Described, Reducer, described, reduced
 from stagecrew.worker.evaluations import PARTITION, evaluate
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class SuperstepCoordinator(Coordinator):
         what, *details = pickle.loads(request)
         if what == "piece":
             return group.piece(*details)
-        step, members, reducer, function, value = details
+        step, members, reducer, value = details
         if members < group.gathering.subtasks:
             # Spark runs only those again whose output it lost (G23): when one of them fails, all of them.
             raise SuperstepsFailed(
@@ -115,14 +115,15 @@ class SuperstepCoordinator(Coordinator):
         if not group.waiting:
             group.since = time.monotonic()
         group.waiting[evaluation] = reply
+        reducer = Described(*reducer)
         values = self._contained(group, group.gathering.add, evaluation, step, reducer, value)
         if values is not None:
-            self._answer(group, step, reducer, function, values)
+            self._answer(group, step, reducer, values)
         return reply
 
-    def _answer(self, group: _Group, step: int, reducer: str, function: bytes | None, values: list[Any]) -> None:
+    def _answer(self, group: _Group, step: int, reducer: Described, values: list[Any]) -> None:
         try:
-            value = reduced(reducer, function, values)
+            value = reduced(reducer, values)
             if self._stop_when is not None and not group.stopped:
                 group.stopped = bool(self._stop_when(step, value))
             result = _pickled((group.stopped, value))
@@ -223,6 +224,7 @@ class Steps:
         self.subtask, self.subtasks = gateway.subtask, members
         self.step = 0
         self.stopped = False
+        self._known: dict[bytes, bytes] = {}
 
     def __repr__(self) -> str:
         return f"<superstep {self.step} of subtask {self.subtask} of {self.subtasks}>"
@@ -234,10 +236,14 @@ class Steps:
         lists, text and bytes), or a function of two values. Values are reduced in the order of subtasks, so that a sum of floating
         point numbers is the same each time. None takes no part. Values are picklable, and at most some hundreds of megabytes.
 
+        All tasks reduce by the same `op`. A function of an importable module is compared by its name; any other, such as a lambda, by
+        its code and all that it holds: defaults, closure, the globals that it uses, the state of an object. Equal values make the
+        same function, in whatever task they were made. Not promised: that one which holds what is never pickled alike, such as a random
+        state, is the same in two tasks; and modules that differ between executors are not noticed: the driver's is used.
+
         Raises `SuperstepsFailed` when another task reduces otherwise or has ended, or `timeout` seconds are over; `OperatorMisused`.
         """
-        name, function = described(op)
-        request = _pickled(("reduce", self.step, self.subtasks, name, function, value))
+        request = _pickled(("reduce", self.step, self.subtasks, tuple(described(op, self._known)), value))
         if len(request) > _PIECE:
             pieces = [request[at : at + _PIECE] for at in range(0, len(request), _PIECE)]
             request = pieces.pop()

@@ -1,0 +1,134 @@
+"""Whether a function is the same one in different processes: a digest of what it is. It runs nothing of it. No Spark."""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import pickle
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pyspark import cloudpickle
+
+__all__ = ["fingerprint"]
+
+#: Of each of these alone pickle makes the same bytes everywhere.
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
+_NAMED: Final = (types.FunctionType, types.BuiltinFunctionType, type)
+#: In the flags of a class: it is made by a program. Others are part of the interpreter, or of an extension.
+_MADE: Final = 1 << 9
+#: What a class has that says nothing about what it does.
+_BESIDE: Final = frozenset(
+    {"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
+)
+
+
+def fingerprint(function: Any, pickled: bytes) -> bytes:
+    """The same bytes for two evaluations of one function that hold equal values, in whatever processes; else others.
+
+    A function, or a class, that is found by its name in an importable module is that name. Any other is its code (but for
+    where it stands), its defaults, the values of its closure and the globals that it uses; objects are what pickle would make of
+    them, sets and dicts in any order. `pickled` is what cloudpickle made of all; it decides alone where one of the objects can be
+    pickled, but not be looked into.
+
+    Not promised: that an object which is pickled otherwise each time is ever the same.
+    """
+    try:
+        return _Walk().digest(function)
+    except Exception:  # of anybody's __reduce__, or too deep
+        return _hashed("pickled", [pickled])
+
+
+def _hashed(kind: str, parts: Iterable[bytes]) -> bytes:
+    made = hashlib.blake2b(kind.encode(), digest_size=16)
+    for part in parts:
+        made.update(b"%d:" % len(part))
+        made.update(part)
+    return made.digest()
+
+
+def _name(value: Any) -> str | None:
+    """By which every process finds this function or class; None when there is no such name."""
+    if not isinstance(value, _NAMED) or value.__module__ in (None, "__main__"):
+        return None
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
+        found = getattr(found, part, None)
+    there = found is value or (isinstance(value, type) and not value.__flags__ & _MADE)
+    return f"{value.__module__}.{value.__qualname__}" if there else None
+
+
+def _used(code: types.CodeType) -> set[str]:
+    """The globals that it, and what is defined in it, uses."""
+    names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_used(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing yet
+        return []
+
+
+class _Walk:
+    """Once through all that a function holds. What holds itself is named by where it is met again."""
+
+    def __init__(self) -> None:
+        self._done: dict[int, tuple[bytes, Any]] = {}  # with the object: its id stays its own
+        self._open: dict[int, int] = {}
+
+    def digest(self, value: Any) -> bytes:
+        if type(value) in _PLAIN:
+            return _hashed(type(value).__name__, [pickle.dumps(value, 4)])
+        id_ = id(value)
+        if id_ in self._done:
+            return self._done[id_][0]
+        if id_ in self._open:
+            return _hashed("again", [b"%d" % self._open[id_]])
+        self._open[id_] = len(self._open)
+        made = self._made(value)
+        del self._open[id_]
+        self._done[id_] = (made, value)
+        return made
+
+    def _all(self, kind: str, *values: Any) -> bytes:
+        return _hashed(kind, [self.digest(value) for value in values])
+
+    def _made(self, value: Any) -> bytes:
+        if (name := _name(value)) is not None:
+            return _hashed("name", [name.encode()])
+        if isinstance(value, types.FunctionType):
+            held = [_content(cell) for cell in value.__closure__ or ()]
+            everything = value.__globals__
+            used = {name: everything[name] for name in _used(value.__code__) if name in everything}
+            return self._all(
+                "function", value.__code__, value.__defaults__, value.__kwdefaults__, held, used, value.__dict__
+            )
+        if isinstance(value, types.CodeType):
+            names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+            return self._all("code", value.co_code, value.co_consts, value.co_exceptiontable, *names, *counts)
+        if isinstance(value, type):
+            slots = (types.GetSetDescriptorType, types.MemberDescriptorType)
+            own = {k: v for k, v in vars(value).items() if k not in _BESIDE and not isinstance(v, slots)}
+            return self._all("class", type(value), value.__qualname__, value.__bases__, own)
+        if type(value) in (tuple, list):
+            return self._all(type(value).__name__, *value)
+        if type(value) in (set, frozenset):
+            return _hashed(type(value).__name__, sorted(map(self.digest, value)))
+        if type(value) is dict:
+            keys = {self.digest(key): key for key in value}
+            return _hashed("dict", [part for key in sorted(keys) for part in (key, self.digest(value[keys[key]]))])
+        return self._object(value)
+
+    def _object(self, value: Any) -> bytes:
+        reduce = cloudpickle.CloudPickler.dispatch_table.get(type(value))
+        how = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        if isinstance(how, str):
+            return self._all("name", getattr(value, "__module__", None) or type(value).__module__, how)
+        call, args, *more = how
+        state, items, pairs = [*more, None, None, None][:3]
+        return self._all("object", call, args, state, list(items or ()), list(pairs or ()))

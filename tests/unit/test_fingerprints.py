@@ -1,0 +1,212 @@
+"""Functions are compared by what they are, across processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyspark import cloudpickle
+
+from stagecrew.operators.fingerprints import fingerprint
+
+SCALE = 2
+NAMES = {f"name {n}" for n in range(20)}
+
+
+def held(value: Any) -> Callable[[Any, Any], Any]:
+    return lambda a, b: (a, b, value)
+
+
+def by_default(value: Any) -> Callable[[Any, Any], Any]:
+    def reduce(a: Any, b: Any, c: Any = value, *, d: Any = None) -> Any:
+        return a, b, c, d
+
+    return reduce
+
+
+def by_keyword(value: Any) -> Callable[[Any, Any], Any]:
+    def reduce(a: Any, b: Any, c: Any = None, *, d: Any = value) -> Any:
+        return a, b, c, d
+
+    return reduce
+
+
+def recursive(last: int) -> Callable[[Any, Any], Any]:
+    def reduce(a: Any, b: Any) -> Any:
+        return last if a > b else reduce(b, a)
+
+    return reduce
+
+
+def by_global(more: int) -> Callable[[Any, Any], Any]:
+    scope: dict[str, Any] = {"more": more, "unused": object(), "np": np}
+    exec("def inner(a): return a + more\ndef reduce(a, b): return [inner(x) + np.abs(x) for x in (a, b)]", scope)
+    return scope["reduce"]
+
+
+def an_object(value: Any, sign: int = 1) -> Any:
+    class Base:
+        def __init__(self) -> None:
+            self.value = value
+
+    if sign == 1:
+
+        class Reducer(Base):
+            def __call__(self, a: Any, b: Any) -> Any:
+                return super().__new__, a + b
+
+            def method(self, a: Any, b: Any) -> Any:
+                return a + b
+    else:
+
+        class Reducer(Base):  # type: ignore[no-redef]
+            def __call__(self, a: Any, b: Any) -> Any:
+                return super().__new__, a - b
+
+    return Reducer()
+
+
+def a_dataclass(value: int) -> Any:
+    @dataclasses.dataclass
+    class Reducer:
+        value: int
+        found: dict[str, int] = dataclasses.field(default_factory=dict)
+
+        @property
+        def twice(self) -> int:
+            return 2 * self.value
+
+        @staticmethod
+        def sign() -> int:
+            return 1
+
+        def __call__(self, a: Any, b: Any) -> Any:
+            return a, b
+
+    return Reducer(value)
+
+
+def marked(value: Any) -> Any:
+    def reduce(a: Any, b: Any) -> Any:
+        return a, b, reduce.value
+
+    reduce.value = value
+    return reduce
+
+
+def not_yet() -> Any:
+    def reduce(a: Any, b: Any) -> Any:
+        return later(a, b)
+
+    if not NAMES:
+        later = max
+    return reduce
+
+
+#: Makers of functions; no two make the same.
+MAKERS: list[Callable[[], Any]] = [
+    lambda: lambda a, b: a + b,
+    lambda: lambda a, b: a * b,
+    lambda: lambda a, b: a + b + 1,
+    lambda: lambda a, b: a + b + 1.0,
+    lambda: lambda a, b: a + b + True,
+    lambda: lambda a, b: a.real + b,
+    lambda: lambda a, b: a.imag + b,
+    lambda: lambda a, b: [x + 1 for x in (a, b)],
+    lambda: lambda a, b: [x + 2 for x in (a, b)],
+    lambda: lambda a, b: a + b + SCALE,
+    *(functools.partial(held, value) for value in (1, "1", b"1", 1j, 0.0, -0.0, None, ..., (), [], [1], (1,))),
+    *(functools.partial(held, value) for value in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {1, 2}, frozenset({1, 2}))),
+    *(functools.partial(held, value) for value in (np.arange(3), np.arange(3.0), np.int64(1), np.arange(4)[1:])),
+    *(functools.partial(held, value) for value in (np.maximum, np.add, len, dict, [].append, str.join, range(3))),
+    lambda: held({f"name {n}" for n in range(20)}),
+    lambda: held(max(NAMES)),
+    lambda: held(dict.fromkeys(NAMES, 1)),
+    *(functools.partial(maker, value) for maker in (by_default, by_keyword, recursive) for value in (1, 2)),
+    *(functools.partial(maker, value) for maker in (by_global, a_dataclass, marked, an_object) for value in (1, 2)),
+    lambda: an_object(1, sign=-1),
+    lambda: an_object(1).method,
+    lambda: an_object(2).method,
+    lambda: functools.partial(held(1), 5),
+    lambda: functools.partial(held(1), 6),
+    lambda: functools.partial(held(2), 5),
+    lambda: functools.partial(max, key=held(1)),
+    lambda: functools.lru_cache(held(3)).__wrapped__,
+    lambda: operator.add,
+    lambda: operator.mul,
+    lambda: np.minimum,
+    lambda: operator.itemgetter(1),
+    not_yet,
+]  # fmt: skip
+
+
+def digest(function: Any) -> str:
+    found = fingerprint(function, b"1")
+    assert found == fingerprint(function, b"2"), "it could not be looked into"
+    return found.hex()
+
+
+def test_what_differs():
+    """Other code, constants, defaults, closures, globals, states: no two of the functions are the same."""
+    made = [digest(maker()) for maker in MAKERS]
+    for number, one in enumerate(made):
+        assert one not in made[:number], f"maker {number} is like {made.index(one)}"
+
+
+@pytest.mark.parametrize("number", range(len(MAKERS)))
+def test_what_is_made_twice(number):
+    """The same code over equal values is the same, made twice, and where it was pickled."""
+    maker = MAKERS[number]
+    assert digest(maker()) == digest(maker())
+    pickled = cloudpickle.dumps(maker())
+    one, other = cloudpickle.loads(pickled), cloudpickle.loads(pickled)
+    assert digest(one) == digest(other)
+
+
+def test_in_other_processes():
+    """Neither the order of sets nor ids of objects say anything: processes of other hashes find the same."""
+    code = "import test_fingerprints as t; print([t.digest(maker()) for maker in t.MAKERS])"
+    folder = str(Path(__file__).parent)
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join([folder, *sys.path])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert found[0] == found[1]
+    assert found[0].count(",") == len(MAKERS) - 1
+
+
+def test_where_nothing_can_be_known():
+    """What can be pickled but not looked into is compared by what was pickled: never the same by mistake."""
+
+    class Odd:
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("not with me")
+
+    function = held(Odd())
+    assert fingerprint(function, b"1") == fingerprint(held(Odd()), b"1") != fingerprint(function, b"2")
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert fingerprint(held(deep), b"1") == fingerprint(function, b"1")
+
+
+def test_where_it_stands_says_nothing():
+    """Two places of one text are one function."""
+    one = lambda a, b: a + b  # noqa: E731
+    other = lambda a, b: a + b  # noqa: E731
+    assert digest(one) == digest(other)
