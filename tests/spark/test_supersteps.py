@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import signal
 import sys
@@ -15,7 +17,7 @@ from pyspark import cloudpickle
 
 import stagecrew
 from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, eventually, kill
+from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -164,39 +166,72 @@ def test_up_to_spark_s_own_limit(cluster, tmp_path):
     assert len(os.listdir(tmp_path / "n")) == 4
 
 
-def test_output_that_is_lost_between_two_actions(sessions):
+def test_output_that_is_lost_between_two_actions(sessions, journal):
     """Spark runs some of the tasks again, which cannot go on without the others: all run again, and the rows are the same."""
     cluster = sessions.get(LOCAL_CLUSTER)
+    path = journal.path
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
+            Journal(path).write(subtask=steps.subtask, together=steps.subtasks, executor=executor_of_this_worker())
             yield batch(steps.subtask, steps.reduce(float(sum(numbers(batches)))))
 
-        sums = topology.supersteps(cluster.range(0, 100, 1, 2), work, SCHEMA).select("subtask", "value")
-        rdd = sums._jdf.queryExecution().toRdd()
-        assert rdd.count() == 2
-        pids = cluster.range(0, 8, 1, 8).mapInArrow(pids_of_executors, "id long").distinct().collect()
-        kill(pids[0].id)
-        eventually(lambda: executors(cluster) == 2, what="another executor")
-        assert rdd.count() == 2
+        sums = topology.supersteps(cluster.range(0, 100, 1, 4), work, SCHEMA)
+        rows = sums.rdd  # one, so that the second action finds the output of the first
+        expected = [(subtask, 4950.0) for subtask in range(4)]
+        assert sorted(map(tuple, rows.collect())) == expected
+        first = journal.read()
+        assert sorted((one["subtask"], one["together"]) for one in first) == [(subtask, 4) for subtask in range(4)]
+        assert sorted(map(tuple, rows.collect())) == expected
+        assert len(journal.read()) == 4  # nothing ran again
+        there = {one["subtask"]: one["executor"] for one in first}
+        lost = sorted(subtask for subtask in range(4) if there[subtask] == there[0])
+        assert len(lost) == 2  # four slots on two executors
+        before = executors(cluster)
+        kill(there[0])
+        eventually(
+            lambda: len(before & executors(cluster)) == 2 and len(executors(cluster)) == 3, what="another executor"
+        )
+        assert sorted(map(tuple, rows.collect())) == expected
+    again = journal.read()[4:]
+    assert sorted(one["subtask"] for one in again if one["together"] == 2) == lost  # what Spark ran by itself
+    assert sorted(one["subtask"] for one in again if one["together"] == 4) == [0, 1, 2, 3]
+    assert len(again) == 6
 
 
-def pids_of_executors(batches: Any) -> Any:
-    for one in batches:
-        yield pa.record_batch({"id": [executor_of_this_worker()] * one.num_rows})
+def executors(spark: Any) -> set[str]:
+    """The addresses of those that live, and that of the driver."""
+    return set(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().keySet().mkString(" ").split())
 
 
-def executors(spark: Any) -> int:
-    return spark.sparkContext._jsc.sc().getExecutorMemoryStatus().size() - 1
+ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
 
 
 @pytest.mark.parametrize(
     ("work", "words"),
     [
-        (lambda steps: steps.reduce(1) if steps.subtask == 0 else None, "each has to call reduce"),
-        (lambda steps: steps.reduce(1, "sum" if steps.subtask else "max"), "reduces by"),
-        (lambda steps: steps.reduce(1 if steps.subtask else [1]), "values that differ"),
+        (
+            lambda steps: steps.reduce(1) if steps.subtask == 0 else None,
+            r"subtask 1 ended after 0 steps, but subtask 0 waits in step 0: each has to call reduce\(\) as often as the others",
+        ),
+        (
+            lambda steps: steps.reduce(1, "sum" if steps.subtask else "max"),
+            r"in step 0 subtask (0 reduces by 'max', but subtask 1 by 'sum'|1 reduces by 'sum', but subtask 0 by 'max')",
+        ),
+        (
+            lambda steps: steps.reduce(2, (lambda a, b: a + b) if steps.subtask else (lambda a, b: a * b)),
+            rf"in step 0 {ONE_AND_OTHER.format('reduces by another function than')}: both are called '.*<lambda>'",
+        ),
+        (
+            lambda steps: steps.reduce(2, lambda a, b, mine=steps.subtask: a + b + mine),
+            rf"in step 0 {ONE_AND_OTHER.format('reduces by another function than')}: both are called '.*<lambda>'",
+        ),
+        (
+            lambda steps: steps.reduce(1 if steps.subtask == 0 else [1]),
+            "sum of values that differ: number of subtask 0 and list of subtask 1",
+        ),
     ],
+    ids=["less often", "another name", "another function", "other values in it", "another kind of value"],
 )
 def test_tasks_that_differ(cluster, work, words):
     """A task that reduces less often, by another reducer, or another kind of value: the error names it, and nobody hangs."""
@@ -207,6 +242,32 @@ def test_tasks_that_differ(cluster, work, words):
 
     with pytest.raises(stagecrew.CoordinatorFailed, match=words), stagecrew.crew(cluster).topology("t") as topology:
         topology.supersteps(cluster.range(0, 2, 1, 2), work_, SCHEMA).collect()
+
+
+def test_own_reducers(cluster):
+    """Functions that each task makes for itself, on two executors, are the same where they hold the same: a partial, an object, a set."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+
+        def work(steps, batches):
+            class Product:
+                def __init__(self, start: float) -> None:
+                    self.start = start
+
+                def __call__(self, a: float, b: float) -> float:
+                    return self.start * a * b
+
+            wanted = {f"name {n}" for n in range(20)}
+            value = float(steps.subtask + 2)
+            total = 0.0
+            for number in range(3):
+                total += steps.reduce(value, Product(number))
+                total += steps.reduce(value, lambda a, b, number=number: a + b + number + len(wanted))
+                total += steps.reduce(value, functools.partial(max))
+                total += steps.reduce(value, operator.add)
+            yield batch(steps.subtask, total)
+
+        rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
+        assert sorted(map(tuple, rows)) == [(subtask, 18.0 + 78.0 + 9.0 + 15.0) for subtask in range(2)]
 
 
 def test_too_few_slots(sessions):
