@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
+import runpy
 import signal
 import sys
 import time
@@ -14,7 +17,7 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Journal, eventually
+from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -163,6 +166,46 @@ def test_merged_sources(cluster, journal):
             began[entry["pid"]] = entry["at"]
         else:
             del began[entry["pid"]]
+
+
+def test_the_example_of_a_stream_starts_again(sessions, tmp_path):
+    """Stopped, failed in a batch, and started again from its checkpoint, it goes on where it was: each row once, within the drift."""
+    spark = sessions.get(LOCAL)
+    example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/aligned_stream.py"))
+    spark.dataSource.register(example["Merged"])
+    batches: dict[int, list[tuple[str, int]]] = {}
+    everything = sorted((source, at) for source, (events, _) in example["SOURCES"].items() for at in events)
+    fails = [4]
+
+    def keep(frame, number):
+        if number in fails:
+            fails.remove(number)
+            raise ValueError("the sink is not there")
+        batches[number] = [(row.source, row["at"]) for row in frame.collect()]
+
+    def run(enough):
+        stream = spark.readStream.format("merged").load().writeStream.foreachBatch(keep)
+        query = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+        try:
+            eventually(lambda: not query.isActive or sum(map(len, batches.values())) >= enough, 60, "the stream's rows")
+        finally:
+            query.stop()
+        return query.exception()
+
+    assert run(60) is None
+    assert "the sink is not there" in str(run(len(everything)))
+    assert run(len(everything)) is None
+    assert sorted(row for rows in batches.values() for row in rows) == everything
+    offsets = [
+        json.loads((tmp_path / "checkpoint/offsets" / str(number)).read_text().splitlines()[2])
+        for number in range(len(batches))
+    ]
+    for one, next_ in itertools.pairwise(offsets):
+        assert all(one[source] <= next_[source] for source in one)
+    for number in sorted(batches):
+        ends = dict(sorted(batches[number]))
+        if len(ends) == 2:
+            assert max(ends.values()) - min(ends.values()) <= example["DRIFT"]
 
 
 def test_bad_input(cluster):
