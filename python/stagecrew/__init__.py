@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from stagecrew.operators.alignment import Aligner, Alignment, InEventTime
     from stagecrew.operators.commits import CommitReport, Committer, Staging
     from stagecrew.operators.decisions import Decisions, FileDecisions, MemoryDecisions
+    from stagecrew.operators.sinks import read_committed
     from stagecrew.operators.supersteps import Steps
     from stagecrew.operators.watermarks import WatermarkGroup
     from stagecrew.partitions import PartitionReport, Release
@@ -206,6 +207,7 @@ __all__ = [
     "is_active",
     "jar_path",
     "open_jobs",
+    "read_committed",
     "resource",
     "spark_conf",
 ]
@@ -220,6 +222,7 @@ _LAZY = {
     **dict.fromkeys(("Aligner", "Alignment", "InEventTime"), "stagecrew.operators.alignment"),
     **dict.fromkeys(("CommitReport", "Committer", "Staging"), "stagecrew.operators.commits"),
     **dict.fromkeys(("Decisions", "FileDecisions", "MemoryDecisions"), "stagecrew.operators.decisions"),
+    "read_committed": "stagecrew.operators.sinks",
     "Steps": "stagecrew.operators.supersteps",
     "WatermarkGroup": "stagecrew.operators.watermarks",
     "TaskGateway": "stagecrew.worker.evaluations",
