@@ -34,6 +34,10 @@ class Killed(BaseException):
     """The one that runs ends here."""
 
 
+class Deleted(BaseException):
+    """What was decided is gone, for ever: no error that a driver tries again behind."""
+
+
 class MemorySink:
     """A sink that remembers; what is asked of it twice it does once. Pickled as its name: the place outlives all drivers."""
 
@@ -50,7 +54,8 @@ class MemorySink:
 
     def commit(self, staging, messages):
         if staging.commit_id not in self.visible:
-            assert staging.run in self.staged, "what was decided must not be deleted"
+            if staging.run not in self.staged:
+                raise Deleted(f"{staging} is decided, and was deleted")
             self.visible[staging.commit_id] = [message["text"] for message in messages]
 
     def done(self, commit_id):

@@ -11,21 +11,28 @@ from stagecrew.errors import (
     JobUnreadable,
     LeadershipLost,
     PossiblyInconsistentError,
+    SessionLost,
     StagecrewError,
     StateStorageError,
     StoreRefused,
+    StoreUnavailable,
 )
+from stagecrew.recovery.election import HOLDER, TERM
 from stagecrew.recovery.jobs import Jobs, JobState
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
-from stagecrew.recovery.stores.contract import Check, Replace
+from stagecrew.recovery.stores.contract import Check, Create, Replace
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
 
 class At:
-    """Something happens at one moment of one transaction, and nothing else."""
+    """Something happens at one moment of one transaction, and nothing else.
+
+    "killed": who writes ends there. "lost": it is not answered. With "session" or "term" the store, behind the lost answer, ends that
+    session too, or has another lead.
+    """
 
     def __init__(self, world, number, moment, what):
         self.world, self.number, self.moment, self.what = world, number, moment, what
@@ -42,6 +49,11 @@ class At:
             if self.world.current is not None:
                 self.world.current.killed = True
             raise Killed
+        if self.what == "session":
+            self.world.server.expire(session)
+        elif self.what == "term" and (term := self.world.server.entries.get(TERM)):
+            self.world.server.entries.pop(HOLDER, None)
+            self.world.server.session().transact(Replace(TERM, b"another", term.version))
         raise PossiblyInconsistentError("the answer was lost")
 
 
@@ -86,10 +98,12 @@ def consistent(world):
 
 @pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize(
-    ("moment", "what"), [("before", "killed"), ("after", "killed"), ("before", "lost"), ("after", "lost")]
+    ("moment", "what"),
+    [(moment, what) for what in ("killed", "lost", "session", "term") for moment in ("before", "after")],
 )
 def test_at_each_write(moment, what, cancel):
-    """Whoever dies or is not answered at any one write of a job's life: all is consistent then, and another driver ends the job."""
+    """Whoever dies or is not answered at any one write of a job's life, and is cut off behind that: all is consistent then, and another
+    driver ends the job."""
     reached = 0
     for number in itertools.count(1):
         world = World(0, jobs=1, faults=0)
@@ -184,6 +198,38 @@ def test_cancel_behind_a_decision():
     jobs = world.settle()
     assert jobs.read("job-0")[0].state == "cancelled"
     assert list(world.sink.visible.values()) == [["make by run 1"]]
+
+
+@pytest.mark.parametrize("then", [StoreUnavailable, SessionLost, StoreRefused])
+def test_a_submit_whose_answer_is_lost(then):
+    """Behind a lost answer nobody knows whether the job is stored, whatever the next try says: the error names the id, and submitting by
+    it answers that job. When no answer was lost, nothing is stored, and the error says that."""
+    for answered in (True, False):
+        world = World(11, jobs=1, faults=0)
+        faults = ["before", "before"] if answered else ["after", "before", "before"]
+
+        def fault(session, operations, moment, faults=faults):
+            if faults[:1] == [moment] and any(
+                isinstance(one, Create) and one.key.startswith("specs/") for one in operations
+            ):
+                faults.pop(0)
+                raise (
+                    PossiblyInconsistentError("the answer was lost") if moment == "after" else then("nothing was done")
+                )
+
+        world.server.fault = fault
+        with pytest.raises(then if answered else PossiblyInconsistentError) as raised:
+            session_of(world).submit(SPEC)
+        world.server.fault = lambda *_: None
+        jobs = session_of(world)
+        if answered:
+            assert jobs.names() == []
+            assert world.states() == set()
+            continue
+        [job] = jobs.names()
+        assert f"whether job {job!r} is stored: submit it again with this id" in str(raised.value)
+        assert jobs.submit(SPEC, job) == job
+        assert jobs.names() == [job]
 
 
 def test_cancel_and_finish():

@@ -9,7 +9,7 @@ import pickle
 from typing import TYPE_CHECKING, Any
 
 from stagecrew.errors import (
-    CommitFailed,
+    CommitConflict,
     CommitSuperseded,
     CommitUnknown,
     HandleExists,
@@ -69,6 +69,7 @@ class StoredDecisions:
             else:
                 patient(lambda: self._handles.replace(key, version - 1, state), waits, self._patience)
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
+            # None of its tries was done: where one may have been, this is a PossiblyInconsistentError.
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
             if known == (version + 1, record):
                 return version + 1  # our own write, whose outcome was not known
@@ -96,7 +97,7 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
     for name in handles.names():
         try:
             _finish(handles, name, ending, patience)
-        except CommitFailed as error:
+        except CommitConflict as error:
             _log.warning("commit %r, which was decided, can never be done: %s", name, error)
         except Exception as error:
             _log.warning("commit %r could not be finished: %s: %s", name, type(error).__name__, error)

@@ -59,6 +59,8 @@ PATIENCE: Final = 600.0
 _PAUSE: Final = 2.0
 #: After these, the transaction was not done.
 _DEFINITE: Final = (StoreUnavailable, SessionLost, StoreRefused, StoreUnsupported, LeadershipLost, RecoveryMisused)
+#: Behind these it is worth trying again.
+_PASSING: Final = (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError)
 
 
 def packed(reference: Reference, token: str) -> bytes:
@@ -125,28 +127,38 @@ def moved(store: str) -> bytes:
 
 
 def repeated(write: Callable[[], Any]) -> Any:
-    """Does a write of something prepared, and again where nobody knows whether it was done: it is done once. Raises what is left."""
-    for left in reversed(range(_AGAIN)):
-        try:
-            return write()
-        except PossiblyInconsistentError:
-            if not left:
-                raise
-    raise AssertionError
+    """Does a write of something prepared, and again where nobody knows whether it was done: it is done once. Raises what is left.
+
+    Once nobody knows, only the store's word about this very write ends that: that a later try was not done says nothing about the
+    first. So `PossiblyInconsistentError` is what is raised then, whatever the last try met.
+    """
+    return patient(write, "", 0.0)
 
 
 def patient(write: Callable[[], Any], waits: str, seconds: float) -> Any:
     """`repeated`, and again while storage or store are away or full, for so long; `waits` says in the log what waits for what."""
     due = time.monotonic() + seconds
+    unknown: PossiblyInconsistentError | None = None
+    at_once = _AGAIN
     while True:
+        at_once -= 1
+        last: Exception
         try:
-            return repeated(write)
-        except (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError) as error:
-            # Nothing was written; or nobody knows, and then the same write again is done once.
-            if time.monotonic() >= due:
-                raise
-            _log.warning("%s: %s", waits, error)
-            time.sleep(_PAUSE)
+            return write()
+        except PossiblyInconsistentError as error:
+            last = unknown = error
+            if at_once:
+                continue
+        except (StateStorageError, *_DEFINITE) as error:
+            last = error
+        if not isinstance(last, _PASSING) or time.monotonic() >= due:
+            if unknown is None or last is unknown:
+                raise last
+            raise PossiblyInconsistentError(f"{unknown}; then: {last}") from last
+        # Nothing was written; or nobody knows, and then the same write again is done once.
+        _log.warning("%s: %s", waits, last)
+        time.sleep(_PAUSE)
+        at_once = _AGAIN
 
 
 class Prepared:
