@@ -299,6 +299,56 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
     assert all(process.run.job == "job-0" for process in world.processes)
 
 
+@pytest.mark.parametrize("what", ["specs", "steps", "commits"])
+def test_a_job_whose_state_is_corrupt_behind_its_last_run(what):
+    """What a run has left and the next cannot read is kept, however often it is looked at: the job does not end by that, others do; when
+    it is put back, the job goes on where it was."""
+    world = World(12, jobs=1, faults=0)
+    session_of(world).submit(JobSpec("bad.py", (), {}, {}, b"", 3), "bad")
+    driver = leading(world)
+
+    def killed(session, operations, moment):
+        if moment == "before" and any(one.key == "jobs/bad/steps/last" for one in operations):
+            world.current.killed = True
+            raise Killed
+
+    world.server.fault = killed
+    world.processes[0].act()
+    world.server.fault = lambda *_: None
+    corrupt = {path: world.filesystem.open_input_stream(path).read() for path in world.states() if what in path}
+    assert corrupt
+    for path in corrupt:
+        with world.filesystem.open_output_stream(path) as stream:
+            stream.write(b"half")
+    before = world.states()
+    session_of(world).submit(SPEC, "job-0")
+
+    def goes_on():
+        for _ in range(40):
+            world.clock += 100.0
+            driver.act()
+            for process in world.processes:
+                if not process.dead:
+                    process.act()
+            while world.doomed:
+                world.server.expire(world.doomed.pop())
+
+    goes_on()
+    jobs = session_of(world)
+    assert jobs.read("job-0")[0].clean
+    record, _ = jobs.read("bad")
+    assert (record.state, record.run <= 2) == ("running", True)
+    assert before <= world.states()
+    for path, data in corrupt.items():
+        with world.filesystem.open_output_stream(path) as stream:
+            stream.write(data)
+    goes_on()
+    assert (jobs.read("bad")[0].clean, jobs.result("bad").state) == (True, "succeeded")
+    assert world.ran.count(("bad", "make", 1)) == 1
+    assert not [run for job, step, run in world.ran if job == "bad" and step in ("make", "write") and run > 1]
+    assert world.sink.visible["bad/write/sink"] == ["make by run 1"]
+
+
 def test_an_unreadable_job_can_be_cancelled():
     """A job whose state is gone ends when it is cancelled, without its files."""
     world = World(7, jobs=1, faults=0)

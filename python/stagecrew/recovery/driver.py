@@ -272,6 +272,10 @@ class Tending:
                 self._run(job, record, version, claim)
 
     def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
+        if job in self._later or record.run >= record.max_attempts:
+            self._jobs.require_readable(
+                job
+            )  # a run that cannot read what others left is lost: none is counted for that
         if record.run >= record.max_attempts:
             reason = f"each of its {record.run} runs was lost before its end; the output of the last says more"
             self._jobs.end(job, (record, version), JobState.FAILED, reason)

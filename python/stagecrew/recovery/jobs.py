@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
     HandleExists,
+    HandleMissing,
     JobError,
     JobExists,
     JobUnknown,
@@ -21,6 +22,7 @@ from stagecrew.errors import (
     PossiblyInconsistentError,
     RecoveryMisused,
     StagecrewError,
+    StateStorageError,
     StoreConflict,
     StoreUnsupported,
 )
@@ -254,6 +256,22 @@ class Jobs:
             return JobSpec.from_bytes(self._specs.get(job).data)
         except StagecrewError as error:
             raise JobUnreadable(f"what job {job!r} runs cannot be read: {error}") from error
+
+    def require_readable(self, job: str) -> None:
+        """Raises `JobUnreadable` when what a run of the job begins from cannot be read: what it runs, its steps and its commits."""
+        self.spec(job)
+        for what in ("steps", "commits"):
+            handles = self.below(job, what)
+            for name in handles.names():
+                try:
+                    handles.get(name)
+                except HandleMissing:
+                    pass  # removed meanwhile
+                except (StateStorageError, StoreUnsupported) as error:
+                    raise JobUnreadable(
+                        f"what job {job!r} has left of {name!r}, of its {what}, cannot be read: {error}. Nothing of the job is deleted; "
+                        f"it goes on when that can be read"
+                    ) from error
 
     def result(self, job: str) -> Result | None:
         """How a job has ended; None while it has not. Raises `JobUnknown`, `JobUnreadable`."""
