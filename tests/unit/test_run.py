@@ -1,7 +1,10 @@
 """The process of a run: what it watches for, and how it is started."""
 
+import contextlib
 import os
 import stat
+import subprocess
+import sys
 import time
 
 import pyarrow.fs
@@ -10,12 +13,14 @@ import pytest
 from modelstore import ModelServer
 from stagecrew.errors import CommitUnknown, ConfigurationError, JobError, LeadershipLost, StoreUnavailable
 from stagecrew.recovery import driver
+from stagecrew.recovery import run as run_module
 from stagecrew.recovery.driver import Launcher
-from stagecrew.recovery.election import HOLDER, TERM
-from stagecrew.recovery.jobs import Run
-from stagecrew.recovery.run import Claimed, Watch, _no_fault_of_its_own
+from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
+from stagecrew.recovery.jobs import Jobs, Run
+from stagecrew.recovery.run import LOST, Claimed, Watch, _no_fault_of_its_own
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 
 
@@ -93,6 +98,90 @@ def test_a_jvm_that_is_gone(monkeypatch):
     watched = Watched()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "started it is gone" in watched.watch.look()
+
+
+MODULE = """
+import atexit, os, pathlib, threading, time
+
+def ends(folder):
+    def late():
+        time.sleep(1.5)
+        pathlib.Path(folder, "hook").touch()
+    atexit.register(late)
+    return 7
+
+def lost(folder):
+    import stagecrew
+    print("said before it was lost")
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise stagecrew.PossiblyInconsistentError("nobody knows")
+"""
+
+
+def process_of(tmp_path, function, leads):
+    """A run as a process of its own, without Spark, under a leader that is this process; and the job behind it."""
+    (tmp_path / "run_jobs.py").write_text(MODULE)
+    (tmp_path / "state").mkdir()
+    places = {"STAGECREW_STORE": f"sqlite://{tmp_path}/jobs.db", "STAGECREW_STATE": str(tmp_path / "state")}
+    spec = JobSpec.of_function(f"run_jobs:{function}", {"folder": str(tmp_path)}, {}, [tmp_path / "run_jobs.py"])
+    store = open_store(places["STAGECREW_STORE"])
+    leads.callback(store.close)
+    store.ensure("leader", TERM)
+    info = LeaderInfo.of_this_process(1, store.session).to_bytes()
+    store.transact(Create(HOLDER, info, ephemeral=True), Replace(TERM, info, 0))
+    jobs = Jobs(store, StateStorage(tmp_path / "state"))
+    jobs.submit(spec, "job")
+    run = jobs.start("job", jobs.read("job"), jobs.claim("job"))
+    folder = tmp_path / "run"
+    (folder / "files").mkdir(parents=True)
+    (folder / "files" / "run_jobs.py").write_text(MODULE)
+    ended = subprocess.run(
+        [
+            sys.executable, run_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
+            f"--claim={run.claim}", "--term=1",
+        ],
+        env=os.environ | places, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return ended, jobs
+
+
+def test_a_run_that_ends_its_job(tmp_path):
+    """Behind its job's end a run is not watched any more: its exit hooks run, however long its session has been over, and it has not ended
+    as lost."""
+    with contextlib.ExitStack() as leads:
+        ended, jobs = process_of(tmp_path, "ends", leads)
+        assert (ended.returncode, "this run ends" in ended.stderr) == (0, False), ended.stderr
+        assert (tmp_path / "hook").exists()
+        assert (jobs.result("job").value(), jobs.process("job")) == (7, None)
+
+
+def test_a_run_that_is_lost(tmp_path):
+    """A run whose job is not at its end ends at once, with what it has said, though its threads go on; the job may run again."""
+    with contextlib.ExitStack() as leads:
+        ended, jobs = process_of(tmp_path, "lost", leads)
+        assert ended.returncode == LOST, ended.stderr
+        assert "said before it was lost" in ended.stdout
+        assert "this run ends: its job is not at its end" in ended.stderr
+        assert (jobs.read("job")[0].state, jobs.process("job")) == ("running", None)
+
+
+def test_a_process_whose_threads_do_not_end():
+    """A run that has ended its job does not wait for ever for what the job's code has left running."""
+    code = "import threading, time\nfrom stagecrew.recovery.run import ends_within\nends_within(0.3, 7)\n"
+    code += "threading.Thread(target=time.sleep, args=(600,)).start()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
+
+
+def test_a_watch_that_is_stopped():
+    """What a watch finds behind its stop ends nothing; what it found before does."""
+    for stopped in (False, True):
+        watched, ends = Watched(), []
+        watched.watch._end = ends.append
+        watched.leader.close()
+        if stopped:
+            watched.watch.stop()
+        watched.watch._watch(watched.watch.look)
+        assert len(ends) == (not stopped)
 
 
 def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):

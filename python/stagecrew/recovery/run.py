@@ -6,6 +6,7 @@ Started through spark-submit, as a file of its own.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from stagecrew.errors import (
     CommitPending,
@@ -53,6 +54,8 @@ LOST: Final = 75
 _LOOK: Final = 0.25
 #: How long the store has to let go of its session when it ends itself, in seconds.
 _CLOSE: Final = 2.0
+#: How long a process may take to exit behind its job's end, in seconds: less than its leader leaves it.
+_EXIT: Final = 25.0
 
 
 class Claimed:
@@ -92,16 +95,26 @@ class Watch:
         self._end, self._clock = end, clock
         self._heard = clock()
         self._parent = os.getppid()
+        self._over = threading.Event()
+        self._ending = threading.Lock()
 
     def start(self) -> None:
-        """From now on."""
+        """From now on, until it is stopped."""
         for look in (self.look, self.late):
             threading.Thread(target=self._watch, args=(look,), name=f"stagecrew-{look.__name__}", daemon=True).start()
 
+    def stop(self) -> None:
+        """The job is at its end: whatever is found behind this ends nothing."""
+        with self._ending:
+            self._over.set()
+
     def _watch(self, look: Callable[[], str | None]) -> None:
         while (reason := self._why(look)) is None:
-            time.sleep(_LOOK)
-        self._end(reason)
+            if self._over.wait(_LOOK):
+                return
+        with self._ending:
+            if not self._over.is_set():
+                self._end(reason)
 
     @staticmethod
     def _why(look: Callable[[], str | None]) -> str | None:
@@ -156,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
 
-    def leave(reason: str) -> None:
+    def leave(reason: str) -> NoReturn:
         """Nothing that this process writes from now on would be done."""
         print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True)
         shutil.rmtree(given.folder, ignore_errors=True)  # nobody may be left to do it
@@ -179,12 +192,29 @@ def main(arguments: list[str] | None = None) -> int:
     watch.start()
     folder = Path(given.folder)
     on_path(folder / FILES)
+    done = False
     try:
         facts = _facts(store, given.term)
         done = carry_out(claimed, given.finish, lambda spec: _called(spec, folder), watch.look, facts)
-    finally:
-        store.close()
-    return 0 if done else LOST
+    except BaseException:
+        _log.exception("run %d of job %r has ended before the job", given.run, given.job)
+    if not done:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        leave("its job is not at its end")
+    watch.stop()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    ends_within(_EXIT, 0)
+    store.close()
+    return 0
+
+
+def ends_within(seconds: float, code: int) -> None:
+    """This process ends by then, whatever threads and exit hooks the job's code has left to it."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _facts(store: Store, term: int) -> dict[str, str]:
