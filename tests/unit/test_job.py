@@ -217,6 +217,32 @@ def test_a_batch_that_is_run_again_in_the_same_process(place, operators):
     assert place.steps.names() == ["load/batch-2", "load/batch-2/inner", "load/batch-3", "load/batch-3/inner"]
 
 
+@pytest.mark.parametrize("name", ["load", 'it\'s "load" \\ é'])
+def test_the_first_batch_that_is_run_again_in_the_same_process(place, operators, name):
+    """So does the first batch of a query, which has none before: with the coordinators as they were when the query began; and also one that
+    begins in a later process. What its name is made of does not matter."""
+
+    def body(job, number, fail):
+        operators[0].state += 10**number
+        job.step("it's", lambda: None)
+        job.commit_id("sink")
+        if fail:
+            raise ConnectionError
+        return operators[0].state
+
+    for _ in range(2):  # another process, as none of its batches was done
+        operators[0] = FakeOperators("load")
+        job = place.run()
+        job.step("before", lambda: setattr(operators[0], "state", 500))
+        for _ in range(2):
+            with pytest.raises(ConnectionError):
+                job.batch(name, 0, lambda: body(job, 0, fail=True))  # noqa: B023 (called at once)
+    assert job.batch(name, 0, lambda: body(job, 0, fail=False)) == 501
+    with pytest.raises(ConnectionError):
+        job.batch(name, 1, lambda: body(job, 1, fail=True))
+    assert job.batch(name, 1, lambda: body(job, 1, fail=False)) == 511
+
+
 def test_steps_at_once(place, operators):
     """Two steps that run at once in one topology with coordinators are refused; a step inside another is not."""
     job = place.run()

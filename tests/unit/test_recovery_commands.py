@@ -7,6 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from stagecrew.cli import main
+from stagecrew.errors import RecoveryMisused
+from stagecrew.recovery.job import Job
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.stores.contract import Replace
@@ -51,6 +53,23 @@ def test_the_same_id_is_the_same_job(places):
     with jobs() as known:
         assert known.names() == ["nightly"]
         assert known.read("nightly")[0].state == "succeeded"
+
+
+def test_the_longest_names(places):
+    """The longest id that a job may have is one that its commits' ids can begin with; a file's name may be longer than that."""
+    long = places / f"{'x' * 200}.py"
+    long.write_text("print(1)\n")
+    assert run("submit", "--id", "y" * 100, long.name).output == "y" * 100 + "\n"
+    made = run("submit", "--json", long.name)
+    assert (made.exit_code, list(json.loads(made.output))) == (0, ["id"])
+    assert len(json.loads(made.output)["id"]) < 100
+    with jobs() as known:
+        assert known.names() == sorted([json.loads(made.output)["id"], "y" * 100])
+        record = Job("y" * 100, 1, known.below("y" * 100, "steps"), known.below("y" * 100, "commits"))
+        name = "z" * 40
+        assert len(record.step(name, lambda: record.commit_id(name))) == 182
+        with pytest.raises(RecoveryMisused, match="has 201 characters, and 200 at most"):
+            record.commit_id("z" * 100)
 
 
 def test_a_job_needs_nothing_of_its_submitter(places):
@@ -167,7 +186,8 @@ def test_sweep(places):
     [
         (("result", "absent"), 1, "no job 'absent'"),
         (("cancel", "absent"), 1, "no job 'absent'"),
-        (("submit", "--id", "", "--arg", "day=1", "etl:load"), 1, "1 to 200 characters"),
+        (("submit", "--id", "", "--arg", "day=1", "etl:load"), 1, "1 to 100 characters"),
+        (("submit", "--id", "x" * 101, "--arg", "day=1", "etl:load"), 1, "1 to 100 characters, not of 101"),
         (("submit", "etl.load"), 1, "module:function"),
         (("submit", "etl:unload"), 1, "defines no 'unload'"),
         (("submit", "no_such_module:load"), 1, "no module 'no_such_module'"),

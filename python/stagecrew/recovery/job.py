@@ -33,6 +33,8 @@ _log = logging.getLogger("stagecrew")
 
 #: How long the states of coordinators may take, in seconds.
 _CHECKPOINT: Final = 30.0
+#: Of a commit's id, in characters.
+_LONGEST: Final = 200
 
 _current: Job | None = None
 
@@ -76,11 +78,13 @@ class Job:
         self.shown = Shown({"job": id_, "run": str(attempt), **(facts or {})})
         self._lock = threading.Lock()
         self._over = False
-        self._used: set[str] = set()
+        self._used: set[tuple[str, str]] = set()
         #: The steps that run now, each with the operators that are open around it.
         self._running: dict[str, list[Operators]] = {}
         #: Of each stream, the batch behind which its coordinators are; None while they are in one.
         self._behind: dict[str, int | None] = {}
+        #: Of each stream whose first batch was begun in this run, the states of its coordinators then.
+        self._begun: dict[str, dict[str, bytes]] = {}
 
     def __repr__(self) -> str:
         return f"<run {self.attempt} of job {self.id!r}>"
@@ -101,7 +105,7 @@ class Job:
         """
         path = (*POSITION.get(), _named(name))
         key = "/".join(path)
-        self._use(f"step {key!r}")
+        self._use("step", key)
         if (known := self._known(key)) is not None:
             value: T = known[0]
             return value
@@ -111,8 +115,8 @@ class Job:
         """`step` for a batch of a streaming query, to be called by what `foreachBatch` calls: what `f()` returns.
 
         A batch that Spark runs again, as it had not committed it, is not run again if it was done: its result is the stored one. Where
-        a batch begins that was not done, the coordinators have the states that they had behind the one before: so they are always
-        as of the batch that Spark's log has. The last two batches are kept.
+        a batch begins that was not done, the coordinators have the states that they had behind the one before, or where the query
+        began: so they are always as of the batch that Spark's log has. The last two batches are kept.
 
         Raises as `step`; `JobError` when neither this batch nor the one before is known, though an older one is: the query has another
         checkpoint location than before.
@@ -124,7 +128,7 @@ class Job:
         path = (*stream, f"batch-{batch_id}")
         key = "/".join(path)
         with self._lock:  # a query that is started again does its last batch again
-            self._used = {used for used in self._used if not used.partition(" ")[2].strip("'").startswith(f"{key}/")}
+            self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
         if (known := self._known(key)) is not None:
             self._behind[parent] = batch_id
             value: T = known[0]
@@ -135,8 +139,13 @@ class Job:
                 f"batch {batch_id} of {parent!r} comes behind batch {max(stored)}, which was the last: does the query have another "
                 f"checkpoint location than before? Submit it as another job"
             )
-        if batch_id - 1 in stored and self._behind.get(parent) != batch_id - 1:
-            self._known(f"{parent}/batch-{batch_id - 1}")
+        if batch_id - 1 in stored:
+            if self._behind.get(parent) != batch_id - 1:
+                self._known(f"{parent}/batch-{batch_id - 1}")
+        elif parent in self._begun:
+            _restore(key, self._begun[parent])
+        else:
+            self._begun[parent] = self._checkpoints(key)
         self._behind[parent] = None
         made = self._run(path, f)
         self._behind[parent] = batch_id
@@ -145,14 +154,20 @@ class Job:
         return made
 
     def commit_id(self, name: str) -> str:
-        """The id of a commit in this step: the same in every run. Raises `JobStepReused`."""
+        """The id of a commit in this step: the same in every run. Raises `JobStepReused`, `RecoveryMisused` for one that is too long."""
         if self._over:
             raise JobError(
                 f"job {self.id!r} has ended, and commits nothing more: wait for its threads and queries before you return"
             )
         key = "/".join((*POSITION.get(), name))
-        self._use(f"commit {key!r}")
-        return f"{self.id}/{key}"
+        id_ = f"{self.id}/{key}"
+        if len(id_) > _LONGEST:
+            raise RecoveryMisused(
+                f"the id of a commit, {id_!r}, has {len(id_)} characters, and {_LONGEST} at most: give the sink, or the steps that it is in, "
+                f"shorter names"
+            )
+        self._use("commit", key)
+        return id_
 
     def decisions(self, sink: Committer) -> StoredDecisions:
         """Where what is decided about this sink's commits is kept."""
@@ -162,13 +177,13 @@ class Job:
         """The job's code has returned, or raised: nothing more is committed for it."""
         self._over = True
 
-    def _use(self, what: str) -> None:
+    def _use(self, kind: str, key: str) -> None:
         with self._lock:
-            if what in self._used:
+            if (kind, key) in self._used:
                 raise JobStepReused(
-                    f"job {self.id!r} has used {what} before: a later run would take one's result for the other's. Name them apart"
+                    f"job {self.id!r} has used {kind} {key!r} before: a later run would take one's result for the other's. Name them apart"
                 )
-            self._used.add(what)
+            self._used.add((kind, key))
 
     def _batches(self, parent: str) -> set[int]:
         """The batches of a stream that are stored."""

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["JobRecord", "JobState", "Jobs", "Run", "open_jobs"]
 
 _FORMAT: Final = 1
+#: Of a job's id, in characters: the ids of its commits begin with it.
+_LONGEST_ID: Final = 100
 
 
 class JobState(enum.StrEnum):
@@ -179,9 +181,9 @@ class Jobs:
         An id that is given twice with the same content answers the same job, whatever has become of it. Raises `JobExists` for
         other content; what the store raises: behind `PossiblyInconsistentError`, submit again with the same id.
         """
-        job = id_ if id_ is not None else f"{spec.name}-{uuid.uuid4().hex[:12]}"
-        if not job or len(job) > 200:
-            raise RecoveryMisused(f"a job's id is a text of 1 to 200 characters, not of {len(job)}")
+        job = id_ if id_ is not None else f"{spec.name[: _LONGEST_ID - 13]}-{uuid.uuid4().hex[:12]}"
+        if not job or len(job) > _LONGEST_ID:
+            raise RecoveryMisused(f"a job's id is a text of 1 to {_LONGEST_ID} characters, not of {len(job)}")
         digest = spec.digest
         if self._same(job, digest):
             return job
