@@ -4,12 +4,16 @@ import threading
 
 import pytest
 
-from jobsim import SCHEMA, MemorySink
+from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 from modelstore import ModelServer
 from stagecrew.errors import CommitPending, CommitSuperseded
+from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery.decisions import StoredDecisions, finish_commits
+from stagecrew.recovery.election import Fenced, fence
 from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.jobs import Jobs
+from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 
@@ -91,3 +95,138 @@ def test_an_abort_that_comes_behind_a_decision(two, monkeypatch):
     assert (len(raised), two.sink.visible, len(two.sink.staged)) == (1, {}, 1)
     finish_commits(two.other, ending=True)
     assert (two.sink.visible, two.sink.staged) == ({"c": ["row"]}, {})
+
+
+# -- Of whole jobs
+
+
+SPEC = JobSpec("job-0.py", (), {}, {}, b"", 2)
+
+
+def begun(seed, spec=SPEC):
+    """A job, and a driver that has begun its first run."""
+    world = World(seed, jobs=1, faults=0)
+    world.sink.visible.clear()
+    Jobs(world.server.session(), world.storage, lambda: world.clock).submit(spec, "job-0")
+    driver = SimDriver(world)
+    world.drivers.append(driver)
+    driver.act()
+    return world, driver
+
+
+def goes_on(world, driver, turns):
+    """The driver looks, and what it has begun runs."""
+    for _ in range(turns):
+        world.clock += 60.0
+        driver.act()
+        for process in world.processes:
+            if not process.dead:
+                process.act()
+        while world.doomed:
+            world.server.expire(world.doomed.pop())
+
+
+def test_a_run_sees_what_was_decided_before(monkeypatch):
+    """What a run before has decided is done when the next run's own code begins, and not only when it comes to that commit."""
+    world, driver = begun(20)
+    real, seen = world.sink.commit, []
+
+    def killed(*_):
+        world.current.killed = True
+        raise Killed
+
+    program = SimProcess._program
+
+    def seeing(self, job):
+        seen.append(dict(world.sink.visible))
+        return program(self, job)
+
+    monkeypatch.setattr(SimProcess, "_program", seeing)
+    world.sink.commit = killed
+    world.processes[0].act()
+    world.sink.commit = real
+    goes_on(world, driver, 3)
+    assert seen == [{}, {"job-0/write/sink": ["make by run 1"]}]
+    check(world, driver.jobs)
+
+
+@pytest.mark.parametrize("how", ["is given up", "raises", "returns"])
+def test_an_end_behind_a_decision(monkeypatch, how):
+    """A job whose decided commit cannot be done, as the sink is away, has no result, and nothing of it is deleted, though all its runs were
+    lost, though its code raises, and though it returns; when the sink is back it ends, with its rows there."""
+    monkeypatch.setattr(commits, "_TRIES", 1)
+    world, driver = begun(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if how == "is given up" else 50))
+
+    def program(self, job):
+        def execute(staging):
+            world.sink.staged[staging.run].append("row")
+            return [{"text": "row", "rows": 1}]
+
+        try:
+            commit(world.sink, job.decisions(world.sink), job.commit_id("sink"), SCHEMA, execute)
+        except CommitPending:
+            if how == "is given up":
+                raise
+        if how == "raises":
+            raise ValueError("as its code says")
+        return 1
+
+    monkeypatch.setattr(SimProcess, "_program", program)
+    real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0
+    for _ in range(12):
+        goes_on(world, driver, 1)
+        record, _ = driver.jobs.read("job-0")
+        assert not record.state.is_terminal
+        assert (len(world.sink.staged), world.sink.visible) == (1, {})
+        assert {"specs/job-0", "jobs/job-0/commits/job-0%2Fsink"} <= set(world.server.entries)
+    assert (record.state == "ending") == (how == "is given up")
+    world.sink.commit = real
+    goes_on(world, driver, 5)
+    assert world.sink.visible == {"job-0/sink": ["row"]}
+    ended = {"is given up": "failed", "raises": "failed", "returns": "succeeded"}
+    assert driver.jobs.result("job-0").state == ended[how]
+    assert (driver.jobs.read("job-0")[0].clean, world.sink.staged) == (True, {})
+
+
+def test_a_successor_waits_for_the_process_before():
+    """A leader begins no run of a job whose process of before holds its session, which may only be paused, and goes on with others; when
+    that session is over, it begins the next."""
+    world, old = begun(22)
+    [process] = world.processes
+    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    known = Jobs(Fenced(process.session, fence(1)), world.storage)
+    known.take(process.run, {"pid": 7, "host": "here"})  # and it is paused there
+    process.busy = True
+    old.die()
+    world.server.expire(world.doomed.pop())
+    jobs.submit(JobSpec("other.py", (), {}, {}, b"", 2), "other")
+    new = SimDriver(world)
+    for _ in range(5):
+        world.clock += 60.0
+        new.act()
+    assert [(one.run.job, one.run.number) for one in world.processes] == [("job-0", 1), ("other", 1)]
+    assert jobs.read("job-0")[0].run == 1
+    world.server.expire(process.session.session)
+    goes_on(world, new, 1)
+    assert [(one.run.job, one.run.number) for one in world.processes][2:] == [("job-0", 2)]
+    process.dead = True
+
+
+def test_a_run_is_claimed_once():
+    """Of two processes that were started for one run, one runs the job; the other finds the run taken, runs nothing and changes nothing."""
+    world, driver = begun(23)
+    [first] = world.processes
+    second = SimProcess(world, first.run, first.term, False)
+    seen = []
+
+    def meanwhile(session, operations, moment):
+        if session == first.session.session and not seen:  # the first is about to claim it
+            seen.append(second)
+            second.act()
+
+    world.server.fault = meanwhile
+    first.act()
+    assert (first.code, second.code) == (75, 0)
+    assert {run for _, _, run in world.ran} == {1}
+    goes_on(world, driver, 3)
+    check(world, driver.jobs)
