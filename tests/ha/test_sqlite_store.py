@@ -84,6 +84,16 @@ def test_files_are_for_their_user_alone_and_none_of_a_session_is_left(path):
     assert list(folder.iterdir()) == []
 
 
+def test_what_is_answered_is_on_the_disk(path):
+    """Every session, the one that makes the store and each that opens it, has its transactions on the disk before they are answered."""
+    with contextlib.closing(SQLiteStore(path)) as first, contextlib.closing(SQLiteStore(path)) as second:
+        for store in (first, second):
+            settings = [
+                store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")
+            ]
+            assert settings == [2, "wal"]
+
+
 def killed_in_the_middle(path, seed, kills):
     """Whatever was answered is there, and of what was not, all or nothing."""
     chance = random.Random(seed)

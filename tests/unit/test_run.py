@@ -110,6 +110,10 @@ def ends(folder):
     atexit.register(late)
     return 7
 
+def marks(folder):
+    with open(f"{folder}/marks", "a") as file:
+        file.write("here\\n")
+
 def lost(folder):
     import stagecrew
     print("said before it was lost")
@@ -118,8 +122,8 @@ def lost(folder):
 """
 
 
-def process_of(tmp_path, function, leads):
-    """A run as a process of its own, without Spark, under a leader that is this process; and the job behind it."""
+def process_of(tmp_path, function, leads, number=1):
+    """A run as a process of its own, without Spark, under a leader that is this process, or several of the same run; and the jobs."""
     (tmp_path / "run_jobs.py").write_text(MODULE)
     (tmp_path / "state").mkdir()
     places = {"STAGECREW_STORE": f"sqlite://{tmp_path}/jobs.db", "STAGECREW_STATE": str(tmp_path / "state")}
@@ -135,14 +139,20 @@ def process_of(tmp_path, function, leads):
     folder = tmp_path / "run"
     (folder / "files").mkdir(parents=True)
     (folder / "files" / "run_jobs.py").write_text(MODULE)
-    ended = subprocess.run(
-        [
-            sys.executable, run_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
-            f"--claim={run.claim}", "--term=1",
-        ],
-        env=os.environ | places, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    return ended, jobs
+    command = [
+        sys.executable, run_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
+        f"--claim={run.claim}", "--term=1",
+    ]  # fmt: skip
+    started = [
+        subprocess.Popen(command, env=os.environ | places, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(number)
+    ]
+    ended = []
+    for process in started:
+        with process:
+            output = process.communicate(timeout=120)
+            ended.append(subprocess.CompletedProcess(command, process.returncode, *output))
+    return (ended if number > 1 else ended[0]), jobs
 
 
 def test_a_run_that_ends_its_job(tmp_path):
@@ -163,6 +173,16 @@ def test_a_run_that_is_lost(tmp_path):
         assert "said before it was lost" in ended.stdout
         assert "this run ends: its job is not at its end" in ended.stderr
         assert (jobs.read("job")[0].state, jobs.process("job")) == ("running", None)
+
+
+def test_processes_of_one_run(tmp_path):
+    """Of three processes that are started for one run, one runs the job, and the others leave without a word of its code."""
+    with contextlib.ExitStack() as leads:
+        ended, jobs = process_of(tmp_path, "marks", leads, number=3)
+        assert sorted(one.returncode for one in ended) == [0, LOST, LOST], ended
+        assert (tmp_path / "marks").read_text() == "here\n"
+        assert [one.stderr.count("is not this process's") for one in ended if one.returncode] == [1, 1]
+        assert jobs.result("job").value() is None
 
 
 def test_a_process_whose_threads_do_not_end():
