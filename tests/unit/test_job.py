@@ -6,8 +6,11 @@ import json
 import pyarrow.fs
 import pytest
 
+import stagecrew
 from modelstore import ModelServer
 from stagecrew import session
+from stagecrew.coordination.host import Host
+from stagecrew.coordination.operators import Operators
 from stagecrew.errors import JobError, JobStepReused, PossiblyInconsistentError, RecoveryMisused, StateStorageError
 from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
@@ -152,6 +155,85 @@ def test_state_belongs_to_a_position(place, operators):
         program(place.run(), stop_before=2)
     operators[0] = FakeOperators("load")  # of another process
     assert program(place.run(), stop_before=None) == 1111
+
+
+class Nowhere:
+    """A way to executors that drops all."""
+
+    def dirty(self, gateway):
+        while gateway.take() is not None:
+            pass
+
+    def flush(self):
+        pass
+
+    def wait(self, loop):
+        return False
+
+
+class Scope:
+    """A topology without Spark."""
+
+    name = id = "load"
+    is_active = True
+
+    def cancel_failed(self, cause):
+        raise cause
+
+
+class Keeping(stagecrew.Coordinator):
+    """Has a text as its state."""
+
+    def __init__(self, context, made):
+        super().__init__(context)
+        self.text = ""
+        made.append(self)
+
+    def checkpoint(self, checkpoint_id):
+        return self.text.encode()
+
+    def reset_to_checkpoint(self, checkpoint_id, state):
+        self.text = (state or b"").decode()
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
+    """Steps that bind one operator each have a coordinator of their own, known by its step: one of a step that is cut short begins empty
+    again, and has not the state of one that a skipped step bound. That of a use outside of steps goes on."""
+
+    def program(job, fail):
+        made, host = [], Host(Nowhere(), 1 << 20, 30.0)
+        operators = Operators(Scope(), lambda: 5.0)
+        operators.name_operator("o")
+        monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
+
+        def bind(text=""):
+            operators.add("o", lambda context: Keeping(context, made), host)
+            found, made[-1].text = made[-1].text, made[-1].text + text
+            return found
+
+        def second():
+            found = bind("second")
+            if fail:
+                raise KeyboardInterrupt
+            return found
+
+        try:
+            if outside:
+                bind("outside")
+            job.step("first", lambda: bind("first"))
+            job.step("inner", lambda: job.step("first", lambda: bind("inner")))
+            found = job.step("second", second)
+            return [found, bind(), *(one.text for one in made)]
+        finally:
+            operators.close("the topology has ended")
+
+    with pytest.raises(KeyboardInterrupt):
+        program(place.run(), fail=True)
+    found = program(place.run(), fail=False)
+    assert (found[0], found[1]) == ("", "")
+    assert ("outside" in found) == outside
+    assert not {"first", "inner"} & set(found)
 
 
 def test_a_topology_that_is_not_there_any_more(place, operators):
