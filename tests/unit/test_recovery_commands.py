@@ -1,17 +1,21 @@
 """The commands of jobs, over a real SQLite store, without a driver."""
 
+import contextlib
 import json
 import os
+import sqlite3
 
 import pytest
 from click.testing import CliRunner
 
 from stagecrew.cli import main
 from stagecrew.errors import RecoveryMisused
+from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
 from stagecrew.recovery.results import Result
-from stagecrew.recovery.stores.contract import Replace
+from stagecrew.recovery.stores.contract import Create, Replace
+from stagecrew.recovery.stores.sqlite import FORMAT
 
 
 @pytest.fixture
@@ -45,7 +49,8 @@ def end(job, result):
 def test_the_same_id_is_the_same_job(places):
     """An id that is given twice with the same content answers the same job, also behind its end; other content is refused."""
     assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
-    assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
+    again = run("submit", "--json", "--id", "nightly", "--arg", "day=1", "etl:load")
+    assert (again.exit_code, json.loads(again.output)) == (0, {"id": "nightly"})
     other = run("submit", "--id", "nightly", "--arg", "day=2", "etl:load")
     assert (other.exit_code, "is there with other content, submitted" in other.stderr) == (1, True)
     end("nightly", Result.of_value(7))
@@ -106,6 +111,42 @@ def test_results_by_exit_code(places):
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
 
 
+def test_the_result_of_a_cancelled_job(places):
+    """Its exit code is 4, and it has a reason and no value."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known.end("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
+        assert run("result", "one").exit_code == 5  # what it has decided may not be done yet
+        result = Result("cancelled", "somebody has cancelled it")
+        known.finish("one", known.read("one"), JobState.CANCELLED, result)
+    answer = run("result", "one", "--wait")
+    assert (answer.exit_code, answer.output) == (4, "job one has cancelled: somebody has cancelled it\n")
+    answer = run("result", "--json", "one")
+    body = json.loads(answer.output)
+    assert (answer.exit_code, body["state"], body["value"]) == (4, "cancelled", None)
+    assert body["reason"] == "somebody has cancelled it"
+
+
+@pytest.mark.parametrize("damage", [b"half", None])
+def test_a_result_that_cannot_be_read(places, damage):
+    """A result whose bytes were changed, or are gone, is an error that names the job; the others are shown, and nothing is deleted."""
+    for job in ("one", "two"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+        end(job, Result.of_value(job))
+    [file] = [path for path in (places / "state").rglob("one-*") if "results" in str(path.parent)]
+    file.unlink() if damage is None else file.write_bytes(damage)
+    for words in (("one",), ("--json", "one"), ("--wait", "one")):
+        answer = run("result", *words)
+        assert (answer.exit_code, answer.output) == (1, answer.stderr)
+        assert "the result of job 'one', which has succeeded, cannot be read" in answer.stderr
+        assert "Traceback" not in answer.stderr
+    assert run("result", "two").output == "two\n"
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one", "two"]
+    assert file.exists() == (damage is not None)
+    with jobs() as known:
+        assert known._store.read("results/one") is not None
+
+
 def test_cancel_is_asked_for_once(places):
     """A job may be cancelled any number of times; one that has ended stays as it is."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
@@ -145,6 +186,41 @@ def test_a_record_of_a_newer_stagecrew(places):
     assert (answer.exit_code, "format 2" in answer.stderr) == (1, True)
 
 
+def test_who_leads(places):
+    """`leader` shows term, host and process of who leads, as text and as JSON; the exit code is 0."""
+    with jobs() as known:
+        known._store.ensure("leader", TERM)
+        info = LeaderInfo.of_this_process(1, known._store.session)
+        known._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
+        answer = run("leader")
+        assert (answer.exit_code, answer.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
+        answer = run("leader", "--json")
+        assert (answer.exit_code, json.loads(answer.output)) == (0, {"term": 1, "host": info.host, "pid": os.getpid()})
+    assert run("leader").exit_code == 1  # its session is over
+
+
+def test_a_store_of_a_newer_stagecrew(places):
+    """Every command refuses a store of a newer format in one line that says which, with exit code 1, and leaves it as it is."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
+        database.execute(f"PRAGMA user_version = {FORMAT + 1}")
+    commands = (
+        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"), ("driver",),
+        ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
+    )  # fmt: skip
+    files = {path for path in (places / "state").rglob("*") if path.is_file()}
+    for words in commands:
+        answer = run(*words)
+        assert answer.exit_code == 1, words
+        [line] = answer.stderr.splitlines()
+        assert f"format {FORMAT + 1}" in line
+    assert {path for path in (places / "state").rglob("*") if path.is_file()} == files
+    with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (FORMAT + 1,)
+        database.execute(f"PRAGMA user_version = {FORMAT}")
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one"]
+
+
 def test_nobody_leads(places):
     """Without a driver, `leader` says so, and how to start one; the exit code is 1."""
     answer = run("leader")
@@ -179,6 +255,21 @@ def test_sweep(places):
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
     with jobs() as known:
         assert known.spec("one").target == "etl:load"
+
+
+def test_a_sweep_that_cannot_look_at_everything(places):
+    """What `sweep` cannot look at it names, and leaves the states beside it alone; the exit code is 1."""
+    for job in ("one", "two"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known._store.transact(Replace("specs/one", b"no reference", known._store.read("specs/one").version))
+    before = {path for path in (places / "state").rglob("*") if path.is_file()}
+    answer = run("sweep", "--grace", "0")
+    assert (answer.exit_code, "specs/one" in answer.output) == (1, True), answer.output
+    answer = run("sweep", "--grace", "0", "--json")
+    body = json.loads(answer.output)
+    assert (answer.exit_code, body["removed"], len(body["failed"])) == (1, 0, 1)
+    assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(
