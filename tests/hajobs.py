@@ -9,7 +9,7 @@ __all__ = ["job_of", "lines"]
 
 MODULE = textwrap.dedent(
     '''
-    import os, pathlib, time
+    import itertools, os, pathlib, time
     import stagecrew
 
     def mark(folder, name):
@@ -132,6 +132,32 @@ MODULE = textwrap.dedent(
                 if os.path.exists(f"{folder}/hold-behind-{number}"):
                     wait_for(folder, f"go-behind-{number}")
         return found
+
+    def splitting(folder):
+        """Two steps that read one dataset of splits: the first a part of it. A later run enumerates the splits in another order."""
+        from pyspark.sql import SparkSession
+        job = stagecrew.current_job()
+        spark = stagecrew.configure(SparkSession.builder).getOrCreate()
+        numbers = list(range(20))
+        if job.attempt > 1:
+            numbers.reverse()
+        first_run = job.attempt == 1
+        def read(number):
+            import pyarrow as pa
+            if first_run and number >= 5:
+                wait_for(folder, "second")
+            if first_run and number >= 10:
+                wait_for(folder, "go")
+            yield pa.record_batch({"n": pa.array([number] * 20_000, pa.int64())})  # more than waits to be sent
+        with stagecrew.crew(spark).topology("numbers") as topology:
+            splits = topology.splits(numbers, read, "n long", parallelism=1)
+            def part():
+                mark(folder, "first")
+                return splits.first().n
+            def whole():
+                mark(folder, "second")
+                return [(n, len(list(rows))) for n, rows in itertools.groupby(splits.toArrow()["n"].to_pylist())]
+            return job.step("first", part), job.step("second", whole)
 
     def streaming(folder):
         """A query of three batches, whose tasks get their numbers of one coordinator."""

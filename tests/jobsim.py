@@ -270,18 +270,28 @@ class SimDriver(Actor):
 
     def _act(self):
         if self.tending is None:
-            self.session.ensure("leader", "leader/term")
-            term = self.session.read("leader/term").version
-            try:
-                _, term = self.session.transact(
-                    Create(HOLDER, self.session.session.encode(), ephemeral=True),
-                    Replace("leader/term", self.session.session.encode(), term),
-                )
-            except StoreConflict:
+            if (term := self.campaign()) is None:
                 return
-            self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
-            self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock)
+            self.granted(term)
         self.tending.look()
+
+    def campaign(self):
+        """The term that the store gives it; None while another leads."""
+        self.session.ensure("leader", "leader/term")
+        term = self.session.read("leader/term").version
+        try:
+            _, term = self.session.transact(
+                Create(HOLDER, self.session.session.encode(), ephemeral=True),
+                Replace("leader/term", self.session.session.encode(), term),
+            )
+        except StoreConflict:
+            return None
+        return term
+
+    def granted(self, term):
+        """It is told that it leads."""
+        self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
+        self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock)
 
     def prepare(self, spec, job):
         return None
@@ -373,6 +383,21 @@ class SimProcess(Actor):
         self.code = code
         self.session.close()
         self.dead = True
+
+
+def consistent(world):
+    """What holds at any time: a job that may run again has all that it needs; of one that is clean nothing is left but its end."""
+    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    records, unreadable = jobs.all()
+    assert not unreadable
+    for job, (record, _) in records.items():
+        if not record.state.is_terminal:
+            assert jobs.spec(job).target == f"{job}.py"
+            assert jobs.result(job) is None
+        else:
+            assert jobs.result(job).state == record.state
+        assert record.state.is_terminal or not record.clean
+        assert not (record.clean and f"specs/{job}" in world.server.entries)
 
 
 def check(world, jobs):

@@ -192,6 +192,50 @@ def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
     ]
 
 
+@pytest.mark.long
+def test_splits_of_a_job_that_is_killed(drivers):
+    """A job that dies in the middle of reading splits reads each once in the end, those of its finished step first and in their order,
+    though its enumerator gives them in another order the second time."""
+    drivers.start()
+    drivers.submit(job_of("splitting", drivers), "job")
+    until(lambda: lines(drivers, "second"), "the second step reads")
+    os.kill(drivers.process("job"), signal.SIGKILL)
+    first, second = drivers.result("job").value()
+    assert (first, {rows for _, rows in second}) == (0, {20_000})
+    read = [n for n, _ in second]
+    known = next(number for number, n in enumerate(read) if n != number)  # those that the first step had read
+    assert read == [*range(known), *range(19, known - 1, -1)]
+    assert 1 <= known <= 6
+    assert [lines(drivers, name) for name in ("first", "second")] == [["1"], ["1", "2"]]
+
+
+@pytest.mark.long
+def test_a_run_that_is_stopped_while_its_leader_is_killed(drivers):
+    """A standby that takes over begins no run of a job whose process of before is only stopped: it tends to others, and the next run
+    begins when that process is gone."""
+    out = drivers.folder / "out"
+    (out / "hold-1").touch()
+    drivers.start()
+    leader = drivers.leader()
+    drivers.start()
+    drivers.submit(job_of("steps", drivers, count=2), "job")
+    until(lambda: lines(drivers, "step-1"), "the second step runs")
+    old = psutil.Process(drivers.process("job"))
+    old.suspend()
+    try:
+        drivers.kill(leader)
+        drivers.submit(job_of("fails", drivers), "other")
+        assert drivers.result("other").state == "failed"  # the standby leads, and has looked at both jobs
+        assert (drivers.record("job").run, lines(drivers, "step-1"), old.status()) == (1, ["1"], psutil.STATUS_STOPPED)
+    finally:
+        old.resume()
+    until(lambda: len(lines(drivers, "step-1")) == 2, "the next run goes on")
+    assert not alive(old.pid)
+    (out / "go-1").touch()
+    assert drivers.result("job").value() == 10
+    assert drivers.record("job").run == 2
+
+
 def test_hand_over(drivers):
     """SIGTERM of the leader hands over at once: its run ends, and the standby runs the job."""
     out = drivers.folder / "out"
@@ -212,7 +256,7 @@ def test_hand_over(drivers):
 
 
 def test_ends_of_jobs(drivers):
-    """Several at once: one that raises has failed, with its traceback; one that dies each time is given up; one is cancelled."""
+    """Several at once: one that raises, or returns what cannot be pickled, has failed, with why; one that dies each time is given up; one is cancelled."""
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     script = drivers.folder / "script.py"
@@ -220,6 +264,7 @@ def test_ends_of_jobs(drivers):
         "import sys, stagecrew\nassert sys.argv[1:] == ['a b', '--c']\nprint(stagecrew.current_job().id)\n"
     )
     drivers.submit(job_of("fails", drivers), "failing")
+    drivers.submit(job_of("unpicklable", drivers), "unpicklable")
     drivers.submit(job_of("dies", drivers, max_attempts=2), "dying")
     drivers.submit(job_of("steps", drivers, count=1), "held")
     drivers.submit(job_of("steps", drivers, count=1), "early")
@@ -230,6 +275,9 @@ def test_ends_of_jobs(drivers):
     drivers.start()
     assert drivers.result("failing").reason == "ValueError: no such day"
     assert "in fails" in drivers.result("failing").traceback
+    unpicklable = drivers.result("unpicklable")
+    assert (unpicklable.state, drivers.record("unpicklable").run) == ("failed", 1)
+    assert unpicklable.reason.startswith("what the job returned cannot be pickled: TypeError")
     assert drivers.result("script").state == "succeeded"
     assert drivers.result("early").state == "cancelled"
     until(lambda: lines(drivers, "step-0"), "the held one runs")

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from jobsim import Killed, SimDriver, World, check
+from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import (
     JobExists,
     JobUnreadable,
@@ -79,21 +79,6 @@ def whole(world, cancel):
         for process in world.processes:
             if not process.dead:
                 process.act()
-
-
-def consistent(world):
-    """What holds at any time: a job that may run again has all that it needs; of one that is clean nothing is left but its end."""
-    jobs = session_of(world)
-    records, unreadable = jobs.all()
-    assert not unreadable
-    for job, (record, _) in records.items():
-        if not record.state.is_terminal:
-            assert jobs.spec(job).target == "job-0.py"
-            assert jobs.result(job) is None
-        else:
-            assert jobs.result(job).state == record.state
-        assert record.state.is_terminal or not record.clean
-        assert not (record.clean and f"specs/{job}" in world.server.entries)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
