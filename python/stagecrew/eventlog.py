@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from typing import Any, Final
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from stagecrew.errors import EventLogUnreadable
 from stagecrew.jar import found_spark_submit, jar_path
-from stagecrew.terminal import table
+from stagecrew.terminal import harmless, table
 
 __all__ = ["read_event_log", "report"]
 
@@ -23,6 +24,8 @@ _CLASS: Final = "org.apache.spark.stagecrew.Report"
 #: In front of what the JVM found, and of what is wrong: other lines are of whatever runs beside it.
 _FOUND: Final = "stagecrew-report: "
 _WRONG: Final = "stagecrew-report-error: "
+#: In this JVM, whatever Spark here has as its defaults.
+_HERE: Final = ("--master", "local", "--deploy-mode", "client")
 #: The counts of an executor's partitions, and their columns.
 _PARTITIONS: Final = {
     "inProgress": "in progress",
@@ -43,9 +46,18 @@ def read_event_log(log: str) -> dict[str, Any]:
 
     Raises `EventLogUnreadable`, and `ConfigurationError` when there is no Spark here.
     """
-    command = [found_spark_submit(), "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    for line in done.stdout.splitlines():
+    command = [found_spark_submit(), *_HERE, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
+    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # which excludes a master
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env=environment,
+        check=False,
+    )
+    for line in done.stdout.split("\n"):  # not at what else ends lines: names may have that
         if line.startswith(_WRONG):
             raise EventLogUnreadable(f"{log} was not read: {line.removeprefix(_WRONG)}")
         if line.startswith(_FOUND):
@@ -69,7 +81,7 @@ def report(log: str, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for text in _head(found):
-        console.print(Text(text))  # nothing of it is markup
+        console.print(Text(harmless(text)))  # nothing of it is markup
     for title, shown in _tables(found):
         console.print(Text(f"\n{title}"))
         console.print(shown)
@@ -166,7 +178,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
 
 
 def _counts(listener: dict[str, Any]) -> tuple[Any, ...]:
-    lines = [line for line in listener["lastError"].splitlines() if line.strip()]
+    lines = [line for line in listener["lastError"].split("\n") if line.strip()]
     said = "" if not lines else lines[0] if listener["scope"] == "jvm" else lines[-1].strip()
     return (
         *(listener[key] for key in ("opens", "closes", "failures", "lost")),

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["quietly", "said", "table"]
+__all__ = ["harmless", "quietly", "said", "table"]
 
 
 @contextlib.contextmanager
@@ -53,9 +53,19 @@ def said(error: BaseException) -> str:
     return lines[1].removeprefix(": ") if len(lines) > 1 and lines[1].startswith(": ") else lines[0]
 
 
+def harmless(text: str) -> str:
+    """What a terminal would obey and not show (escape sequences, marks of direction, separators of lines) as its code; lines stay.
+
+    >>> print(harmless("a\\u202eb \\x1b[2J"))
+    a\\u202eb \\x1b[2J
+    """
+    shown = (one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(shown)
+
+
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """Cells beside each other, whole numbers at the right. Nothing of a cell is markup: users' names and errors stand there."""
     made = Table(*columns, box=None, pad_edge=False)
     for row in rows:
-        made.add_row(*(Text(str(cell), justify="right" if isinstance(cell, int) else None) for cell in row))
+        made.add_row(*(Text(harmless(str(cell)), justify="right" if isinstance(cell, int) else None) for cell in row))
     return made

@@ -16,6 +16,7 @@ from pyspark import cloudpickle
 
 import stagecrew
 from crewtools import eventually
+from eventlogs import listener, state, topology, written
 from stagecrew.cli import main
 from stagecrew.eventlog import read_event_log
 
@@ -100,6 +101,44 @@ def test_an_application_that_was_killed(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "no end is stored: it runs, or was killed" in shown.output
     assert "nightly: This is what the event log says as of" in shown.output
+
+
+LINES = "one\u2028two\u2029three\x85four"
+TRICKS = "\u202ebackwards\u2066 \x1b[2Jcleared\rover"
+
+
+def test_what_ends_a_line_elsewhere_is_text_here(tmp_path: Path) -> None:
+    """Separators of Unicode, marks of direction and escape sequences of a name or an error reach neither parser nor terminal."""
+    counts = {"1": {"listeners": [listener(0, TRICKS, 1, lastError=LINES)], "partitions": {}}}
+    written(tmp_path, "app-1", [state("topology", topology("t-1", LINES + TRICKS, executors=counts))], name=TRICKS)
+    found = read_event_log(str(tmp_path / "app-1"))
+    assert found["application"]["name"] == TRICKS
+    (one,) = found["topologies"]
+    assert one["name"] == LINES + TRICKS
+    assert [row["name"] for row in one["executors"]["1"]["listeners"]] == [TRICKS]
+    shown = CliRunner().invoke(main, ["report", str(tmp_path / "app-1")], env={"COLUMNS": "400"})
+    assert shown.exit_code == 0, shown.output
+    assert {one for one in shown.output if not one.isprintable()} == {"\n"}
+    assert r"one\u2028two\u2029three\x85four\u202ebackwards\u2066 \x1b[2Jcleared\rover" in shown.output
+    assert (
+        len([line for line in shown.output.split("\n") if "backwards" in line]) == 3
+    )  # application, topology, listener
+
+
+def test_a_clusters_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs here, whatever master and deploy mode this machine's Spark has as its defaults."""
+    written(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
+    (tmp_path / "conf").mkdir()
+    defaults = {
+        "spark.master": "spark://127.0.0.1:1",
+        "spark.submit.deployMode": "cluster",
+        "spark.plugins": "stagecrew.StagecrewPlugin",
+    }
+    (tmp_path / "conf/spark-defaults.conf").write_text("".join(f"{key} {value}\n" for key, value in defaults.items()))
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
+    monkeypatch.setenv("MASTER", "spark://127.0.0.1:1")
+    monkeypatch.setenv("SPARK_REMOTE", "sc://127.0.0.1:1")
+    assert [one["name"] for one in read_event_log(str(tmp_path / "app-1"))["topologies"]] == ["nightly"]
 
 
 @pytest.mark.parametrize("what", ["nothing", "a folder"])
