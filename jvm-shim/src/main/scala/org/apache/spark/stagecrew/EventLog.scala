@@ -12,7 +12,7 @@ import org.apache.spark.scheduler.SparkListenerEvent
  * newer version, anything may be missing.
  *
  * @param number how many there are of it up to this one
- * @param capped no more is stored of it until it ends
+ * @param capped no more is stored of it until it ends; of what has ended: something in between was not stored
  * @param trimmed something was left out of the body, which was too large
  */
 @JsonIgnoreProperties(ignoreUnknown = true)
@@ -21,7 +21,7 @@ final case class StagecrewState(
 
 private[stagecrew] object StagecrewState {
   val Topology = "topology"
-  val Application = "application" // totals, processes and the stored job
+  val Application = "application" // processes and the stored job
 
   /** How large a body may be in UTF-8; one that cannot be made so small is not stored. */
   val MaxBytes: Int = 256 * 1024
@@ -40,47 +40,61 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
   /** After a change: what has begun or ended is stored. */
   def changed(snapshot: Snapshot): Unit = snapshot.topologies.foreach { view =>
     val before = topologies.get(view.id)
-    if (before.forall(stored => view.state == "closed" && stored.what.state != "closed")) store(view, before)
+    if (before.forall(stored => view.state == "closed" && stored.what.state != "closed")) store(view, snapshot.totals, before)
   }
 
   /** From time to time: what has changed since it was stored, and is due. */
   def tick(snapshot: Snapshot): Unit = {
     changed(snapshot)
-    val now = clock()
-    due(snapshot, stored => stored.number < maxEvents && now - stored.time >= intervalMs)
+    store(snapshot, last = false)
     topologies.filterInPlace((id, _) => snapshot.topologies.exists(_.id == id))
   }
 
   /** At the end: all that has changed since it was stored. */
-  def flush(snapshot: Snapshot): Unit = due(snapshot, _ => true)
+  def flush(snapshot: Snapshot): Unit = store(snapshot, last = true)
 
-  private def due(snapshot: Snapshot, when: Stored[_] => Boolean): Unit = {
+  private def store(snapshot: Snapshot, last: Boolean): Unit = {
     snapshot.topologies.foreach { view =>
       val before = topologies.get(view.id)
-      if (before.forall(stored => !(stored.what eq view) && when(stored) && stored.what != view)) store(view, before)
+      if (before.forall(due(view, _, last))) store(view, snapshot.totals, before, last)
     }
     val rest = snapshot.copy(topologies = Vector.empty)
-    if (application.forall(stored => when(stored) && stored.what != rest)) {
-      application = Some(send(StagecrewState.Application, "", rest, application)(EventLog.body(rest)))
+    if (application.forall(due(rest, _, last))) {
+      application = Some(send(StagecrewState.Application, "", rest, application, last)(EventLog.body(rest)))
     }
   }
 
-  private def store(view: TopologyView, before: Option[Stored[TopologyView]]): Unit =
-    topologies(view.id) = send(StagecrewState.Topology, view.id, view, before)(EventLog.body(view))
+  /** Whether this is to be stored; that it is not for its number is noted. What was said to be the last before its end is stored
+    * at its end in any case, so that it is known whether something was between. */
+  private def due[T <: AnyRef](what: T, before: Stored[T], last: Boolean): Boolean = {
+    def changed = !(before.what eq what) && before.what != what
+    val full = before.number >= maxEvents
+    if (last) (full && !before.ended) || changed
+    else if (before.leftOut || clock() - before.time < intervalMs || !changed) false
+    else {
+      before.leftOut = full
+      !full
+    }
+  }
 
-  private def send[T](kind: String, id: String, what: T, before: Option[Stored[T]])(body: => Option[(String, Boolean)]): Stored[T] = {
-    val now = clock()
-    val number = before.fold(0)(_.number) + 1
-    body.foreach { case (text, trimmed) => post(StagecrewState(Snapshot.Version, kind, id, now, number, number >= maxEvents, trimmed, text)) }
-    Stored(what, now, number)
+  private def store(view: TopologyView, totals: Totals, before: Option[Stored[TopologyView]], last: Boolean = false): Unit =
+    topologies(view.id) = send(StagecrewState.Topology, view.id, view, before, last || view.state == "closed")(EventLog.body(view, totals))
+
+  private def send[T](kind: String, id: String, what: T, before: Option[Stored[T]], ends: Boolean)(body: => Option[(String, Boolean)]): Stored[T] = {
+    val stored = new Stored(what, clock(), before.fold(0)(_.number) + 1, ends, before.exists(_.leftOut))
+    val capped = if (ends) stored.leftOut else stored.number >= maxEvents
+    body.foreach { case (text, trimmed) => post(StagecrewState(Snapshot.Version, kind, id, stored.time, stored.number, capped, trimmed, text)) }
+    stored
   }
 }
 
 private[stagecrew] object EventLog {
-  private final case class Stored[T](what: T, time: Long, number: Int)
+  private final class Stored[T](val what: T, val time: Long, val number: Int, val ended: Boolean, var leftOut: Boolean)
 
-  /** The body of an event, and whether something was left out. */
-  def body(view: TopologyView): Option[(String, Boolean)] = smallest(view)(_.json, trimmed)
+  /** The body of an event, and whether something was left out. With the sums of all topologies at this time: those of an application
+    * that is killed are never older than what its topologies say. */
+  def body(view: TopologyView, totals: Totals): Option[(String, Boolean)] =
+    smallest(view)(_.json.set[ObjectNode]("totals", totals.json), trimmed)
 
   def body(rest: Snapshot): Option[(String, Boolean)] = smallest(rest)(_.json, (snapshot, step) =>
     snapshot.copy(processes = snapshot.processes.map(p => p.copy(samples = p.samples.takeRight(if (step == 1) 10 else 1)))

@@ -63,12 +63,15 @@ private[stagecrew] object History {
 
   def of(states: Seq[KeptState]): Shown = {
     val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state => parsed(state)(TopologyView.of).map(state -> _))
+    val sums = states.flatMap(state => parsed(state)(node => Option(node.get("totals")).map(Totals.of))).flatten
     val rest = states.filter(_.kind == StagecrewState.Application).flatMap(state => parsed(state)(Snapshot.of).map(state -> _)).lastOption
     val now = states.map(_.time).maxOption.getOrElse(0L)
-    val notes = views.map { case (state, view) => view.id -> notesOf(state, view.state == "closed") }.toMap ++
-      rest.map { case (state, _) => "" -> notesOf(state, closed = true) }
+    val ended = views.exists { case (_, view) => view.kind == DriverCrew.ApplicationKind && view.state == "closed" }
+    val notes = views.map { case (state, view) => view.id -> notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
+      rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
     Shown(
-      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(topologies = views.map(_._2).sortBy(_.started).toVector),
+      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
+        topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _)),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
   }
 
@@ -76,10 +79,11 @@ private[stagecrew] object History {
     try Some(read(Json.parse(state.body)))
     catch { case Failure(error) => Log.log.warn(s"what the event log says of ${state.key} cannot be read", error); None }
 
-  private def notesOf(state: KeptState, closed: Boolean): Seq[String] = Seq(
-    if (closed) None else Some(s"This is what the event log says as of ${Show.date(state.time)}: it had not ended then."),
+  private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
+    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."),
     if (!state.capped) None
-    else Some(s"So much happened that its event log has no more of it${if (closed) " than its beginning and its end" else " after that"} (${Settings.EventLogMaxEvents})."),
+    else if (ended) Some(s"So much happened that its event log has not all of it: what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
+    else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),
     if (state.trimmed) Some("It was too large for the event log: spans, texts or executors are left out.") else None,
     if (state.version > Snapshot.Version) Some("A newer stagecrew has written this: what is new there is not shown.") else None).flatten
 }

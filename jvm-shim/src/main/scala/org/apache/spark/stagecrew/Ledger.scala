@@ -18,6 +18,12 @@ final case class ListenerCounts(
 
   def stillOpen: Long = opens - closes - lost
 
+  /** The same listener elsewhere. */
+  def +(other: ListenerCounts): ListenerCounts = copy(
+    opens = opens + other.opens, closes = closes + other.closes, failures = failures + other.failures, lost = lost + other.lost,
+    openMicros = openMicros + other.openMicros, closeMicros = closeMicros + other.closeMicros,
+    lastError = if (other.lastError.nonEmpty) other.lastError else lastError)
+
   private[stagecrew] def json(index: Int): ObjectNode = Json.obj()
     .put("index", index).put("name", name).put("scope", scope)
     .put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
@@ -39,6 +45,12 @@ final case class Totals(
   def +(other: Totals): Totals =
     Totals(opens + other.opens, closes + other.closes, failures + other.failures, lost + other.lost,
       openMicros + other.openMicros, closeMicros + other.closeMicros, released + other.released, releasedBytes + other.releasedBytes)
+
+  /** The newer of both: no sum goes down. */
+  private[stagecrew] def max(other: Totals): Totals =
+    Totals(math.max(opens, other.opens), math.max(closes, other.closes), math.max(failures, other.failures), math.max(lost, other.lost),
+      math.max(openMicros, other.openMicros), math.max(closeMicros, other.closeMicros), math.max(released, other.released),
+      math.max(releasedBytes, other.releasedBytes))
 
   private[stagecrew] def json: ObjectNode =
     Json.obj().put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
@@ -63,6 +75,12 @@ final case class ExecutorCounts(
 
   def totals: Totals = listeners.valuesIterator.foldLeft(Totals(released = released, releasedBytes = releasedBytes))((sum, c) =>
     sum + Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
+
+  /** Those of another executor with them. */
+  def +(other: ExecutorCounts): ExecutorCounts = ExecutorCounts(
+    other.listeners.foldLeft(listeners) { case (sums, (index, one)) => sums.updated(index, sums.get(index).fold(one)(_ + one)) },
+    processes + other.processes, lostProcesses + other.lostProcesses, deferred ++ other.deferred, stored + other.stored,
+    released + other.released, releasedBytes + other.releasedBytes)
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj()
@@ -94,8 +112,10 @@ object ExecutorCounts {
 /**
  * The counts of one executor. Reports carry the counts themselves, not changes, and a sequence number: the driver replaces
  * what it has, so that a report that is lost or doubled changes nothing.
+ *
+ * @param timelines whether spans are kept: somebody shows them
  */
-final class Ledger(wall: () => Long = () => System.currentTimeMillis()) {
+final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
   import Ledger._
 
   /** The executor's Python processes, where it looks at them. */
@@ -125,7 +145,7 @@ final class Ledger(wall: () => Long = () => System.currentTimeMillis()) {
   def span(topology: String, kind: String, name: => String, micros: Long, failed: Boolean): Unit = {
     val started = wall() - micros / 1000
     timed(kind, micros)
-    synchronized {
+    if (timelines) synchronized {
       spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed)
       dirtySpans += topology
     }

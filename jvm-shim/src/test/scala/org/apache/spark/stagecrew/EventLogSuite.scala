@@ -64,12 +64,60 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot.topologies.map(_.jobs) == Vector(21))
   }
 
+  test("that something is left out is said of what has ended only when it is so") {
+    val run = new Run(most = 2)
+    run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
+    run.now += 5000
+    run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 3))) // the last of c before its end
+    run.now += 500
+    run.log.tick(snapshot(topology("a"), topology("b"), topology("c").copy(jobs = 4))) // is not due
+    run.log.changed(snapshot(topology("a", state = "closed"), topology("b"), topology("c", state = "closed").copy(jobs = 5)))
+    assert(run.of("a").map(_.capped) == Seq(false, false) && run.of("c").map(_.capped) == Seq(false, true, false))
+    val shown = history(run.posted.map(written).toSeq)
+    assert(shown.notes("a").isEmpty && shown.notes("c").isEmpty)
+    (6 to 9).foreach { i =>
+      run.now += 5000
+      run.log.tick(snapshot(topology("b").copy(jobs = i)))
+    }
+    run.log.changed(snapshot(topology("b", state = "closed").copy(jobs = 9)))
+    assert(run.of("b").map(_.capped) == Seq(false, true, true))
+    assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("left out") && note.contains(Settings.EventLogMaxEvents)))
+  }
+
+  test("sums are as new as the topologies beside them, and what is older of an application that was killed says so") {
+    val run = new Run(interval = 1000, most = 1)
+    def all(application: String, a: String, opens: Int) = {
+      val totals = Totals(opens = opens, openMicros = 1500L * opens, closeMicros = 2500000L * opens)
+      snapshot(topology("application", DriverCrew.ApplicationKind, application), topology("a", state = a, listeners = opens)).copy(totals = totals)
+    }
+    run.log.tick(all("active", "active", 1))
+    (2 to 4).foreach { i =>
+      run.now += 5000
+      run.log.tick(all("active", "active", i))
+    }
+    run.log.changed(all("active", "closed", 7))
+    val killed = history(run.posted.map(written).toSeq)
+    assert(killed.snapshot.totals == killed.find("a").get.executors.map(_._2.totals).reduce(_ + _) && killed.snapshot.totals.opens == 7)
+    assert(page("", killed).text.contains("opens 7,"))
+    assert(killed.notes("").exists(_.contains(Show.date(100000))) && killed.notes("").forall(note => !note.contains("its end")))
+    run.log.changed(all("closed", "closed", 7))
+    run.log.flush(all("closed", "closed", 7))
+    val ended = history(run.posted.map(written).toSeq)
+    assert(ended.snapshot.topologies.toSet == all("closed", "closed", 7).topologies.toSet && ended.snapshot.totals.opens == 7)
+    assert(ended.notes("").nonEmpty && ended.notes("").forall(_.contains("left out")))
+    val quiet = new Run(most = 1)
+    quiet.log.tick(all("active", "closed", 1))
+    quiet.log.changed(all("closed", "closed", 1))
+    quiet.log.flush(all("closed", "closed", 1))
+    assert(history(quiet.posted.map(written).toSeq).notes.values.flatten.isEmpty)
+  }
+
   test("at the end all that has changed is stored, whatever is due") {
-    val run = new Run(interval = 100000, most = 1)
+    val run = new Run(interval = 100000, most = 2)
     run.log.tick(snapshot(topology("a"), topology("b")))
-    run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9)))
+    run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
     assert(run.of("a").map(jobs) == Seq(2, 9) && run.of("b").size == 1)
-    assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9)))
+    assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
   }
 
   test("what is too large is stored with less: first without spans") {
