@@ -89,7 +89,7 @@ def topology(id_: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 def example() -> list[dict[str, Any]]:
-    """A nightly job: it has run, and something runs."""
+    """A nightly job: it has run, and something runs. What has closed has nothing that lives or waits."""
     error = 'Traceback (most recent call last):\n  File "pools.py", line 12, in open\nConnectionRefusedError: [Errno 111] Connection refused'
 
     def partitions(progress: int, outputs: int, blocks: int, released: int) -> dict[str, int]:
@@ -108,13 +108,17 @@ def example() -> list[dict[str, Any]]:
     def both(running: bool) -> dict[str, Any]:
         return {str(number): executor(number, running) for number in (1, 2)}
 
+    over = {"state": "closed", "live": 0, "finished": 32}
     rounds = {"count": 412, "p50": 640, "p95": 1_900, "p99": 4_700, "max": 21_300}
     reads = operator(
-        "flights", kind="splits", progress={"splits done": 52, "splits left": 12}, eventsOut=56, requests=412, queued=1,
-        replies=rounds, acknowledgements={**rounds, "count": 56},
+        "flights", kind="splits", progress={"splits done": 64, "splits left": 0}, eventsOut=56, requests=412,
+        replies=rounds, acknowledgements={**rounds, "count": 56}, **over,
     )  # fmt: skip
+    spent = operator(
+        "budget", eventsIn=1_316, requests=96, replies={**rounds, "count": 96}, progress={"spent": 80}, **over
+    )
     budget = operator(
-        "budget", eventsIn=1_204, requests=88, replies={**rounds, "count": 88}, progress={"spent": 71},
+        "budget", queued=1, eventsIn=1_204, requests=88, replies={**rounds, "count": 88}, progress={"spent": 71},
         waitsFor="executor 2, task 61: its acknowledgement, for 4 s",
     )  # fmt: skip
     mebibyte = 1 << 20
@@ -150,11 +154,11 @@ def example() -> list[dict[str, Any]]:
     )  # fmt: skip
     return [
         state("topology", topology("application", "application", kind="application", state="active", ended=0, jobs=7)),
-        state("topology", topology("enrich-2b8c41d09e63", "enrich", operators=[reads, budget], executors=both(False), spans=spans(30))),
+        state("topology", topology("enrich-2b8c41d09e63", "enrich", operators=[reads, spent], executors=both(False), spans=spans(30))),
         state("topology", running),
         state("topology", topology("checks-90aa17b3e5c4", "checks", state="active", ended=0, parent=running["id"], started=BEGAN + 33_000)),
         application(
-            totals={"opens": 16, "closes": 12, "failures": 1, "lost": 0}, processes=processes,
+            totals={"opens": 16, "closes": 16, "failures": 1, "lost": 0}, processes=processes,
             recovery={"facts": facts, "steps": steps},
         ),
     ]  # fmt: skip

@@ -203,7 +203,7 @@ def test_a_timeline_has_a_lane_for_each_executor_and_words(history: str, page: P
     assert box is not None
     assert box["width"] > 5
     progress = {row["Name"]: row["Progress"] for row in rows(page, "stagecrew-coordinators")}
-    assert progress == {"flights": "splits done 52 / splits left 12", "budget": "spent 71"}
+    assert progress == {"flights": "splits done 64 / splits left 0", "budget": "spent 80"}
 
 
 def test_texts_of_users_stay_text(history: str, page: Page) -> None:
