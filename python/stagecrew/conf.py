@@ -86,6 +86,13 @@ KEYS: Final[tuple[Key, ...]] = (
         "Server: how many it shows of an application.",
     ),
     Key(
+        "spark.stagecrew.ui.retainedDeadExecutors",
+        "count",
+        "100",
+        "How many lost executors of a topology that runs are listed one by one, the last ones; the others count in its sums, "
+        "under `forgotten`.",
+    ),
+    Key(
         "spark.stagecrew.eventLog.interval",
         "duration",
         "10s",

@@ -110,7 +110,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
                         _time(one["started"]),
                         f"{(one['ended'] - one['started']) / 1000:.1f}" if one["ended"] else "",
                         one["jobs"],
-                        len(one["askedBy"]),
+                        len(one["askedBy"]) + one["forgottenExecutors"],
                         len(one["unclosed"]),
                     )
                     for one in topologies

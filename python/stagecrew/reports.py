@@ -105,7 +105,9 @@ class TopologyReport:
     `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
     they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
     closed when the exit gave up waiting; `partitions` are what it has stored, per executor; `operators` are told about every
-    second while anything happens, and when it ends.
+    second while anything happens, and when it ends. Of executors that are lost the last ones are listed, as many as
+    `spark.stagecrew.ui.retainedDeadExecutors` says; what happened on the `forgotten_executors` before them is counted still, on an
+    executor called `forgotten`.
     """
 
     id: str
@@ -123,6 +125,7 @@ class TopologyReport:
     unclosed: tuple[str, ...]
     partitions: tuple[PartitionReport, ...] = ()
     operators: tuple[OperatorReport, ...] = ()
+    forgotten_executors: int = 0
 
     @property
     def released(self) -> int:
@@ -198,6 +201,7 @@ class TopologyReport:
                 PartitionReport.of(node["id"], executor, counts["partitions"]) for executor, counts in executors.items()
             ),
             operators=tuple(map(OperatorReport.of, node["operators"])),
+            forgotten_executors=node.get("forgottenExecutors", 0),
         )
 
 

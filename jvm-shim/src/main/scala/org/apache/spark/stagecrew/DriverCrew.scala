@@ -35,11 +35,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
   private val watched = new Watched
-  private val totals = mutable.LinkedHashMap.empty[String, (Long, Totals)] // by executor, those that are gone too
+  private val totals = new TotalsBook(settings.retainedDeadExecutors)
   @volatile private var published = Snapshot(Vector.empty, Totals())
 
   private val eventLog = Option.when(SparkInternals.eventLog(sc))(new EventLog(
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(), SparkInternals.post(sc, _)))
+
+  /** Whether somebody shows when listeners opened and closed, and tasks ran. */
+  val timelines: Boolean = eventLog.nonEmpty || SparkInternals.hasUi(sc)
 
   /** What the UI, metrics and reports read: as of the last change. */
   def snapshot: Snapshot = published
@@ -397,9 +400,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def lost(executor: String): Unit = executors.remove(executor).foreach { _ =>
     coordination.lost(executor, s"executor $executor is lost")
     watched.processes.lost(executor, System.currentTimeMillis())
+    totals.lost(executor)
+    topologies.values.foreach(_.holders -= executor)
     val concerned = topologies.values.filter(t => (t.executors(executor) || t.pending(executor)) && t.state != "closed").toSeq
     concerned.foreach { topology =>
-      topology.lostExecutors += executor
+      topology.lost(executor, settings.retainedDeadExecutors)
       if (topology.pending(executor)) answered(topology, executor)
     }
     // What it had stored is gone with it, or the shuffle service's.
@@ -408,19 +413,16 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     publish((concerned ++ stored).distinct: _*)
   }
 
-  private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit = {
-    if (totals.get(executor).forall(_._1 < sequence)) {
-      totals(executor) = sequence -> Totals.of(body.get("totals").asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
-    }
-    val reports = body.get("topologies").asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode]
-    val newer = reports.properties.asScala.toSeq.flatMap { entry =>
-      topologies.get(entry.getKey).filter(topology => sequence > topology.counts.get(executor).map(_._1).getOrElse(0L)).map { topology =>
-        topology.counts(executor) = sequence -> ExecutorCounts.of(entry.getValue.asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode])
-        topology
+  private def reported(executor: String, sequence: Long, body: com.fasterxml.jackson.databind.node.ObjectNode): Unit =
+    if (totals.took(executor, sequence, Totals.of(body.get("totals")))) {
+      val newer = body.get("topologies").properties.asScala.toSeq.flatMap { entry =>
+        topologies.get(entry.getKey).filter(topology => sequence > topology.counts.get(executor).map(_._1).getOrElse(0L)).map { topology =>
+          topology.counts(executor) = sequence -> ExecutorCounts.of(entry.getValue)
+          topology
+        }
       }
+      publish((newer ++ watched.reported(executor, sequence, body, topologies.get)).distinct: _*)
     }
-    publish((newer ++ watched.reported(executor, sequence, body, topologies.get)).distinct: _*)
-  }
 
   /** Spark retries these attempts without end: at the limit of the task's retries its stage is cancelled with the cause. */
   private def openFailed(frame: Frame): Unit = {
@@ -448,7 +450,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Makes what is shown anew, of these topologies; the others are shown as they were. */
   private def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
-    published = Snapshot(topologies.values.map(_.view).toVector, totals.valuesIterator.map(_._2).foldLeft(Totals())(_ + _),
+    published = Snapshot(topologies.values.map(_.view).toVector, totals.sum,
       watched.processes.views, watched.recovery, watched.sums)
     eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
   }

@@ -51,10 +51,10 @@ private[stagecrew] object OverviewPage {
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state), Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
-    Column.several("Executors", "Those that ran its tasks")(_.askedBy),
+    Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.operators.size.toLong),
     Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")(failures),
-    Column.several("Lost executors")(_.lostExecutors),
+    Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
     Column.several("Unclosed", "What had not closed when it ended")(_.unclosed))
 
   private def failures(topology: TopologyView): Long =
@@ -63,10 +63,7 @@ private[stagecrew] object OverviewPage {
   private def sums(topology: TopologyView): Seq[Row] = topology.executors
     .flatMap { case (executor, counts) => counts.listeners.map { case (index, one) => (index, executor, one) } }
     .groupBy(_._1).toSeq.sortBy(_._1).map { case (_, rows) =>
-      Row(topology, rows.map(_._2), rows.map(_._3).reduce((a, b) => a.copy(
-        opens = a.opens + b.opens, closes = a.closes + b.closes, failures = a.failures + b.failures, lost = a.lost + b.lost,
-        openMicros = a.openMicros + b.openMicros, closeMicros = a.closeMicros + b.closeMicros,
-        lastError = if (b.lastError.nonEmpty) b.lastError else a.lastError)))
+      Row(topology, rows.map(_._2), rows.map(_._3).reduce(_ + _))
     }
 
   private def listenerColumns(ask: Ask): Seq[Column[Row]] =

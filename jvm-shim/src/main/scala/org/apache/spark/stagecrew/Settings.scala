@@ -25,6 +25,9 @@ final class Settings(conf: SparkConf) {
   val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
   val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
 
+  val retainedDeadExecutors: Int =
+    positive(RetainedDeadExecutors, conf.getInt(RetainedDeadExecutors, defaults(RetainedDeadExecutors).toInt))
+
   val eventLogIntervalMs: Long = time(EventLogInterval)
   val eventLogMaxEvents: Int = positive(EventLogMaxEvents, conf.getInt(EventLogMaxEvents, defaults(EventLogMaxEvents).toInt))
 
@@ -49,6 +52,7 @@ object Settings {
   val MaxFrame = "spark.stagecrew.channel.maxFrame"
   val ReportInterval = "spark.stagecrew.report.interval"
   val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
+  val RetainedDeadExecutors = "spark.stagecrew.ui.retainedDeadExecutors"
   val EventLogInterval = "spark.stagecrew.eventLog.interval"
   val EventLogMaxEvents = "spark.stagecrew.eventLog.maxEvents"
 
@@ -70,6 +74,7 @@ object Settings {
     MaxFrame -> "64m",
     ReportInterval -> "1s",
     RetainedTopologies -> "1000",
+    RetainedDeadExecutors -> "100",
     ProcessesInterval -> "10s",
     EventLogInterval -> "10s",
     EventLogMaxEvents -> "100",

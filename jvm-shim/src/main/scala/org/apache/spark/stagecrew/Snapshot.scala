@@ -54,7 +54,8 @@ final case class TopologyView(
     unclosed: Vector[String],
     operators: Vector[OperatorView] = Vector.empty,
     spans: Vector[Span] = Vector.empty,
-    spansDropped: Long = 0) { // how many more there were
+    spansDropped: Long = 0, // how many more there were
+    forgottenExecutors: Int = 0) { // lost ones that are in none of the lists: their counts are those of "forgotten"
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("id", id).put("name", name).put("kind", kind)
@@ -67,7 +68,7 @@ final case class TopologyView(
     executors.foreach { case (id, one) => counts.set[ObjectNode](id, one.json) }
     Json.put(node, "operators", operators.map(_.json))
     Json.put(node, "spans", spans.map(_.json))
-    node.put("spansDropped", spansDropped)
+    node.put("spansDropped", spansDropped).put("forgottenExecutors", forgottenExecutors)
   }
 }
 
@@ -79,7 +80,7 @@ object TopologyView {
     node.path("executors").properties.asScala.toVector.map(entry => entry.getKey -> ExecutorCounts.of(entry.getValue)).toVector,
     Json.strings(node.get("lostExecutors")).toVector, Json.strings(node.get("unclosed")).toVector,
     Json.items(node.get("operators")).map(OperatorView.of).toVector,
-    Json.items(node.get("spans")).map(Span.of).toVector, node.path("spansDropped").asLong)
+    Json.items(node.get("spans")).map(Span.of).toVector, node.path("spansDropped").asLong, node.path("forgottenExecutors").asInt)
 }
 
 /** Something that took time on an executor: "open" or "close" of a listener, or a "task". */

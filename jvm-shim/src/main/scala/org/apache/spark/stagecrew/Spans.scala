@@ -84,6 +84,9 @@ private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
 
   def size: Int = slots.size
 
+  /** An executor of which nothing new comes. */
+  def forget(executor: String): Unit = droppedBy.remove(executor).foreach(refused += _._2)
+
   /** None is kept any more; how many there were is. */
   def clear(): Unit = {
     refused += slots.size

@@ -518,6 +518,8 @@ package org.apache.spark {
 
       def attachTab(ui: SparkUI, prefix: String, pages: Seq[Page]): Unit = ui.attachTab(new PagesTab(ui, prefix, pages))
 
+      def hasUi(sc: SparkContext): Boolean = sc.ui.nonEmpty
+
       def eventLog(sc: SparkContext): Boolean = sc.conf.get(internal.config.EVENT_LOG_ENABLED)
 
       def keptInMemory[T](what: Class[T]): Kept[T] = new Kept(new InMemoryStore, what)

@@ -24,9 +24,11 @@ private[stagecrew] object Column {
 
   def micros[T](name: String, help: String = "")(f: T => Long): Column[T] = of(name, help)(f)(row => <td>{Show.micros(f(row))}</td>)
 
-  /** How many, and which in the title. */
-  def several[T](name: String, help: String = "")(f: T => Seq[String]): Column[T] =
-    of(name, help)((row: T) => f(row).size)(row => <td title={Show.title(f(row).mkString("\n"))}>{f(row).size.toString}</td>)
+  /** How many, and which in the title; there may be more than these. */
+  def several[T](name: String, help: String = "")(f: T => Seq[String], more: T => Int = (_: T) => 0): Column[T] = {
+    def size(row: T): Int = f(row).size + more(row)
+    of(name, help)(size)(row => <td title={Show.title(f(row).mkString("\n"))}>{size(row).toString}</td>)
+  }
 
   def of[T, K](name: String, help: String = "")(key: T => K)(cell: T => Node)(implicit ordering: Ordering[K]): Column[T] =
     Column(name, Some(ordering.on(key)), Some(help).filter(_.nonEmpty), cell)

@@ -25,16 +25,36 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   val executions = mutable.LinkedHashSet.empty[Long]
   val queries = mutable.LinkedHashSet.empty[String]
 
+  private var forgotten = 0 // lost executors
+  private var folded = ExecutorCounts() // of these
+
   private var shown = Option.empty[TopologyView]
 
   def changed(): Unit = shown = None
 
+  /** An executor is gone. Of those that are, the last so many are known by themselves, the others in the sums only. */
+  def lost(executor: String, retained: Int): Unit = {
+    lostExecutors += executor
+    while (lostExecutors.size > retained) {
+      val oldest = lostExecutors.head
+      Seq(lostExecutors, executors, holders).foreach(_ -= oldest)
+      spans.forget(oldest)
+      counts.remove(oldest).foreach { case (_, of) => folded += of.copy(deferred = Set.empty, stored = Stored()) }
+      forgotten += 1
+    }
+  }
+
   def view: TopologyView = shown.getOrElse {
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs,
-      executors.toVector, counts.view.mapValues(_._2).toVector, lostExecutors.toVector, unclosed.toVector,
-      operators.views, spans.spans, spans.dropped)
+      executors.toVector, counts.view.mapValues(_._2).toVector ++ Option.when(forgotten > 0)(Topology.Forgotten -> folded), lostExecutors.toVector, unclosed.toVector,
+      operators.views, spans.spans, spans.dropped, forgotten)
     shown = Some(view)
     view
   }
+}
+
+private[stagecrew] object Topology {
+  /** Under this name stand the counts of all lost executors that are not known by themselves any more. */
+  val Forgotten = "forgotten"
 }

@@ -62,6 +62,8 @@ private[stagecrew] object TopologyPage {
       "Partitions" -> Show.fact(partitions(stored.map(_.inProgress).sum, stored.map(_.outputs).sum, stored.map(_.outputBytes).sum,
         stored.map(_.blocks).sum, stored.map(_.blockBytes).sum, counts.map(_.released).sum, counts.map(_.releasedBytes).sum)),
       "Lost executors" -> Show.several(topology.lostExecutors),
+      "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
+        s"${topology.forgottenExecutors}, whose counts stand as those of '${Topology.Forgotten}'"),
       "Unclosed" -> Show.several(topology.unclosed))
   }
 
@@ -97,7 +99,7 @@ private[stagecrew] object TopologyPage {
 
   private def executorColumns(topology: TopologyView): Seq[Column[(String, ExecutorCounts)]] = Seq(
     Column.text("Executor")(_._1),
-    Column.text("State")(one => if (topology.lostExecutors.contains(one._1)) "lost" else ""),
+    Column.text("State")(one => if (topology.lostExecutors.contains(one._1) || one._1 == Topology.Forgotten) "lost" else ""),
     Column.number("In progress", "Partitions that tasks write now")(_._2.stored.inProgress),
     Column.number("Finished outputs", "Of shuffles")(_._2.stored.outputs), Column.bytes("Output size")(_._2.stored.outputBytes),
     Column.number("Cached blocks")(_._2.stored.blocks), Column.bytes("Block size")(_._2.stored.blockBytes),

@@ -78,7 +78,7 @@ object TopologyTable {
   val RememberedClosed = 10000
 
   /** A set that forgets its oldest entries. */
-  private final class BoundedSet(limit: Int) {
+  private[stagecrew] final class BoundedSet(limit: Int) {
     private val entries = mutable.LinkedHashSet.empty[String]
     def contains(entry: String): Boolean = entries.contains(entry)
     def +=(entry: String): Unit = {

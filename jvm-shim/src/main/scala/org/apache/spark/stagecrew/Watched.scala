@@ -22,6 +22,39 @@ private[stagecrew] object OperatorBook {
   val Limit = 500
 }
 
+/** The sums of each executor, as its reports said last. Of executors that are gone the last so many are known by themselves, the
+  * others in the sum only: what comes late from these changes nothing. Of the driver's loop. */
+private[stagecrew] final class TotalsBook(retainedDead: Int) {
+  private val book = mutable.LinkedHashMap.empty[String, (Long, Totals)]
+  private val dead = mutable.LinkedHashSet.empty[String]
+  private val forgotten = new TopologyTable.BoundedSet(TotalsBook.RememberedForgotten)
+  private var folded = Totals()
+
+  /** What a report with this number said; an older one changes nothing. Answers whether its executor is still known. */
+  def took(executor: String, sequence: Long, totals: => Totals): Boolean = !forgotten.contains(executor) && {
+    if (book.get(executor).forall(_._1 < sequence)) book(executor) = sequence -> totals
+    true
+  }
+
+  def lost(executor: String): Unit = {
+    dead += executor
+    while (dead.size > retainedDead) {
+      val oldest = dead.head
+      dead -= oldest
+      forgotten += oldest
+      book.remove(oldest).foreach { case (_, totals) => folded += totals }
+    }
+  }
+
+  def sum: Totals = book.valuesIterator.map(_._2).foldLeft(folded)(_ + _)
+  private[stagecrew] def size: Int = book.size
+}
+
+private[stagecrew] object TotalsBook {
+  /** How many of the forgotten are known by name, for what comes late from them. */
+  val RememberedForgotten = 10000
+}
+
 /** What is shown beside topologies, of the whole application. Of the driver's loop. */
 private[stagecrew] final class Watched {
   val processes = new ProcessBook
