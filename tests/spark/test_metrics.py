@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+import pytest
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Sessions, eventually
+from crewtools import Journal, Recorder, Sessions, eventually, kill
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -118,17 +124,23 @@ def test_executors_have_the_metrics_and_the_driver_sums_them(sessions: Sessions,
     wanted = {name: value for name, value in sums([report]).items() if value}
     assert wanted["listeners.opens"] >= 1
     executors = {listener.executor for listener in report.listeners}
+    timed = {
+        "tasks.duration.micros": 2,
+        "listeners.open.duration.micros": report.opens,
+        "listeners.close.duration.micros": report.closes,
+    }
 
-    def written() -> dict[str, int]:
-        found = dict.fromkeys(wanted, 0)
+    def written(names: Any, column: str) -> dict[str, int]:
+        found = dict.fromkeys(names, 0)
         for executor in executors:
-            for name in wanted:
+            for name in names:
                 path = tmp_path / f"{spark.sparkContext.applicationId}.{executor}.{PLUGIN}.{name}.csv"
                 lines = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-                found[name] += int(lines[-1]["value"]) if lines and lines[-1]["value"] else 0
+                found[name] += int(lines[-1][column]) if lines and lines[-1][column] else 0
         return found
 
-    eventually(lambda: written() == wanted, what=f"the executors' sinks say {wanted}")
+    eventually(lambda: written(wanted, "value") == wanted, what=f"the executors' sinks say {wanted}")
+    eventually(lambda: written(timed, "count") == timed, what=f"the executors' histograms have counted {timed}")
     shown = gauges(spark)
     assert {name: shown[name] for name in wanted} == wanted
 
@@ -140,3 +152,65 @@ def test_everything_works_without_the_ui(sessions: Sessions) -> None:
     report = run(spark, "no ui")
     assert report.opens == report.closes >= 1
     assert report.state == "closed"
+
+
+def of_executor(rows: Iterator[Any]) -> Iterator[int]:
+    """The process id of the executor's JVM, as a worker knows it."""
+    yield psutil.Process(os.getppid()).ppid()
+
+
+def instances(jvm: int, name: str) -> int:
+    """How many objects of this class of ours live in a JVM."""
+    listed = subprocess.run(
+        ["jcmd", str(jvm), "GC.class_histogram"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    found = re.search(rf"^\s*\d+:\s+(\d+)\s+\d+\s+org\.apache\.spark\.stagecrew\.{name}(?: |$)", listed, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("shown", ["nowhere", "in the event log"])
+def test_timelines_are_made_where_somebody_shows_them(sessions: Sessions, tmp_path: Path, shown: str) -> None:
+    """Without the UI and an event log no executor keeps what took time; with one of both it does. Processes are looked at."""
+    conf = {"spark.ui.enabled": "false", "spark.stagecrew.processes.interval": "200ms"}
+    if shown == "in the event log":
+        conf |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": tmp_path.as_uri()}
+    spark = session(sessions, "local-cluster[1,1,1024]", **conf)
+    with stagecrew.crew(spark).topology("timed", listeners=[Quiet()]) as topology:
+        (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(of_executor).collect()
+        eventually(lambda: topology.report.opens == 1, what="the executor has told of its listener")
+        assert instances(jvm, "ExecutorCounts") >= 1
+        assert instances(jvm, "SampleLog") == 1
+        assert (instances(jvm, "SpanLog"), instances(jvm, "Span")) == ((0, 0) if shown == "nowhere" else (1, 2))
+    assert topology.report.opens == topology.report.closes == 1
+
+
+def test_of_lost_executors_the_last_ones_are_listed_and_all_are_counted(sessions: Sessions, tmp_path: Path) -> None:
+    """What happened on executors that came and went stays in report, tab and metrics, however many there were."""
+    spark = session(sessions, "local-cluster[1,1,1024]", **{"spark.stagecrew.ui.retainedDeadExecutors": "1"})
+    crew, journal, lost = stagecrew.crew(spark), Journal(str(tmp_path / "journal")), 3
+    with crew.topology("loses", listeners=[Recorder(journal)]) as topology:
+        for number in range(1, lost + 2):
+            (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(of_executor).collect()
+            eventually(lambda number=number: topology.report.opens == number, what="the executor has told of its open")
+            if number <= lost:
+                kill(jvm)
+                eventually(
+                    lambda number=number: (
+                        topology.report.forgotten_executors + len(topology.report.lost_executors) == number
+                    ),
+                    60,
+                    "the executor is known to be lost",
+                )
+    report = topology.report
+    assert len(report.lost_executors) == 1
+    assert report.forgotten_executors == lost - 1
+    assert [one.executor for one in report.listeners if one.executor == "forgotten"] == ["forgotten"]
+    assert len(report.listeners) == 3  # the last that was lost, the one that lives, and all before
+    assert report.opens == len(journal.read(event="open")) == lost + 1
+    assert report.closes == 1  # a worker whose executor was killed closes too, but nobody hears of it
+    port = urlsplit(spark.sparkContext.uiWebUrl).port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stagecrew/json/") as response:
+        body = json.load(response)
+    for one in body["topologies"]:
+        assert (len(one["askedBy"]), len(one["lostExecutors"]), one["forgottenExecutors"]) == (2, 1, lost - 1)
+    assert gauges(spark)["listeners.opens"] == body["totals"]["opens"] == report.opens

@@ -16,11 +16,11 @@ import org.apache.spark.util.{TaskCompletionListener, TaskFailureListener, TaskI
  * Task threads book attempts and wait for opens; links have a thread each; `loop` is the one thread that closes. RPC threads
  * only hand over. Everything is made at first use, so that an executor without listeners has none of it.
  */
-final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar: String) extends Handler with LinkHandler with Loop {
+final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar: String, timelines: Boolean) extends Handler with LinkHandler with Loop {
   import ExecutorCrew._
 
   val settings = new Settings(conf)
-  val ledger = new Ledger
+  val ledger = new Ledger(timelines = timelines)
   private val table = new TopologyTable
   private val problems = new ConcurrentHashMap[Long, String]() // attempt -> why its worker was ended
   private val interrupted = ConcurrentHashMap.newKeySet[Long]() // attempts that Spark asked to end

@@ -53,7 +53,7 @@ final class DriverShim extends DriverPlugin {
     crew.start(DriverShim.application(conf, crew.settings))
     facade = new DriverFacade(crew)
     DriverMetrics.register(plugin.metricRegistry(), crew)
-    Collections.emptyMap()
+    Collections.singletonMap(DriverShim.Timelines, crew.timelines.toString)
   }
 
   override def registerMetrics(application: String, plugin: PluginContext): Unit = {
@@ -77,6 +77,7 @@ object DriverShim {
   private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
   private val BlockStatusesKey = "spark.taskMetrics.trackUpdatedBlockStatuses"
   private val ShuffleManagers = Set("sort", "tungsten-sort", "org.apache.spark.shuffle.sort.SortShuffleManager")
+  val Timelines = "timelines" // what the driver tells executors: whether anybody shows them
   val PythonPathKey = "spark.executorEnv.PYTHONPATH"
 
   /** Sets what the plugin needs in Spark's configuration; refuses what cannot work. */
@@ -146,7 +147,7 @@ final class ExecutorShim extends ExecutorPlugin {
     val env = SparkEnv.get
     try {
       linkJar()
-      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar)
+      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar, extra.get(DriverShim.Timelines) == "true")
       // In a local master the driver's metrics have the same names, and count this executor already.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
       hook = SparkInternals.addShutdownHook(driver = false)(() => end())

@@ -74,6 +74,22 @@ class SpansSuite extends AnyFunSuite {
     assert(small.size == 3 && small.dropped == 6)
   }
 
+  test("where nobody shows timelines no span is made, and how long things took is told still") {
+    val ledger = new Ledger(() => 10000, timelines = false)
+    val told = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
+    ledger.timed = (kind, micros) => told += kind -> micros
+    val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
+    val link = Links.link("p", "worker", 1)(_ => ())
+    processes.connected(link)
+    processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
+    processes.hookEnded(link, "t", 0, "open", failed = false, 700, "")
+    ledger.span("t", "task", fail("a name that nobody reads is made"), 900, failed = false)
+    val body = Json.parse(ledger.report().get._2)
+    assert(body.get("spans").isEmpty && ExecutorCounts.of(body.at("/topologies/t")).totals.opens == 1)
+    assert(told.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)
+    assert(Json.parse(ledger.full("t")._2).get("spans").isEmpty)
+  }
+
   test("opens, closes and hooks that hang have a span; a decoration has none; it ends now") {
     val ledger = new Ledger(() => 10000)
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
