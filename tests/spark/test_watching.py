@@ -1,9 +1,10 @@
-"""What people see of one run: the tab's JSON, metrics and `topology.report` say the same, and what the test itself counted."""
+"""What people see of one run: tab, metrics, `stagecrew report` and `topology.report` say the same, and what the test itself counted."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from pyspark import cloudpickle
 from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import SparkSession
@@ -23,6 +25,7 @@ import stagecrew
 from coordinators import rows
 from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
 from modelstore import ModelServer
+from stagecrew.cli import main
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.storage import StateStorage
@@ -32,6 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLUGIN = "plugin.stagecrew.StagecrewPlugin"
 EVENTS, REQUESTS, TASKS = 30, 7, 3
+MAPS, REDUCES = 3, 2  # of the shuffle
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -72,9 +76,35 @@ class Answering(stagecrew.Coordinator):
         return {"taken": len(self.taken)}
 
 
-def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, tmp_path: Path) -> None:
-    """Of one run with listeners, a coordinator, splits and an agent; while it runs, and when it has ended."""
+def documented(body: Any) -> set[str]:
+    """The names of all fields; what stands by names of users' own has none."""
+    if isinstance(body, list):
+        return set().union(*map(documented, body))
+    if not isinstance(body, dict):
+        return set()
+    inside = [documented(of) for name, of in body.items() if name not in ("executors", "progress", "facts")]
+    return set(body).union(*inside, *map(documented, body.get("executors", {}).values()))
+
+
+def cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
+    """A table of `stagecrew report`: what stands below each of these headers, which follow each other."""
+    lines = text.split("\n")
+    header, *rest = lines[lines.index(title) + 1 :]
+    starts = [0]
+    for name in names[1:]:
+        starts.append(header.index(f" {name}", starts[-1]) + 1)
+    bounds = list(zip(names, starts, [*starts[1:], None], strict=True))
+    return [{name: line[a:b].strip() for name, a, b in bounds} for line in rest[: [*rest, ""].index("")]]
+
+
+def test_all_that_is_shown_agrees_with_what_was_counted(
+    sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one run with listeners, a coordinator, splits, a shuffle and an agent; while it runs, when it has ended, out of its log."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
+    conf |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": logs.as_uri()}
     spark = sessions.get("local[3]", **conf)
     crew = stagecrew.crew(spark)
     journal = Journal(str(tmp_path / "journal"))
@@ -118,6 +148,18 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
         assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
         split = topology.splits(range(5), lambda one: [rows(one)], "a long", parallelism=2)
         assert sorted(row.a for row in split.collect()) == list(range(5))
+        assert spark.sparkContext.parallelize(range(6), MAPS).map(lambda x: (x % 2, x)).groupByKey(REDUCES).count() == 2
+        stored = eventually(lambda: sum(one.outputs for one in topology.report.partitions) == MAPS and topology.report)
+        bytes_of = sum(one.output_bytes for one in stored.partitions)
+        meters = gauges(spark)
+        assert (meters["partitions.outputs"], meters["partitions.outputs.bytes"]) == (MAPS, bytes_of)
+        assert (meters["topologies.active"], meters["partitions.inProgress"], meters["partitions.released"]) == (
+            2,
+            0,
+            0,
+        )
+        (of,) = (one for one in fetched(spark, "/stagecrew/json")["topologies"] if one["name"] == name)
+        assert sum(one["partitions"]["outputBytes"] for one in of["executors"].values()) == bytes_of > 0
     assert sorted(set(taken)) == list(range(EVENTS))
     report = topology.report
     counted = {"events_in": TASKS * EVENTS, "events_out": 2 * TASKS, "requests": TASKS * REQUESTS, "finished": TASKS}
@@ -144,7 +186,7 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     assert len(opens) == len(closes) == report.opens == report.closes == len(journal.read(event="open"))
     assert {span["name"] for span in opens} == {"recorder", "executor wide"}
     tasks = [span for span in of["spans"] if span["kind"] == "task"]
-    assert len(tasks) == TASKS + 2
+    assert len(tasks) == TASKS + 2 + MAPS + REDUCES
     assert of["spansDropped"] == 0
     assert {span["failed"] for span in of["spans"]} == {False}
     now = time.time() * 1000
@@ -160,6 +202,9 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     assert meters["listeners.opens"] == report.opens
     opened = round(sum(one.open_seconds for one in report.listeners) * 1e6)
     assert meters["listeners.open.micros"] == shown["totals"]["openMicros"] == opened
+    assert meters["partitions.outputs"] == meters["partitions.outputs.bytes"] == 0
+    assert meters["partitions.released"] == shown["totals"]["released"] == report.released == MAPS
+    assert meters["partitions.released.bytes"] == shown["totals"]["releasedBytes"] == report.released_bytes == bytes_of
     assert meters["processes.workers"] >= TASKS
     assert meters["processes.memory.bytes"] > 10_000_000
     store = ModelServer().session()
@@ -175,6 +220,112 @@ def test_tab_metrics_and_report_agree_with_what_was_counted(sessions: Sessions, 
     assert (step["name"], step["state"]) == ("load", "finished")
     assert 0 < step["started"] <= step["ended"] <= time.time() * 1000
     eventually(lambda: _ended(spark, agent), what="the agent that has ended is shown so")
+
+    live = fetched(spark, "/stagecrew/json")
+    guide = re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs/guide/ui.md").read_text())
+    assert documented(live) - set(guide) == set()
+    sessions.stop()
+    (log,) = logs.iterdir()
+    found = json.loads(CliRunner().invoke(main, ["report", str(log), "--json"]).output)
+    for part in ("version", "totals", "coordinators", "recovery"):
+        assert found[part] == live[part]
+    assert [one for one in found["topologies"] if one["name"] == name] == [
+        one for one in live["topologies"] if one["name"] == name
+    ]
+    assert {one["pid"] for one in found["processes"]} >= {one["pid"] for one in live["processes"]}
+    assert found["notes"] == []
+
+    monkeypatch.setattr("stagecrew.eventlog.read_event_log", lambda log: found)  # without another JVM
+    text = CliRunner().invoke(main, ["report", str(log)], env={"COLUMNS": "500"}).output
+    _, row = cells(
+        text, "Topologies", "topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"
+    )
+    assert report.ended is not None
+    assert float(row["seconds"]) == pytest.approx((report.ended - report.started).total_seconds(), abs=0.06)
+    of_it = (name, report.id, "named", "closed", str(report.jobs), "1", "0")
+    assert tuple(row[key] for key in ("topology", "id", "kind", "state", "jobs", "executors", "unclosed")) == of_it
+    columns = ("topology", "listener", "scope", "executor", "opens", "closes", "failures", "lost", "open s", "close s")
+    assert [tuple(row.values())[1:9] for row in cells(text, "Listeners", *columns, "last error")] == [
+        (
+            one.name,
+            one.scope,
+            one.executor,
+            *map(str, (one.opens, one.closes, one.failures, one.lost)),
+            f"{one.open_seconds:.3f}",
+        )
+        for one in report.listeners
+    ]
+    (row,) = cells(text, "Partitions", "topology", "executor", "in progress", "outputs", "bytes", "blocks", "their bytes", "released", "bytes released")  # fmt: skip
+    assert (row["outputs"], row["released"], row["bytes released"]) == ("0", str(MAPS), str(bytes_of))
+    columns = (
+        "topology",
+        "operator",
+        "kind",
+        "state",
+        "evaluations",
+        "failed",
+        "in",
+        "out",
+        "requests",
+        "reply ms p50, p99",
+    )
+    row, other = cells(text, "Coordinators", *columns, "progress")
+    assert tuple(row.values())[1:9] == (
+        *("o/1", "coordinator", "closed", str(TASKS), "0"), str(TASKS * EVENTS), str(2 * TASKS), str(TASKS * REQUESTS),
+    )  # fmt: skip
+    assert row["reply ms p50, p99"] == f"{mine.replies.p50 * 1000:.1f}, {mine.replies.p99 * 1000:.1f}"
+    assert row["progress"] == f"taken {TASKS * (EVENTS + REQUESTS)}"
+    assert other["progress"].startswith("splits done 5")
+    assert [(row["step"], row["state"]) for row in cells(text, "Steps", "step", "state", "began", "ended")] == [
+        ("load", "finished")
+    ]
+    assert re.search(r"^term +3 *$", text, re.MULTILINE)
+
+
+class Blocked(stagecrew.Coordinator):
+    """Handles its first event when the test lets it."""
+
+    def __init__(self, context: stagecrew.CoordinatorContext, go: str, handled: list[Any]) -> None:
+        super().__init__(context)
+        self.go, self.handled = go, handled
+
+    def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
+        eventually(lambda: os.path.exists(self.go), 120, "the test lets the coordinator go")
+        self.handled.append(event)
+
+
+def test_what_waits_for_a_coordinator_is_counted(sessions: Sessions, tmp_path: Path) -> None:
+    """While it handles one message, and none of the others: in report, tab and metrics, until it has handled them."""
+    spark = sessions.get("local[3]", **{"spark.ui.enabled": "true", "spark.ui.port": "0"})
+    go, handled, sent = str(tmp_path / "go"), [], 6
+
+    def work(gateway: stagecrew.TaskGateway, batches: Iterator[Any]) -> Iterator[Any]:
+        for _ in batches:
+            pass
+        for number in range(sent):
+            gateway.send(number)
+        yield rows(1)
+
+    with stagecrew.crew(spark).topology("blocked") as topology:
+        dataset = topology.coordinate("o", lambda context: Blocked(context, go, handled)).map(
+            spark.range(0, 1, 1, 1), work, "a long"
+        )
+        run = threading.Thread(target=topology.wrap(lambda: dataset.collect()))
+        run.start()
+        try:
+            eventually(
+                lambda: [one.queued for one in topology.report.operators] == [sent], 60, "all that wait are counted"
+            )
+            (of,) = (one for one in fetched(spark, "/stagecrew/json")["topologies"] if one["name"] == "blocked")
+            assert [(one["queued"], one["eventsIn"]) for one in of["operators"]] == [(sent, sent)]
+            assert gauges(spark)["coordinators.queued"] == sent
+            assert handled == []
+        finally:
+            Path(go).touch()
+        run.join(60)
+        assert handled == list(range(sent))
+    assert [one.queued for one in topology.report.operators] == [0]
+    eventually(lambda: gauges(spark)["coordinators.queued"] == 0, what="the metric says that nothing waits")
 
 
 class Bus:
