@@ -149,6 +149,12 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace
                 answer = (off if name == "off" else on)(kind, tasks=count // TURNS)
                 pair[name] += answer["seconds"]
                 pair[f"{name}_cpu"] += answer["cpu"]
+                if "loads" in answer:  # how often the tab was loaded
+                    pair[f"{name}_loads"] = pair.get(f"{name}_loads", 0) + answer["loads"]
+        assert bool(pair.get("on_loads")) == (kind == "watched"), (
+            "the tab is loaded while it is measured, and only then"
+        )
+        assert not pair.get("off_loads"), "there is no tab to load without the UI"
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "

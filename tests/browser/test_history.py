@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
+import pyspark
 import pytest
 from playwright.sync_api import Page
 from pyspark import cloudpickle
 
 import stagecrew
+from coordinators import rows as row_of
 from crewtools import Journal, Sessions, eventually, history_server, kill
 from drivers import driver
 from eventlogs import CLASS, application, example, listener, operator, state, topology, written
@@ -24,6 +29,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 HOSTILE = "</td></table><script>alert(1)</script>\"' onclick='alert(2)' \u202egpj"
 LONG = "a name of ten thousand characters " * 300
+BROWSED_BELOW = (
+    *("", "topology/?id=enrich-2b8c41d09e63", "processes/", "jobs/"),
+    *("json/", "topology/json/?id=enrich-2b8c41d09e63", "processes/json/", "jobs/json/"),
+)
 BROWSED = ("stagecrew/", "stagecrew/processes/", "stagecrew/jobs/")
 
 #: A driver that is in the middle of a topology when it is killed.
@@ -46,13 +55,35 @@ class Quiet(stagecrew.Listener):
     name = "quiet"
 
 
+class Echo(stagecrew.Coordinator):
+    """Answers, and hears."""
+
+    def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
+        pass
+
+    def handle_request(self, evaluation: stagecrew.Evaluation, request: Any) -> Any:
+        return request
+
+
+def asks(gateway: stagecrew.TaskGateway, batches: Iterator[Any]) -> Iterator[Any]:
+    """Each task asks twice, tells once, and has two rows."""
+    for _ in batches:
+        pass
+    assert [gateway.request(number) for number in range(2)] == [0, 1]
+    gateway.send("done")
+    yield row_of(1)
+    yield row_of(2)
+
+
 class Made:
-    """The applications whose logs are there."""
+    """The applications whose logs are there, what their reports and their tabs said, and what was counted."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
-        self.finished = self.killed = self.running = ""
+        self.finished = self.killed = self.running = self.capped = ""
         self.reports: dict[str, stagecrew.TopologyReport] = {}
+        self.live: dict[str, Any] = {}
+        self.opens = 0  # of the one that was killed
 
 
 @pytest.fixture(scope="module")
@@ -63,27 +94,48 @@ def made(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     logs.mkdir()
     made = Made(logs)
     settings = {"spark.eventLog.enabled": "true", "spark.eventLog.dir": logs.as_uri()}
+    settings |= {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
 
-    def ran() -> tuple[str, stagecrew.TopologyReport]:
+    def ran(which: str) -> str:
         sessions.stop()
         spark = sessions.get("local[2]", **settings)
         with stagecrew.crew(spark).topology("nightly", listeners=[Quiet()]) as topology:
-            assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
-        return spark.sparkContext.applicationId, topology.report
+            assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: (x % 2, x)).groupByKey(2).count() == 2
+            operator = topology.coordinate("echo", Echo)
+            assert operator.map(spark.range(0, 4, 1, 2), asks, "a long").count() == 4
+        made.reports[which] = topology.report
+        made.live[which] = fetched(f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew/json/")
+        return str(spark.sparkContext.applicationId)
+
+    def capped() -> str:
+        sessions.stop()
+        few = {"spark.stagecrew.eventLog.interval": "100ms", "spark.stagecrew.eventLog.maxEvents": "2"}
+        spark = sessions.get("local[2]", **settings, **few, **{"spark.eventLog.compress": "false"})
+        app = str(spark.sparkContext.applicationId)
+        crew = stagecrew.crew(spark)
+        with crew.topology("often") as topology:
+            for number in range(3):
+                with crew.topology(f"inside {number}") as inside:  # what is due is stored of both at once
+                    assert spark.sparkContext.parallelize(range(4), 2).sum() == 6
+                    eventually(lambda inside=inside: len(stored(logs, app, inside.id)) == 2, 30, "its job is stored")
+        made.reports["capped"] = topology.report
+        return app
 
     journal = Journal(str(folder / "journal"))
     with driver(folder, journal, "local[2]", MIDDLE.replace("{logs!r}", repr(logs.as_uri()))) as process:
-        made.finished, made.reports["finished"] = ran()
+        made.finished = ran("finished")
         ready = eventually(lambda: journal.read(event="ready"), 120, "the driver is in its topology")[0]
         made.killed = ready["application"]
         # Its listeners' opens are in its log before it dies.
         (log,) = logs.glob(f"*{made.killed}*/events*")
-        eventually(lambda: '\\"opens\\":2' in log.read_text(), 30, "the log tells of the opens")
+        made.opens = len(journal.read(event="open", listener="pool"))
+        eventually(lambda: f'\\"opens\\":{made.opens},' in log.read_text(), 30, "the log tells of the opens")
         # The JVM first: one whose Python is gone ends in good order.
         for killed in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             kill(killed.pid)
         process.wait(30)
-    made.running, made.reports["running"] = ran()
+    made.capped = capped()
+    made.running = ran("running")
     yield made
     sessions.stop()
 
@@ -95,9 +147,17 @@ def history(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
     written(made.logs, "app-without", [])
     written(made.logs, "app-hostile", hostile())
     written(made.logs, "app-newer", newer())
+    written(made.logs, "app-many-rows", [state("topology", topology(f"t-{i:03}", f"run {i}")) for i in range(130)])
     with history_server(tmp_path_factory.mktemp("server"), made.logs, stagecrew.jar_path()) as base:
-        listed(base, 7)
+        listed(base, 9)
         yield base
+
+
+def stored(logs: Path, app: str, id_: str) -> list[dict[str, Any]]:
+    """What of ours a log has of a topology, or of the application beside them."""
+    (log,) = logs.glob(f"*{app}*/events*")
+    events = [json.loads(line) for line in log.read_text().split("\n") if line.endswith("}") and CLASS in line]
+    return [one for one in events if one["id"] == id_]
 
 
 def listed(base: str, how_many: int) -> None:
@@ -141,7 +201,7 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
     report = made.reports["finished"]
     page.goto(f"{history}/history/{made.finished}/stagecrew/")
     named = next(row for row in rows(page, "stagecrew-topologies") if row["Id"] == report.id)
-    assert (named["State"], named["Jobs"], named["Executors"]) == ("closed", "1", "1")
+    assert (named["State"], named["Jobs"], named["Executors"]) == ("closed", str(report.jobs), "1")
     (quiet,) = rows(page, "stagecrew-listeners")
     (counted,) = report.listeners
     assert [int(quiet[name]) for name in ("Opens", "Closes", "Failures", "Lost")] == [
@@ -153,6 +213,20 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
     body = fetched(f"{history}/history/{made.finished}/stagecrew/json/")
     assert [stagecrew.TopologyReport.of(node) for node in body["topologies"] if node["id"] == report.id] == [report]
     assert {node["state"] for node in body["topologies"]} == {"closed"}
+    # All of it is as it was: spans, partitions and coordinators too.
+    live = made.live["finished"]
+    assert [node for node in body["topologies"] if node["id"] == report.id] == [
+        node for node in live["topologies"] if node["id"] == report.id
+    ]
+    assert (body["totals"], body["coordinators"]) == (live["totals"], live["coordinators"])
+    looked = {(one["pid"], one["started"]): one["samples"] for one in body["processes"]}
+    for one in live["processes"]:
+        assert looked[one["pid"], one["started"]][: len(one["samples"])] == one["samples"]
+    topology_page = f"{history}/history/{made.finished}/stagecrew/topology/json/?id={report.id}"
+    (node,) = (node for node in body["topologies"] if node["id"] == report.id)
+    assert fetched(topology_page) == {"version": 1, "until": node["ended"], "notes": [], "topology": node}
+    assert report.released > 0
+    assert [(one.requests, one.events_in, one.finished) for one in report.operators] == [(4, 2, 2)]
 
 
 @pytest.mark.parametrize("which", ["killed", "running"])
@@ -167,6 +241,36 @@ def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
     page.get_by_role("link", name="middle" if which == "killed" else "application").first.click()
     page.wait_for_url("**/stagecrew/topology/**")
     assert "it had not ended then" in page.locator(".alert").inner_text()
+    page.goto(f"{history}/history/{app}/stagecrew/")
+    assert "Python processes and the stored job are shown as of" in page.locator(".alert").inner_text()
+    (listener_,) = rows(page, "stagecrew-listeners")
+    opens = made.opens if which == "killed" else made.reports["running"].opens
+    assert int(listener_["Opens"]) == opens >= 1
+    assert f"opens {opens}, " in page.locator("li", has_text="Listeners").inner_text()
+
+
+def test_so_often_a_topology_is_stored_and_the_page_says_what_is_left_out(made: Made, history: str, page: Page) -> None:
+    """Of one that changes all the time its log has so many states and its end; that is as its report was."""
+    report = made.reports["capped"]
+    mine = stored(made.logs, made.capped, report.id)
+    assert [(one["number"], one["capped"], json.loads(one["body"])["state"]) for one in mine] == [
+        (1, False, "active"), (2, True, "active"), (3, True, "closed"),
+    ]  # fmt: skip
+    assert 1 <= len(stored(made.logs, made.capped, "")) <= 3
+    page.goto(f"{history}/history/{made.capped}/stagecrew/topology/?id={report.id}")
+    note = page.locator(".alert").inner_text()
+    assert "is left out (spark.stagecrew.eventLog.maxEvents)" in note
+    body = fetched(f"{history}/history/{made.capped}/stagecrew/topology/json/?id={report.id}")
+    assert body["notes"] == [note]
+    assert stagecrew.TopologyReport.of(body["topology"]) == report
+    assert report.jobs == 3
+
+
+def test_the_policy_is_sent_by_the_history_server_too(made: Made, history: str) -> None:
+    """Each page carries Spark's content security policy."""
+    for path in ("", "topology/?id=application", "processes/", "jobs/"):
+        with urllib.request.urlopen(f"{history}/history/{made.finished}/stagecrew/{path}", timeout=60) as response:
+            assert "script-src 'self'" in response.headers["Content-Security-Policy"]
 
 
 @pytest.mark.parametrize("theme", THEMES)
@@ -240,13 +344,86 @@ def test_logs_of_later_versions_and_logs_without_our_events_are_readable(history
 def test_a_history_server_without_the_jar_reads_our_logs(made: Made, tmp_path: Path) -> None:
     """It drops our events, and shows Spark's own pages of the application."""
     with history_server(tmp_path, made.logs) as base:
-        listed(base, 3)
+        listed(base, 4)
         for app in (made.finished, made.killed, made.running):
             with urllib.request.urlopen(f"{base}/history/{app}/jobs/", timeout=60) as response:
                 body = response.read().decode()
             assert response.status == 200
             assert "/stagecrew/" not in body
             assert fetched(f"{base}/api/v1/applications/{app}/jobs")
+
+
+def test_a_table_of_many_rows_is_turned_as_sparks_own(history: str, page: Page) -> None:
+    """With Spark's form: to the page that is asked for, with as many rows as are asked for, in the order that was chosen."""
+    page.goto(f"{history}/history/app-many-rows/stagecrew/?topologies.sort=Id")
+
+    def ids() -> list[str]:
+        return [row["Id"] for row in rows(page, "stagecrew-topologies")]
+
+    every = [f"t-{i:03}" for i in range(130)]
+    assert ids() == every[:100]
+    form = page.locator("form", has=page.locator("input[name='topologies.page']")).first
+    form.locator("input[name='topologies.page']").fill("2")
+    with page.expect_navigation():
+        form.get_by_role("button", name="Go").click()
+    assert ids() == every[100:]
+    form = page.locator("form", has=page.locator("input[name='topologies.page']")).first
+    form.locator("input[name='topologies.page']").fill("3")
+    form.locator("input[name='topologies.pageSize']").fill("40")
+    with page.expect_navigation():
+        form.get_by_role("button", name="Go").click()
+    assert ids() == every[80:120]
+    with page.expect_navigation():
+        page.get_by_role("link", name="4", exact=True).first.click()
+    assert ids() == every[120:]
+
+
+#: As a filter of a user's that knows who asks: it stands in a header.
+ASKING = """
+import jakarta.servlet.*;
+import jakarta.servlet.http.*;
+public class Asking implements Filter {
+  @Override public void doFilter(ServletRequest request, ServletResponse response, FilterChain chain) throws java.io.IOException, ServletException {
+    HttpServletRequest http = (HttpServletRequest) request;
+    chain.doFilter(new HttpServletRequestWrapper(http) {
+      @Override public String getRemoteUser() { return http.getHeader("user"); }
+    }, response);
+  }
+}
+"""
+
+
+@pytest.mark.long
+def test_who_may_not_see_an_application_is_denied_its_tab(tmp_path: Path) -> None:
+    """With spark.history.ui.acls.enable the owner of an application and admins see the tab and its JSON; others get 403."""
+    (tmp_path / "Asking.java").write_text(ASKING)
+    jars = f"{Path(pyspark.__file__).parent}/jars/*"
+    subprocess.run(["javac", "-cp", jars, "-d", str(tmp_path / "classes"), str(tmp_path / "Asking.java")], check=True)
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    written(logs, "app-example", example())
+    acls = {"spark.history.ui.acls.enable": "true", "spark.history.ui.admin.acls": "root", "spark.ui.filters": "Asking"}
+    classes = f"{stagecrew.jar_path()}:{tmp_path / 'classes'}"
+
+    def asked(path: str, user: str) -> int:
+        request = urllib.request.Request(f"{base}/history/app-example/stagecrew/{path}", headers={"user": user})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                assert b"orders" in response.read() or "topology" not in path
+                return int(response.status)
+        except urllib.error.HTTPError as refused:
+            with refused as answer:
+                assert b"orders" not in answer.read()
+                return int(answer.code)
+
+    with history_server(tmp_path, logs, classes, **acls) as base:
+        listed(base, 1)
+        for path in BROWSED_BELOW:
+            assert {user: asked(path, user) for user in ("me", "root", "mallory")} == {
+                "me": 200,
+                "root": 200,
+                "mallory": 403,
+            }
 
 
 def test_what_is_not_known_is_refused(history: str) -> None:
