@@ -70,4 +70,4 @@ def test_a_tasks_thread_in_the_jvm_has_the_tasks_own_numbers(sessions: Sessions)
     assert len({one[3] for one in found}) == 2
     assert topology.report.jobs == 2
     after = [tuple(row) for row in spark.range(0, 4, 1, 4).selectExpr(*get).collect()]
-    assert after == [(None,) * len(KEYS)] * 4
+    assert after == [("null",) * len(KEYS)] * 4

@@ -168,7 +168,7 @@ def instances(jvm: int, name: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("shown", ["nowhere", "in the event log"])
+@pytest.mark.parametrize("shown", ["nowhere", pytest.param("in the event log", marks=pytest.mark.long)])
 def test_timelines_are_made_where_somebody_shows_them(sessions: Sessions, tmp_path: Path, shown: str) -> None:
     """Without the UI and an event log no executor keeps what took time; with one of both it does. Processes are looked at."""
     conf = {"spark.ui.enabled": "false", "spark.stagecrew.processes.interval": "200ms"}
@@ -184,6 +184,7 @@ def test_timelines_are_made_where_somebody_shows_them(sessions: Sessions, tmp_pa
     assert topology.report.opens == topology.report.closes == 1
 
 
+@pytest.mark.long
 def test_of_lost_executors_the_last_ones_are_listed_and_all_are_counted(sessions: Sessions, tmp_path: Path) -> None:
     """What happened on executors that came and went stays in report, tab and metrics, however many there were."""
     spark = session(sessions, "local-cluster[1,1,1024]", **{"spark.stagecrew.ui.retainedDeadExecutors": "1"})
