@@ -228,11 +228,18 @@ def _forward(
         except CommitConflict as error:
             if _is_done(sink, commit_id):
                 break
-            # Where this is not written, another may go forward, or have done: nothing is deleted then.
-            _refuse(decisions, commit_id, record, version, error)
+            if not _is_refused(decisions, commit_id, staging):
+                # Where this is not written, another may go forward, or have done: nothing is deleted then.
+                _refuse(decisions, commit_id, record, version, error)
             _discard(sink, staging, ())
             raise
         except Exception as error:
+            if _is_refused(decisions, commit_id, staging):  # what this try has made anew is not left there
+                _discard(sink, staging, ())
+                raise CommitSuperseded(
+                    f"commit {commit_id!r} was refused for another driver meanwhile, and what was staged is deleted: this one changes "
+                    f"nothing. Committing with this id again begins anew"
+                ) from error
             if number == _TRIES:
                 raise CommitPending(
                     f"commit {commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. What was staged stays; "
@@ -278,6 +285,15 @@ def _is_done(sink: Committer, commit_id: str) -> bool:
             f"commit {commit_id!r} is decided, and the sink does not say whether it is done: {error}. Committing with this id and the same "
             f"decisions again goes on with it"
         ) from error
+
+
+def _is_refused(decisions: Decisions, commit_id: str, staging: Staging) -> bool:
+    """Whether it is written that what this run has staged will never be committed."""
+    try:
+        known = decisions.read(commit_id)
+    except (CommitFailed, CommitUnknown):
+        return False
+    return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == _States.REFUSED)
 
 
 def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:
