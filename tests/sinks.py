@@ -20,7 +20,7 @@ import pyarrow.fs
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from stagecrew.errors import CommitConflict, CommitFailed, CommitPending
+from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitUnknown
 from stagecrew.operators.commits import commit
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
@@ -41,21 +41,25 @@ class Driver:
         self, dies_at: int | None = None, pauses_at: int | str | None = None, raises_at: int | None = None
     ) -> None:
         self.dies_at, self.pauses_at, self.raises_at = dies_at, pauses_at, raises_at
-        self.moments = 0
+        self.names: list[str] = []  # of the moments that were
         self.dead = False
         self.paused, self.goes_on = threading.Event(), threading.Event()
 
-    def moment(self, name: str = "") -> None:
-        """Something is about to be written, or was."""
+    @property
+    def moments(self) -> int:
+        return len(self.names)
+
+    def moment(self, name: str, holds: bool = False) -> None:
+        """Something is about to be written, or was. Who `holds` what others wait for does not pause."""
         if self.dead:
             raise Killed
-        self.moments += 1
+        self.names.append(name)
         if self.moments == self.dies_at:
             self.dead = True
             raise Killed
         if self.moments == self.raises_at:
-            raise OSError("something is in the way")
-        if self.pauses_at in (self.moments, name or self.moments):
+            raise CommitUnknown(f"nobody knows: {name}") if name.endswith(" write") else OSError(f"in the way: {name}")
+        if self.pauses_at in (self.moments, name) and not holds and not self.goes_on.is_set():
             self.paused.set()
             assert self.goes_on.wait(60)
 
@@ -86,10 +90,10 @@ class Watched:
             if self._driver.dead:
                 raise Killed
             if name in self._names:
-                self._driver.moment()
+                self._driver.moment(f"before {name}")
             answer = found(*args, **kwargs)
             if name in self._names:
-                self._driver.moment()
+                self._driver.moment(f"after {name}")
             return answer
 
         return called
@@ -159,8 +163,10 @@ class Trial:
         visible: Callable[[], list[Any]],
         left: Callable[[], list[str]],
         watch: Callable[[Driver, Any], None],
+        state: Callable[[], Any],
     ) -> None:
         self.watch = watch  # has the writes within one call of a sink be moments too
+        self.state = state  # all that is there: files with their sizes, or tables
         self.make_sink, self.decisions, self.visible, self.left = make_sink, decisions, visible, left
 
     def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
@@ -171,7 +177,7 @@ class Trial:
         decisions = driver.watched(self.decisions, ("write",))
 
         def execute(staging: Any) -> list[Any]:
-            driver.moment()
+            driver.moment("stages")
             messages = tasks.run(plain, staging)
             driver.moment("staged")
             return messages
@@ -181,21 +187,43 @@ class Trial:
     def check(self, tasks: Tasks, seen: Sequence[Any]) -> None:
         assert sorted(seen) in ([], tasks.expected), "half of it is visible"
 
+    def repeat_changes_nothing(self, commit_id: str = "c 1") -> None:
+        """A driver that repeats what is done runs nothing, and all that is there stays as it is."""
+        before = self.state(), self.decisions.read(commit_id)
+        assert self.drive(repeats := Driver(), Tasks(0), commit_id).repeated
+        assert "stages" not in repeats.names
+        assert (self.state(), self.decisions.read(commit_id)) == before
 
-def seeded(trial: Trial, seed: int, zombies: bool = True) -> None:
-    """A random story: drivers die, pause and go on, tasks write when nobody needs them; at its end all is there, once."""
+
+#: One attempt fails in the middle then, and there is a speculative one.
+SEED = 4
+
+
+def undisturbed(trial: Trial) -> list[str]:
+    """The moments of a driver to which nothing happens, and whose tasks are those of the seed `SEED`."""
+    driver = Driver()
+    trial.drive(driver, Tasks(SEED, zombies=False))
+    assert driver.names[-1] == "after write"
+    return driver.names
+
+
+def seeded(trial: Trial, seed: int, moments: int) -> None:
+    """A random story: drivers die, pause and go on, tasks write when nobody needs them; at its end all is there, once.
+
+    An undisturbed driver has so many moments. Who comes behind others deletes what they left first, and has some more.
+    """
     randomly = random.Random(seed)
-    tasks = Tasks(seed, zombies=zombies)
+    tasks = Tasks(seed)
     paused: list[tuple[Driver, threading.Thread]] = []
-    for _ in range(randomly.randrange(1, 4)):
+    for before in range(randomly.randrange(1, 4)):
         kind = randomly.choice(["dies", "pauses", "raises"])
-        driver = Driver(**{f"{kind}_at": randomly.randrange(1, 30)})
+        driver = Driver(**{f"{kind}_at": randomly.randrange(1, moments + 1 + _CLEANING * before)})
         outcome: list[BaseException] = []
 
         def run(driver: Driver = driver, outcome: list[BaseException] = outcome) -> None:
             try:
                 trial.drive(driver, tasks)
-            except (Killed, OSError, CommitFailed) as error:
+            except (Killed, OSError, CommitFailed, CommitUnknown) as error:
                 outcome.append(error)
 
         if kind == "pauses":
@@ -218,36 +246,42 @@ def seeded(trial: Trial, seed: int, zombies: bool = True) -> None:
         _go_on(one)
     while tasks.zombies:
         _late(tasks.zombies.pop())
-    assert trial.drive(Driver(), tasks).repeated
+    assert trial.left() == []
+    trial.repeat_changes_nothing()
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def late_at_each_moment(trial: Trial, moments: Sequence[int] = ()) -> None:
-    """A task that pauses at each of its calls to the file system, until its commit is over: it leaves nothing, and shows nothing."""
+#: The moments of deleting what one run left: of its call, and within it.
+_CLEANING = 6
+
+
+def late_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
+    """A task that pauses at each of its writes and batches, until its commit is over: it leaves nothing, and shows nothing.
+
+    `make` makes a trial of that name.
+    """
     over = False
     for moment in moments or itertools.count(1):
         if over:
             break
         for ends in (True, False):
-            commit_id, zombie, tasks = f"late {moment} {ends}", Driver(pauses_at=moment), Tasks(moment, zombies=False)
-            before, threads = len(trial.visible()), []
+            trial = make(f"late-{moment}-{ends}")
+            zombie, tasks = Driver(pauses_at=moment), Tasks(moment, zombies=False)
+            threads: list[threading.Thread] = []
 
             def execute(
                 staging: Any,
+                trial: Trial = trial,
                 zombie: Driver = zombie,
                 tasks: Tasks = tasks,
-                threads: list[Any] = threads,
+                threads: list[threading.Thread] = threads,
                 ends: bool = ends,
             ) -> list[Any]:
                 slow = trial.make_sink()
-                names = ("open_output_stream", "get_file_info", "delete_file", "delete_dir")
-                slow._filesystem = zombie.watched(slow._filesystem, names)
-                threads.append(
-                    threading.Thread(
-                        target=_late, args=(lambda: slow.stage(staging, 0, 99, tasks.batches(tasks.expected)),)
-                    )
-                )
+                _watch_task(zombie, slow)
+                batches = _slowly(zombie, tasks.batches(tasks.expected))
+                threads.append(threading.Thread(target=_late, args=(lambda: slow.stage(staging, 0, 99, batches),)))
                 threads[0].start()
                 while threads[0].is_alive() and not zombie.paused.wait(0.01):
                     pass
@@ -257,14 +291,28 @@ def late_at_each_moment(trial: Trial, moments: Sequence[int] = ()) -> None:
                 return messages
 
             with contextlib.nullcontext() if ends else contextlib.suppress(RuntimeError):
-                commit(trial.make_sink(), trial.decisions, commit_id, SCHEMA, execute)
-            zombie.goes_on.set()
-            threads[0].join(60)
-            assert not threads[0].is_alive()
-            assert len(trial.visible()) == before + (40 if ends else 0)
-            assert trial.left() == [], (moment, ends)
-            over = not zombie.paused.is_set()
-            assert not over or moment > 4
+                commit(trial.make_sink(), trial.decisions, f"late {moment}", SCHEMA, execute)
+            _go_on((zombie, threads[0]))
+            assert sorted(trial.visible()) == (tasks.expected if ends else []), zombie.names
+            assert trial.left() == [], (zombie.names, ends)
+            over = zombie.moments < moment
+            assert not over or moment > 3
+
+
+def _slowly(zombie: Driver, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        zombie.moment("before a batch")
+        yield batch
+    zombie.moment("behind the batches")
+
+
+def _watch_task(zombie: Driver, sink: Any) -> None:
+    """What a task writes is a moment."""
+    if hasattr(sink, "_filesystem"):
+        names = ("open_output_stream", "get_file_info", "delete_file", "delete_dir")
+        sink._filesystem = zombie.watched(sink._filesystem, names)
+    elif hasattr(sink, "_within"):
+        watch_transactions(zombie, sink)
 
 
 class _Interrupted(Driver):
@@ -274,8 +322,8 @@ class _Interrupted(Driver):
         super().__init__()
         self._at, self._then, self.was = at, then, False
 
-    def moment(self, name: str = "") -> None:
-        super().moment(name)
+    def moment(self, name: str, holds: bool = False) -> None:
+        super().moment(name, holds)
         if self.moments == self._at:
             self.was = True
             self._then()
@@ -349,8 +397,8 @@ class _Losing(Driver):
         super().__init__()
         self._at, self._proxy, self.lost = at, proxy, False
 
-    def moment(self, name: str = "") -> None:
-        super().moment(name)
+    def moment(self, name: str, holds: bool = False) -> None:
+        super().moment(name, holds)
         if self.moments == self._at:
             self.lost = True
             lose(self._proxy)
@@ -497,17 +545,67 @@ def watch_files(driver: Driver, sink: Any) -> None:
 
 
 def watch_transactions(driver: Driver, sink: Any) -> None:
-    """The begin and the end of each transaction is a moment."""
+    """The begin of each transaction is a moment, that before its end, and its end."""
     within = sink._within
 
     @contextlib.contextmanager
     def watched(database: Any) -> Iterator[None]:
-        driver.moment()
+        driver.moment("before a transaction")
         with within(database):
             yield
-        driver.moment()
+            driver.moment("in a transaction", holds=True)
+        driver.moment("after a transaction")
 
     sink._within = watched
+
+
+def watch_iceberg(driver: Driver, sink: Any) -> None:
+    """Each file that pyiceberg writes or deletes is a moment, each call of its catalogue, and the update there."""
+    from sqlalchemy import event
+
+    load = sink._table
+
+    def before(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("UPDATE"):
+            driver.moment("before the update")
+
+    def behind(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if statement.startswith("UPDATE"):
+            driver.moment("in a transaction", holds=True)
+
+    @contextlib.contextmanager
+    def watched() -> Iterator[Any]:
+        with load() as table:
+            files, catalog = table.io, table.catalog
+            new_output = files.new_output
+
+            def opened(location: str) -> Any:
+                output = new_output(location)
+                output.create = driver.watched(_Plain(output.create), ("create",)).create
+                return output
+
+            files.new_output = opened
+            files.delete = driver.watched(_Plain(files.delete), ("delete",)).delete
+            for name in ("commit_table", "_write_metadata"):
+                setattr(catalog, name, getattr(driver.watched(_Plain(getattr(catalog, name)), (name,)), name))
+            event.listen(catalog.engine, "before_cursor_execute", before)
+            event.listen(catalog.engine, "after_cursor_execute", behind)
+            yield table
+
+    sink._table = watched
+
+
+class _Plain:
+    """An object with one method."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        setattr(self, method.__name__, method)
+
+
+def files_below(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[tuple[str, int | None]]:
+    """All files and folders there, and their sizes."""
+    infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True))
+    return sorted((info.path, info.size) for info in infos)
 
 
 # -- On the disk of this host
@@ -515,6 +613,10 @@ def watch_transactions(driver: Driver, sink: Any) -> None:
 
 def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def files_in(folder: Path) -> Callable[[], list[tuple[str, int | None]]]:
+    return lambda: files_below(pyarrow.fs.LocalFileSystem(), str(folder))
 
 
 def rows_of(dataset: Any) -> list[tuple[int, str]]:
@@ -532,10 +634,11 @@ def parquet(tmp_path: Path) -> Trial:
 
     def left():
         return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
-            path.name for path in (tmp_path / "out").iterdir() if path.name.startswith("_stagecrew-")
+            path.name for path in (tmp_path / "out").glob("_stagecrew-*")
         ]
 
-    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+    state = files_in(tmp_path / "out")
+    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files, state)
 
 
 def appended(tmp_path: Path) -> Trial:
@@ -548,12 +651,11 @@ def appended(tmp_path: Path) -> Trial:
 
     def left():
         return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
-            path.name for path in target.iterdir() if path.name.startswith("_")
+            path.name for path in target.glob("_*")
         ]
 
-    return Trial(
-        lambda: ParquetSink(target, mode="append"), FileDecisions(tmp_path / "log"), visible, left, watch_files
-    )
+    make = lambda: ParquetSink(target, mode="append")  # noqa: E731
+    return Trial(make, FileDecisions(tmp_path / "log"), visible, left, watch_files, files_in(target))
 
 
 def objects(tmp_path: Path) -> Trial:
@@ -572,7 +674,8 @@ def objects(tmp_path: Path) -> Trial:
             known = set()
         return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
 
-    return Trial(lambda: ObjectSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files)
+    decisions, state = FileDecisions(tmp_path / "log"), files_in(target)
+    return Trial(lambda: ObjectSink(target), decisions, visible, left, watch_files, state)
 
 
 def sqlite(tmp_path: Path) -> Trial:
@@ -585,12 +688,17 @@ def sqlite(tmp_path: Path) -> Trial:
         with contextlib.closing(sqlite3.connect(path)) as database:
             return database.execute(text).fetchall()
 
+    def state():
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            return list(database.iterdump())
+
     return Trial(
         lambda: DatabaseSink(f"sqlite:///{path}", "target"),
         FileDecisions(tmp_path / "log"),
         lambda: query("SELECT id, text FROM target"),
         lambda: [name for (name,) in query("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")],
         watch_transactions,
+        state,
     )
 
 
@@ -623,7 +731,8 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         FileDecisions(tmp_path / "log"),
         lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
         left,
-        lambda driver, sink: None,
+        watch_iceberg,
+        lambda: (table().metadata_location, files_in(tmp_path / "warehouse" / "db" / "target" / "data")()),
     )
 
 

@@ -13,6 +13,13 @@ import pytest
 
 from objectstore import s3_server
 from postgres import postgresql
+from schedules import (
+    decided_at_once,
+    failing_at_each_moment,
+    going_on_at_each_moment,
+    killed_at_each_moment,
+    raising_once,
+)
 from sinks import (
     SCHEMA,
     Driver,
@@ -20,6 +27,7 @@ from sinks import (
     Tasks,
     Trial,
     connections_that_are_lost,
+    files_below,
     first_commits_of_two_schemas,
     iceberg,
     late_at_each_moment,
@@ -27,6 +35,7 @@ from sinks import (
     lose,
     other_schemas,
     seeded,
+    undisturbed,
     watch_files,
     watch_transactions,
 )
@@ -45,7 +54,7 @@ def server():
 
 def at_postgresql(server, folder, number):
     """A table of its own."""
-    table = f"target_{folder.name.replace('-', '_')}_{number}".lower()
+    table = f"target_{folder.name}_{number}".replace("-", "_").lower()
 
     def query(text):
         with psycopg.connect(server.url) as database:
@@ -55,12 +64,19 @@ def at_postgresql(server, folder, number):
         database.execute(f'CREATE TABLE {table} (id BIGINT, "text" TEXT)')
         with contextlib.suppress(psycopg.Error):
             database.execute("TRUNCATE stagecrew_commits")
+
+    def state():
+        tables = query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew%' ORDER BY 1")
+        ids = query("SELECT * FROM stagecrew_commits ORDER BY 1, 2") if ("stagecrew_commits",) in tables else []
+        return tables, ids, query(f"SELECT * FROM {table} ORDER BY 1")
+
     return Trial(
         lambda: DatabaseSink(server.url, table),
         FileDecisions(folder / f"log-{number}"),
         lambda: query(f"SELECT id, text FROM {table}"),
         lambda: [name for (name,) in query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew_stage%'")],
         watch_transactions,
+        state,
     )
 
 
@@ -91,7 +107,8 @@ def at_s3(s3, folder, number):
         names = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
         return [name for name in names if name not in known and "/_stagecrew/" not in name]
 
-    return Trial(lambda: ObjectSink(path, s3), FileDecisions(folder / f"log-{number}"), visible, left, watch_files)
+    decisions = FileDecisions(folder / f"log-{number}")
+    return Trial(lambda: ObjectSink(path, s3), decisions, visible, left, watch_files, lambda: files_below(s3, path))
 
 
 @pytest.fixture(params=["postgresql", "s3"])
@@ -117,14 +134,48 @@ def test_once(make):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(make, seed):
     """Drivers die, pause and go on at random."""
-    seeded(make(seed), seed)
+    seeded(make(seed), seed, len(undisturbed(make("undisturbed"))))
 
 
 @pytest.mark.long
 def test_random_faults_at_length(make):
     """At least a hundred for each."""
+    count = len(undisturbed(make("undisturbed")))
     for seed in range(100, 210):
-        seeded(make(seed), seed)
+        seeded(make(seed), seed, count)
+
+
+#: Of the moments of a driver those of `make test`. They come in twos, before and after.
+EVERY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+
+
+@EVERY
+def test_the_driver_is_killed_at_each_moment(make, every):
+    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
+    killed_at_each_moment(make, every)
+
+
+@EVERY
+def test_a_write_that_fails_at_each_moment(make, every):
+    """Once, before or after its effect: an error before the decision; behind it the driver goes on by itself."""
+    failing_at_each_moment(make, every)
+
+
+@EVERY
+def test_an_old_driver_goes_on(make, every):
+    """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
+    going_on_at_each_moment(make, every)
+
+
+def test_a_commit_that_raises_once(make):
+    """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
+    raising_once(make)
+
+
+def test_two_that_have_decided(make):
+    """Both land, when both commit at the same time."""
+    for number in range(3):
+        assert decided_at_once(make(number)) == []
 
 
 @pytest.mark.parametrize("how", ["dies_at", "raises_at"])
@@ -166,9 +217,9 @@ def test_two_at_once(make):
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
-def test_a_task_that_is_late(s3, tmp_path, moments):
+def test_a_task_that_is_late(make, moments):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
-    late_at_each_moment(at_s3(s3, tmp_path, 0), moments)
+    late_at_each_moment(make, moments)
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["some", "all"])
@@ -276,11 +327,32 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
     """One that stands still in a transaction when the commit is over: its connection is ended, and its rows are gone."""
     monkeypatch.setattr(database, "_PATIENCE", 1)
     trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
+    zombie, slow, ended = Driver(), trial.make_sink(), []
+    within = slow._within
+
+    @contextlib.contextmanager
+    def holds(connection):
+        with within(connection):
+            yield
+            zombie.paused.set()
+            assert zombie.goes_on.wait(60)
+
+    def stages(staging):
+        try:
+            slow.stage(staging, 0, 98, tasks.batches(tasks.expected))
+        except CommitFailed as error:
+            ended.append(error)
+
+    slow._within = holds
+    threads: list[threading.Thread] = []
     with contextlib.closing(psycopg.connect(server.url)) as stopped:
 
         def run(staging):
             messages = tasks.run(trial.make_sink(), staging)
             stopped.execute(f"INSERT INTO stagecrew_stage_{staging.run} VALUES (99, 1, 'late')")
+            threads.append(threading.Thread(target=stages, args=(staging,)))
+            threads[0].start()
+            assert zombie.paused.wait(60)
             return messages
 
         commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
@@ -288,6 +360,11 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
         assert trial.left() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
             stopped.execute("SELECT 1")
+    zombie.goes_on.set()
+    threads[0].join(60)
+    assert "rows for table" in str(ended[0])
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
 
 
 def test_a_schema_that_does_not_fit(make, request):

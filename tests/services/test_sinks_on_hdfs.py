@@ -13,18 +13,26 @@ import pytest
 from fsspec.implementations.webhdfs import WebHDFS
 
 from hdfs import hdfs
+from schedules import (
+    decided_at_once,
+    failing_at_each_moment,
+    going_on_at_each_moment,
+    killed_at_each_moment,
+    raising_once,
+)
 from sinks import (
     SCHEMA,
     Driver,
-    Killed,
     Tasks,
     Trial,
     connections_that_are_lost,
+    files_below,
     first_commits_of_two_schemas,
     late_at_each_moment,
     moved_into_another,
     other_schemas,
     seeded,
+    undisturbed,
     watch_files,
 )
 from stagecrew.errors import CommitConflict, CommitFailed
@@ -63,15 +71,19 @@ def at_hdfs(dfs, folder, number, mode="append"):
             name for name in names(table) if "/_" in name and not name.endswith("/_stagecrew.json")
         ]
 
-    return Trial(
-        lambda: ParquetSink(table, mode, dfs), FileDecisions(folder / f"log-{number}"), visible, left, watch_files
-    )
+    decisions, state = FileDecisions(folder / f"log-{number}"), lambda: files_below(dfs, path)
+    return Trial(lambda: ParquetSink(table, mode, dfs), decisions, visible, left, watch_files, state)
 
 
-@pytest.mark.parametrize("mode", ["append", pytest.param("create", marks=pytest.mark.long)])
-def test_once(dfs, tmp_path, mode):
+@pytest.fixture(params=["append", pytest.param("create", marks=pytest.mark.long)])
+def make(request, dfs, tmp_path):
+    """Makes trials of each mode."""
+    return lambda name: at_hdfs(dfs, tmp_path, name, request.param)
+
+
+def test_once(make):
     """All rows are there once, and a repeat changes nothing."""
-    trial, tasks = at_hdfs(dfs, tmp_path, 0, mode), Tasks(1)
+    trial, tasks = make(0), Tasks(1)
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert trial.drive(Driver(), Tasks(2)).repeated
@@ -80,11 +92,11 @@ def test_once(dfs, tmp_path, mode):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["append", "create"])
-def test_random_faults(dfs, tmp_path, mode):
+def test_random_faults(make):
     """Drivers die, pause and go on at random, tasks write when nobody needs them: a hundred for each mode."""
+    count = len(undisturbed(make("undisturbed")))
     for seed in range(100, 200):
-        seeded(at_hdfs(dfs, tmp_path, seed, mode), seed)
+        seeded(make(seed), seed, count)
 
 
 @pytest.mark.long
@@ -105,26 +117,45 @@ def test_two_at_once(dfs, tmp_path):
     assert trial.left() == []
 
 
+@pytest.mark.long
+def test_two_that_have_decided(make, request):
+    """Both land, or one says that it cannot, and leaves nothing."""
+    for number in range(3):
+        assert len(decided_at_once(make(number))) == (request.node.callspec.params["make"] == "create")
+
+
 @pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])
-def test_a_task_that_is_late(dfs, tmp_path, moments):
+def test_a_task_that_is_late(make, moments):
     """HDFS makes the folder anew in which it writes; it is gone behind that too."""
-    late_at_each_moment(at_hdfs(dfs, tmp_path, 0), moments)
+    late_at_each_moment(make, moments)
 
 
-@pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.long)])
-def test_the_driver_is_killed_at_each_moment(dfs, tmp_path, step):
+#: Of the moments of a driver those of `make test`.
+EVERY = pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+
+
+@EVERY
+def test_the_driver_is_killed_at_each_moment(make, every):
     """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
-    moment, driver = 0, Driver()
-    while moment == 0 or driver.dead:
-        moment += step
-        trial, driver, tasks = at_hdfs(dfs, tmp_path, moment, "create"), Driver(dies_at=moment), Tasks(1)
-        with contextlib.suppress(Killed):
-            trial.drive(driver, tasks)
-        assert len(trial.visible()) in (0, 40)
-        trial.drive(Driver(), tasks)
-        assert sorted(trial.visible()) == tasks.expected
-        assert trial.left() == []
-    assert moment > 30
+    killed_at_each_moment(make, every)
+
+
+@pytest.mark.long
+def test_a_write_that_fails_at_each_moment(make):
+    """Once, before or after its effect: an error before the decision; behind it the driver goes on by itself."""
+    failing_at_each_moment(make)
+
+
+@EVERY
+def test_an_old_driver_goes_on(make, every):
+    """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
+    going_on_at_each_moment(make, every)
+
+
+@pytest.mark.long
+def test_a_commit_that_raises_once(make):
+    """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
+    raising_once(make)
 
 
 @pytest.mark.parametrize("at", ["meanwhile", *(pytest.param(at, marks=pytest.mark.long) for at in ("there", "empty"))])

@@ -15,8 +15,8 @@ class Looking(Driver):
         super().__init__()
         self.look, self.every, self.seen = look, every, []
 
-    def moment(self, name=""):
-        super().moment(name)
+    def moment(self, name, holds=False):
+        super().moment(name, holds)
         if self.moments % self.every == 0:
             self.seen.append(self.look())
 

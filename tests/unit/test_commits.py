@@ -6,7 +6,9 @@ import contextlib
 import errno
 import itertools
 import os
+import pathlib
 import pickle
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -21,11 +23,18 @@ import pyarrow.parquet as pq
 import pytest
 
 import stagecrew.operators.decisions
+from schedules import (
+    decided_at_once,
+    failing_at_each_moment,
+    going_on_at_each_moment,
+    going_on_behind_a_refusal,
+    killed_at_each_moment,
+    raising_once,
+)
 from sinks import (
     SCHEMA,
     SINKS,
     Driver,
-    Killed,
     Tasks,
     appended,
     files,
@@ -42,6 +51,7 @@ from sinks import (
     seeded,
     small_disk,
     sqlite,
+    undisturbed,
 )
 from stagecrew.errors import (
     CommitConflict,
@@ -56,13 +66,29 @@ from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 
 
-@pytest.fixture(
-    params=[parquet, sqlite, *(pytest.param(make, marks=pytest.mark.long) for make in (appended, objects, iceberg))],
-    ids=lambda make: make.__name__,
-)
+def making(make, tmp_path):
+    """Makes trials of that kind, each of a name of its own."""
+
+    def made(name):
+        (tmp_path / name).mkdir()
+        return make(tmp_path / name)
+
+    return made
+
+
+LONG = [pytest.param(make, marks=pytest.mark.long) for make in (appended, objects, iceberg)]
+
+
+@pytest.fixture(params=[parquet, sqlite, *LONG], ids=lambda make: make.__name__)
 def shaken(request, tmp_path):
-    """For what takes long: three of the sinks in `make test-long`."""
-    return request.param(tmp_path)
+    """Makes trials, for what takes long: three of the sinks in `make test-long`."""
+    return making(request.param, tmp_path)
+
+
+@pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
+def make(request, tmp_path):
+    """Makes trials."""
+    return making(request.param, tmp_path)
 
 
 @pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
@@ -97,49 +123,48 @@ def test_no_rows(trial):
     assert trial.left() == []
 
 
-def test_the_driver_is_killed_at_each_moment(shaken):
-    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
-    moment = 0
-    while True:
-        moment += 1
-        driver, tasks = Driver(dies_at=moment), Tasks(moment)
-        commit_id = f"c{moment}"
-        before = len(shaken.visible())
-        try:
-            shaken.drive(driver, tasks, commit_id)
-        except Killed:
-            assert len(shaken.visible()) in (before, before + 40)
-        except CommitConflict:
-            assert shaken.make_sink.__qualname__.startswith("parquet")  # there is room for one
-            break
-        shaken.drive(Driver(), tasks, commit_id)
-        assert len(shaken.visible()) == before + 40
-        assert shaken.left() == []
-        if not driver.dead:
-            break
-        if shaken.make_sink.__qualname__.startswith("parquet"):
-            import shutil
+#: Of the moments of a driver those of `make test`. They come in twos, before and after: the number is not even, so as to meet both.
+EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 
-            sink = shaken.make_sink()
-            shutil.rmtree(sink._path)
-    assert moment > 8
+
+@EVERY
+def test_the_driver_is_killed_at_each_moment(shaken, every):
+    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
+    killed_at_each_moment(shaken, every)
+
+
+@EVERY
+def test_a_write_that_fails_at_each_moment(shaken, every):
+    """Once, before or after its effect: an error before the decision; behind it the driver goes on by itself."""
+    failing_at_each_moment(shaken, every)
+
+
+@pytest.fixture(scope="module")
+def moments(tmp_path_factory):
+    """How many moments a driver has to which nothing happens, of each sink."""
+    counted = {}
+
+    def count(name, make):
+        if name not in counted:
+            counted[name] = len(undisturbed(make("undisturbed")))
+        return counted[name]
+
+    return count
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults(shaken, seed):
+def test_random_faults(request, shaken, seed, moments):
     """Drivers die, pause and go on at random, tasks write when nobody needs them."""
-    seeded(shaken, seed)
+    seeded(shaken("seeded"), seed, moments(request.node.callspec.id.split("-")[0], shaken))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
-@pytest.mark.parametrize("make", SINKS, ids=lambda make: make.__name__)
-def test_random_faults_at_length(make, seeds, tmp_path):
-    """At least a hundred for each sink."""
+def test_random_faults_at_length(make, seeds):
+    """At least a hundred for each."""
+    count = len(undisturbed(make("undisturbed")))
     for seed in seeds:
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        seeded(make(folder), seed)
+        seeded(make(str(seed)), seed, count)
 
 
 def test_two_commits_at_once(trial):
@@ -189,37 +214,54 @@ def test_a_folder_that_is_moved_into_another(tmp_path):
     moved_into_another(filesystem, target, make)
 
 
-def test_an_old_driver_goes_on(trial):
-    """One that pauses before its decision, and goes on when another has committed or aborted, changes nothing, and says so."""
-    for ends in (True, False):
-        commit_id = f"c{ends}"
-        before = len(trial.visible())
-        if before and trial.make_sink.__qualname__.startswith("parquet"):
-            return
-        old, tasks = Driver(pauses_at="staged"), Tasks(3)
-        raised = []
+def test_two_that_have_decided(make):
+    """Both land, or one says that it cannot, and leaves nothing."""
+    for number in range(3):
+        trial = make(f"two-{number}")
+        one_only = trial.make_sink.__qualname__.startswith("parquet")
+        assert len(decided_at_once(trial)) == one_only
 
-        def run(old=old, tasks=tasks, commit_id=commit_id, raised=raised):
-            try:
-                trial.drive(old, tasks, commit_id)
-            except CommitFailed as error:
-                raised.append(error)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert old.paused.wait(30)
-        if ends:
-            trial.drive(Driver(), tasks, commit_id)
-        else:
-            with pytest.raises(ZeroDivisionError):
-                commit(trial.make_sink(), trial.decisions, commit_id, SCHEMA, lambda staging: 1 / 0)
-        seen = sorted(trial.visible())
-        old.goes_on.set()
-        thread.join(60)
-        assert isinstance(raised[0], CommitSuperseded)
-        assert sorted(trial.visible()) == seen
-        assert len(seen) == before + (40 if ends else 0)
-        assert trial.left() == []
+@EVERY
+def test_an_old_driver_goes_on(shaken, every):
+    """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
+    going_on_at_each_moment(shaken, every)
+
+
+@pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
+def test_an_old_driver_goes_on_behind_a_refusal(tmp_path, stays):
+    """One that pauses in its commit until another was refused, for a folder that is there, or gone again: it says so, and leaves nothing."""
+
+    def refuse(trial):
+        folder = pathlib.Path(trial.make_sink()._path)
+        folder.mkdir()
+        (folder / "theirs").touch()
+        return lambda: shutil.rmtree(folder)
+
+    going_on_behind_a_refusal(making(parquet, tmp_path), refuse, stays)
+
+
+@pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
+def test_an_old_driver_goes_on_behind_a_refusal_of_a_table(tmp_path, stays):
+    """The same, for a row that is there."""
+
+    def unique(folder):
+        trial = sqlite(folder)
+        change(trial, "CREATE UNIQUE INDEX one ON target (id)")
+        return trial
+
+    def change(trial, text):
+        with contextlib.closing(
+            sqlite3.connect(pathlib.Path(trial.make_sink()._url.removeprefix("sqlite:///")))
+        ) as there:
+            there.execute(text)
+            there.commit()
+
+    def refuse(trial):
+        change(trial, "INSERT INTO target VALUES (7, 'there')")
+        return lambda: change(trial, "DELETE FROM target WHERE text = 'there'")
+
+    going_on_behind_a_refusal(making(unique, tmp_path), refuse, stays)
 
 
 def test_a_failure_aborts(trial):
@@ -238,39 +280,9 @@ def test_a_failure_aborts(trial):
     assert sorted(trial.visible()) == tasks.expected
 
 
-def test_a_commit_that_raises_once(trial):
-    """It is tried again; when it raises for good, what was staged stays, and a later driver goes on with it."""
-    tasks = Tasks(1)
-    times = {"left": 1}
-
-    class Raises:
-        def __init__(self, sink):
-            self._sink = sink
-
-        def __getattr__(self, name):
-            return getattr(self._sink, name)
-
-        def commit(self, staging, messages):
-            if times["left"]:
-                times["left"] -= 1
-                raise OSError("the network is down")
-            self._sink.commit(staging, messages)
-
-    sink = Raises(trial.make_sink())
-    pauses = []
-    report = commit(sink, trial.decisions, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s), sleep=pauses.append)
-    assert report.rows == 40
-    assert len(pauses) == 1
-    if trial.make_sink.__qualname__.startswith("parquet"):
-        return
-    times["left"] = 100
-    with pytest.raises(CommitPending, match="is decided, but could not be done: OSError: the network is down"):
-        commit(sink, trial.decisions, "d", SCHEMA, lambda s: tasks.run(trial.make_sink(), s), sleep=pauses.append)
-    assert len(trial.visible()) == 40
-    times["left"] = 0
-    assert commit(sink, trial.decisions, "d", SCHEMA, lambda s: 1 / 0).repeated
-    assert len(trial.visible()) == 80
-    assert trial.left() == []
+def test_a_commit_that_raises_once(make):
+    """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
+    raising_once(make)
 
 
 @pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
@@ -423,10 +435,9 @@ def test_a_zombie_makes_no_folder(tmp_path):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
-def test_a_task_that_is_late(make, tmp_path):
+def test_a_task_that_is_late(make):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
-    late_at_each_moment(make(tmp_path))
+    late_at_each_moment(make)
 
 
 def test_a_task_that_fails_takes_back_what_it_wrote(tmp_path):
