@@ -1,20 +1,23 @@
-"""Sinks on the disk of this host for the tests with Spark: what is visible there, what is left, and which attempts wrote it."""
+"""Sinks on the disk of this host, and at servers, for the tests with Spark: what is visible there, what is left, and which attempts wrote it."""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 from pyspark import TaskContext, cloudpickle
 from pyspark.sql import functions as f
 
 from crewtools import Journal
+from stagecrew.files import list_files
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 
 # Executors do not have the tests: what is defined here travels by value.
@@ -24,11 +27,17 @@ ROWS = [(number, f"text {number}") for number in range(40)]
 
 
 class Place:
-    """A sink, what is visible there, and what is left beside that."""
+    """A sink, what is visible there, and what is left beside that.
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder = name, folder
+    For "postgresql" the server is that of `postgres`; for "s3" and "hdfs" a file system, as `objectstore` and `hdfs` yield it.
+    """
+
+    def __init__(self, name: str, folder: Path, server: Any = None) -> None:
+        self.name, self.folder, self.server = name, folder, server
         self.conf: dict[str, str] = {}
+        self.own = f"own{uuid.uuid4().hex}"  # its table, or its folder at the server
+        if name == "postgresql":
+            self._query(f'CREATE TABLE {self.own} (id BIGINT, "text" TEXT)')
         if name == "sqlite":
             with contextlib.closing(sqlite3.connect(folder / "data.db")) as database:
                 database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
@@ -44,6 +53,14 @@ class Place:
             catalog.create_table("db.target", Schema(*fields))
 
     def sink(self) -> Any:
+        if self.name == "postgresql":
+            return DatabaseSink(self.server.url, self.own)
+        if self.name == "s3":
+            return ObjectSink(f"bucket/{self.own}", self.server)
+        if self.name == "hdfs":
+            return ParquetSink(f"/{self.own}/table", "append", self.server)
+        if self.name == "append":
+            return ParquetSink(self.folder / "table", "append")
         if self.name == "parquet":
             return ParquetSink(self.folder / "table")
         if self.name == "objects":
@@ -55,20 +72,44 @@ class Place:
     def _files(self, below: str) -> set[str]:
         return {str(path) for path in (self.folder / below).rglob("*") if path.is_file()}
 
+    def _query(self, text: str) -> list[Any]:
+        import psycopg
+
+        with psycopg.connect(self.server.url) as database:
+            found = database.execute(text)
+            return found.fetchall() if found.description else []
+
+    def _at_server(self) -> list[str]:
+        folder = f"/{self.own}" if self.name == "hdfs" else f"bucket/{self.own}"
+        return list_files(self.server, folder)
+
     def visible(self) -> list[tuple[int, str]]:
+        if self.name == "postgresql":
+            return sorted(self._query(f"SELECT id, text FROM {self.own}"))
+        if self.name in ("append", "hdfs"):
+            names = self._files("table") if self.name == "append" else self._at_server()
+            filesystem = None if self.name == "append" else self.server
+            found = [name for name in names if name.endswith(".parquet") and "/_" not in name]
+            rows = [row for name in found for row in pq.ParquetFile(name, filesystem=filesystem).read().to_pylist()]
+            return sorted((row["id"], row["text"]) for row in rows)
         if self.name == "sqlite":
             with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
                 return sorted(database.execute("SELECT id, text FROM target").fetchall())
         if self.name == "parquet":
             table = ds.dataset(str(self.folder / "table")).to_table() if (self.folder / "table").exists() else None
-        elif self.name == "objects":
+        elif self.name in ("objects", "s3"):
             try:
-                table = read_committed(self.folder / "objects").to_table()
+                table = self._committed().to_table()
             except FileNotFoundError:
                 table = None
         else:
             table = self._table().scan().to_arrow()
         return sorted((row["id"], row["text"]) for row in table.to_pylist()) if table is not None else []
+
+    def _committed(self) -> Any:
+        if self.name == "s3":
+            return read_committed(f"bucket/{self.own}", self.server)
+        return read_committed(self.folder / "objects")
 
     def _table(self) -> Any:
         from pyiceberg.catalog import load_catalog
@@ -83,12 +124,21 @@ class Place:
                     name
                     for (name,) in database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")
                 ]
+        if self.name == "postgresql":
+            return [
+                name for (name,) in self._query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew_stage%'")
+            ]
+        if self.name in ("append", "hdfs"):
+            names = self._files("table") if self.name == "append" else self._at_server()
+            return sorted(name for name in names if "/_" in name and not name.endswith("/_stagecrew.json"))
         if self.name == "parquet":
             return [path.name for path in self.folder.iterdir() if path.name.startswith("_stagecrew")]
-        if self.name == "objects":
+        if self.name in ("objects", "s3"):
+            names = self._files("objects/data") if self.name == "objects" else set(self._at_server())
+            names = {name for name in names if "/_stagecrew/" not in name}
             with contextlib.suppress(FileNotFoundError):
-                return sorted(self._files("objects/data") - set(read_committed(self.folder / "objects").files))
-            return sorted(self._files("objects/data"))
+                names -= set(self._committed().files)
+            return sorted(names)
         known = {task.file.file_path.removeprefix("file://") for task in self._table().scan().plan_files()}
         return sorted(file for file in self._files("w") if "/stagecrew-" in file and file not in known)
 

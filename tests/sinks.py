@@ -93,7 +93,12 @@ class Watched:
                 self._driver.moment(f"before {name}")
             answer = found(*args, **kwargs)
             if name in self._names:
-                self._driver.moment(f"after {name}")
+                try:
+                    self._driver.moment(f"after {name}")
+                except BaseException:
+                    if isinstance(answer, pa.NativeFile):
+                        answer.close()  # an object store gets what is given up: now, and not when it is collected
+                    raise
             return answer
 
         return called

@@ -17,22 +17,46 @@ from pyspark import cloudpickle
 import stagecrew
 from coordinators import executor_of_this_worker
 from crewtools import LOCAL_CLUSTER, alive, eventually, kill
+from hdfs import hdfs
+from objectstore import s3_server
 from places import Place, accepted, attempts, rows_of, telling
+from postgres import postgresql
 from stored import executors
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 OTHERS = [pytest.param(name, marks=pytest.mark.long) for name in ("parquet", "sqlite", "iceberg")]
+#: Sinks at servers, which travel to tasks with how to reach them.
+SERVERS = [pytest.param(name, marks=pytest.mark.long) for name in ("postgresql", "s3", "hdfs")]
 
 
-def a_place(name, tmp_path):
-    (tmp_path / "sink").mkdir()
-    return Place(name, tmp_path / "sink")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Starts each server when it is first asked for."""
+    with contextlib.ExitStack() as started:
+        found = {}
+
+        def get(name):
+            if name in ("postgresql", "s3", "hdfs") and name not in found:
+                make = {"postgresql": postgresql, "s3": s3_server}.get(name)
+                made = started.enter_context(make() if make else hdfs(tmp_path_factory.mktemp("hdfs")))
+                found[name] = made[0] if name == "s3" else made
+            return found.get(name)
+
+        yield get
 
 
 @pytest.fixture(params=["objects", *OTHERS])
 def place(request, tmp_path):
-    return a_place(request.param, tmp_path)
+    (tmp_path / "sink").mkdir()
+    return Place(request.param, tmp_path / "sink")
+
+
+@pytest.fixture(params=["append", pytest.param("objects", marks=pytest.mark.long), *OTHERS, *SERVERS])
+def anywhere(request, tmp_path, server):
+    """A place in the folder of the test, or at a server."""
+    (tmp_path / "sink").mkdir()
+    return Place(request.param, tmp_path / "sink", server(request.param))
 
 
 @pytest.fixture
@@ -77,7 +101,7 @@ def check(spark, place, journal):
     assert place.left() == []
 
 
-def test_tasks_that_die(cluster, place, tmp_path, journal):
+def test_tasks_that_die(cluster, anywhere, tmp_path, journal):
     """A worker that is killed when it has staged all; an executor that is, when the driver has heard the offer of its task."""
     offered, died = str(tmp_path / "offered"), str(tmp_path / "died")
 
@@ -93,7 +117,7 @@ def test_tasks_that_die(cluster, place, tmp_path, journal):
                 kill(executor_of_this_worker())
                 time.sleep(60)
 
-    sink = telling(place.sink(), journal, staged=staged, offered=dies)
+    sink = telling(anywhere.sink(), journal, staged=staged, offered=dies)
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def heard():
@@ -103,7 +127,7 @@ def test_tasks_that_die(cluster, place, tmp_path, journal):
             report = topology.commit(rows_of(cluster), sink)
         assert (report.rows, report.parts) == (40, 4)
         assert topology.progress["commit/1"]["staged"] >= 5
-    check(cluster, place, journal)
+    check(cluster, anywhere, journal)
 
 
 @pytest.mark.parametrize("ends", ["both", pytest.param("one", marks=pytest.mark.long)])
@@ -140,7 +164,7 @@ def tree_of_this_worker():
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
-def test_a_zombie(sessions, place, tmp_path, journal, how):
+def test_a_zombie(sessions, anywhere, tmp_path, journal, how):
     """A worker that outlives its executor, or stands still with it, and writes when the commit is over: nothing of it is left."""
     quick = {
         "spark.executor.heartbeatInterval": "1s",
@@ -165,7 +189,7 @@ def test_a_zombie(sessions, place, tmp_path, journal, how):
         for pid in journal.read(event="late")[0]["pids"]:
             kill(pid, signal.SIGSTOP)
 
-    sink = telling(place.sink(), journal, before=late)
+    sink = telling(anywhere.sink(), journal, before=late)
     try:
         stops = when(lambda: journal.read(event="late"), stop) if how == "stopped" else contextlib.nullcontext()
         with stagecrew.crew(cluster).topology("t") as topology, stops:
@@ -178,7 +202,7 @@ def test_a_zombie(sessions, place, tmp_path, journal, how):
     eventually(lambda: journal.read(event="goes on"), 30, "it goes on")
     worker = line["pids"][2]
     eventually(lambda: not alive(worker), 60, "it has ended")
-    check(cluster, place, journal)
+    check(cluster, anywhere, journal)
     eventually(lambda: not any(map(alive, line["pids"])), 60, "and so have its executor and its daemon")
 
 
