@@ -87,30 +87,54 @@ def test_a_task_dies(cluster, journal, tmp_path):
 
 
 def test_idle_and_finished(cluster, tmp_path):
-    """A source that has nothing for now, or ever, holds nobody; a silent one only for a while."""
+    """A source that says it has nothing for now, or ever, holds nobody any more, also where silence says nothing."""
+    there, held, passed = tmp_path / "there", tmp_path / "held", tmp_path / "passed"
+
+    def work(aligner, batches):
+        for _ in batches:
+            pass
+        if aligner.subtask == 0:
+            aligner.advance(0)
+            aligner.advance(0, "second")
+            there.touch()
+            eventually(held.exists, 60)
+            aligner.idle()
+            aligner.finish("second")
+            eventually(passed.exists, 60)
+        else:
+            eventually(there.exists, 60)
+            with pytest.raises(stagecrew.AlignmentFailed):
+                aligner.advance(1000, timeout=0.2)
+            held.touch()
+            aligner.advance(1000, timeout=30)
+            passed.touch()
+        yield pa.record_batch({"subtask": [aligner.subtask]})
+
+    with stagecrew.crew(cluster).topology("t") as topology:
+        alignment = topology.align("a", DRIFT)
+        assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+
+
+def test_a_silent_source(cluster, tmp_path):
+    """One that says nothing at all holds nobody after `idle_after` seconds."""
     there, passed = tmp_path / "there", tmp_path / "passed"
 
     def work(aligner, batches):
         for _ in batches:
             pass
-        aligner.advance(0)
         if aligner.subtask == 0:
-            aligner.advance(0, "second")
-            aligner.idle()
-            aligner.finish("second")
-            eventually(passed.exists, 60)
-        elif aligner.subtask == 1:
+            aligner.advance(0)
             there.touch()
-            eventually(passed.exists, 60)  # silent
+            eventually(passed.exists, 60)
         else:
             eventually(there.exists, 60)
-            aligner.advance(1000)
+            aligner.advance(1000, timeout=30)
             passed.touch()
         yield pa.record_batch({"subtask": [aligner.subtask]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT, idle_after=1.0)
-        assert alignment.map(cluster.range(0, 3, 1, 3), work, "subtask long").count() == 3
+        assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
 
 
 def test_one_that_stands_still(cluster, tmp_path):

@@ -322,3 +322,34 @@ def test_one_that_waits_asks_again():
         assert other.reply() == HELD
         one.finish()
         assert pickle.loads(other.request((0, "h"))) == ("a", 100)
+
+
+@pytest.mark.parametrize("idle_after", [None, IDLE])
+def test_one_that_reads_for_long(idle_after):
+    """Whoever reads at one split for longer than `idle_after` holds nobody, until it asks for the next; without it, for ever."""
+    merged = InEventTime({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
+    with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
+        harness.coordinator._reading._clock = lambda: harness.now
+        slow, other, third = (harness.evaluation(subtask) for subtask in range(3))
+        assert pickle.loads(slow.request((0, "h"))) == ("a", 0)
+        assert pickle.loads(other.request((0, "h"))) == ("a", 9)
+        with pytest.raises(RequestTimeout):
+            other.request((1, "h"))  # it is for the slow one that it waits
+        harness.advance(IDLE - 0.5)
+        assert not goes_on(other)
+        harness.advance(1.0)
+        assert goes_on(other) == (idle_after is not None)
+        if idle_after is None:
+            harness.advance(1000)
+            assert not goes_on(other)
+            slow.finish()
+            assert goes_on(other)
+        assert pickle.loads(other.reply()) == ("a", 100)
+        with pytest.raises(RequestTimeout):
+            third.request((0, "h"))
+        assert not goes_on(third)  # who has just begun is not idle
+        other.finish()
+        assert pickle.loads(third.reply()) == ("b", 200)
+        if idle_after is not None:
+            assert slow.request((1, "h")) is None  # it goes on where it was
+        assert harness.failure is None
