@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from pyspark import cloudpickle
+from pyspark import TaskContext, cloudpickle
 
 import stagecrew
 from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
@@ -108,11 +108,12 @@ def test_idle_and_finished(cluster, tmp_path):
             held.touch()
             aligner.advance(1000, timeout=30)
             passed.touch()
-        yield pa.record_batch({"subtask": [aligner.subtask]})
+        yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
-        assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+        rows = alignment.map(cluster.range(0, 2, 1, 2), work, "attempt long").collect()
+        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first was held
 
 
 def test_a_silent_source(cluster, tmp_path):
@@ -130,11 +131,12 @@ def test_a_silent_source(cluster, tmp_path):
             eventually(there.exists, 60)
             aligner.advance(1000, timeout=30)
             passed.touch()
-        yield pa.record_batch({"subtask": [aligner.subtask]})
+        yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT, idle_after=1.0)
-        assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+        rows = alignment.map(cluster.range(0, 2, 1, 2), work, "attempt long").collect()
+        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first was held
 
 
 def test_one_that_stands_still(cluster, tmp_path):
@@ -155,10 +157,11 @@ def test_one_that_stands_still(cluster, tmp_path):
             with pytest.raises(stagecrew.AlignmentFailed, match="cannot be compared"):
                 aligner.advance("noon")
             told.touch()
-        yield pa.record_batch({"subtask": [aligner.subtask]})
+        yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        assert topology.align("a", DRIFT).map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
+        rows = topology.align("a", DRIFT).map(cluster.range(0, 2, 1, 2), work, "attempt long").collect()
+        assert [row.attempt for row in rows] == [0, 0]
 
 
 def test_merged_sources(cluster, journal):

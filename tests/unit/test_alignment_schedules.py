@@ -278,4 +278,4 @@ TestSchedules.settings = settings(max_examples=150, stateful_step_count=40, dead
 class TestSchedulesLong(Schedules.TestCase):
     """Many more."""
 
-    settings = settings(max_examples=3000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=1000, stateful_step_count=80, deadline=None)
