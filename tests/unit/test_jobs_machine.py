@@ -1,28 +1,49 @@
 """Jobs under any order of what three contenders, their runs, submitters and the store may do: chosen, and made small, by Hypothesis."""
 
+import collections
 import contextlib
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError
 from stagecrew.recovery.election import HOLDER
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.stores.contract import Check
 
 WHICH = st.integers(0, 2)
-JOB = st.sampled_from(["job-0", "job-1"])
-#: What happens while somebody does something: at the n-th of its transactions, before or behind it.
+JOBS = 5
+JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])
+WHERE = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/"]
+#: What happens while somebody does something: at the n-th of its transactions that writes such a key, before or behind it.
 SCRIPT = st.lists(
     st.tuples(
-        st.integers(1, 14),
+        st.sampled_from(WHERE),
+        st.sampled_from([2, 1, 3]),
         st.sampled_from(["before", "after"]),
-        st.sampled_from(["killed", "lost", "revoked", "over", "granted", "look", "look", "run", "submit", "cancel"]),
+        st.sampled_from(
+            [
+                "killed",
+                "lost",
+                "cut off",
+                "replaced",
+                "revoked",
+                "over",
+                "granted",
+                "look",
+                "look",
+                "run",
+                "submit",
+                "cancel",
+            ]
+        ),
         WHICH,
     ),
+    min_size=1,
     max_size=3,
 )
 
@@ -53,10 +74,18 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.world = World(0, jobs=2, faults=0)
+        self.world = World(0, jobs=JOBS, faults=0)
         self.world.server.fault = self.happens
         self.world.drivers += [Contender(self.world) for _ in range(3)]
-        self.script, self.count, self.depth = [], 0, 0
+        self.script, self.count, self.depth = [], collections.Counter(), 0
+
+    @initialize(jobs=st.sampled_from([JOBS, 2, 0]), leads=st.booleans())
+    def begin(self, jobs, leads):
+        """Mostly something is there already."""
+        for number in range(jobs):
+            self.submits(f"job-{number}")
+        if leads:
+            self.leads(0)
 
     def contender(self, which):
         found = self.world.drivers[which]
@@ -67,45 +96,47 @@ class Machine(RuleBasedStateMachine):
     def happens(self, session, operations, moment):
         if self.depth:
             return
-        self.count += moment == "before"
-        now = [one for one in self.script if one[:2] == (self.count, moment)]
+        written = " ".join(one.key for one in operations if not isinstance(one, Check))
+        if moment == "before":
+            self.count.update(where for where in WHERE if where in written)
         mine = self.world.current
-        for one in now:
+        for one in [one for one in self.script if one[0] in written and (self.count[one[0]], moment) == one[1:3]]:
             self.script.remove(one)
-            _, _, what, which = one
+            *_, what, which = one
             if what == "killed" and mine is not None:
                 mine.killed = True
                 raise Killed
-            if what == "lost":
-                raise PossiblyInconsistentError(f"lost {moment} it was done")
-            if what == "over":
+            if what in ("over", "cut off"):
                 self.world.server.expire(session)
+            if what in ("lost", "cut off"):
+                raise PossiblyInconsistentError(f"lost {moment} it was done")
             self.depth += 1
             try:
                 self.meanwhile(what, which)
             finally:
                 self.world.current = mine
                 self.depth -= 1
+            if what == "replaced" and not (mine is not None and mine.dead):
+                raise PossiblyInconsistentError(f"lost {moment} it was done")
             if mine is not None and mine.dead:
                 mine.killed = True
                 raise Killed
 
     def meanwhile(self, what, which):
         """Others go on while one is paused."""
-        if what in ("revoked", "granted"):
+        if what in ("revoked", "granted", "replaced"):
             self.world.server.entries.pop(HOLDER, None)
-        if what in ("granted", "look"):
-            for step in ("campaign", "is granted", "looks"):
-                self.contender(which).does(step)
+        if what in ("granted", "replaced", "look"):
+            self.leads(which)
         if what == "run":
             self.acts(which)
         if what == "submit":
-            self.submits(f"job-{which % 2}")
+            self.submits(f"job-{which}")
         if what == "cancel":
-            self.cancels(f"job-{which % 2}")
+            self.cancels(f"job-{which}")
 
     def scripted(self, script, do):
-        self.script, self.count = list(script), 0
+        self.script, self.count = list(script), collections.Counter()
         try:
             do()
         finally:
@@ -126,6 +157,10 @@ class Machine(RuleBasedStateMachine):
         self.world.cancelled.add(job)
         self.client(lambda jobs: jobs.cancel(job))
 
+    def leads(self, which):
+        for step in ("campaign", "is granted", "looks"):
+            self.contender(which).does(step)
+
     def acts(self, which):
         living = [one for one in self.world.processes if not one.busy and not one.dead]
         if living:
@@ -143,6 +178,11 @@ class Machine(RuleBasedStateMachine):
     def one_campaigns(self, which, script):
         self.scripted(script, lambda: self.contender(which).does("campaign"))
 
+    @rule(which=WHICH, script=SCRIPT)
+    def another_run_goes_on(self, which, script):
+        """As that is what most is written in."""
+        self.a_run_goes_on(which, script)
+
     @rule(which=WHICH)
     def one_is_told_that_it_leads(self, which):
         self.contender(which).does("is granted")
@@ -156,13 +196,17 @@ class Machine(RuleBasedStateMachine):
     def one_leads(self, which, script, seconds):
         """All of that at once, as it mostly is."""
         self.world.clock += seconds
-        for step in ("campaign", "is granted"):
-            self.contender(which).does(step)
-        self.scripted(script, lambda: self.contender(which).does("looks"))
+        self.scripted(script, lambda: self.leads(which))
 
     @rule(which=WHICH, script=SCRIPT)
     def a_run_goes_on(self, which, script):
-        """From its claim to its end, or to where its script ends it."""
+        """From its claim to its end, or to where its script ends it; where none lives, one is begun."""
+        if all(one.dead for one in self.world.processes):
+            while self.world.doomed:
+                self.a_session_of_the_dead_is_over(which)
+            for other in range(3):
+                self.world.clock += 60.0
+                self.leads((which + other) % 3)
         self.scripted(script, lambda: self.acts(which))
 
     @rule()
@@ -185,6 +229,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 5))
     def a_session_of_the_dead_is_over(self, which):
+        """Some time later than they died."""
         if self.world.doomed:
             self.world.server.expire(self.world.doomed.pop(which % len(self.world.doomed)))
 
@@ -202,7 +247,7 @@ class Machine(RuleBasedStateMachine):
 
 TestJobsUnderAnything = Machine.TestCase
 TestJobsUnderAnything.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
 
 
