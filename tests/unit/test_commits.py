@@ -61,9 +61,11 @@ from stagecrew.errors import (
     CommitUnknown,
     OperatorMisused,
 )
+from stagecrew.files import exists, list_files, remove_folder
 from stagecrew.operators.commits import Staging, commit, resume
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
+from stagecrew.operators.sinks import parquet as parquet_module
 
 
 def making(make, tmp_path):
@@ -743,6 +745,59 @@ class Meanwhile:
             return found(*args)
 
         return found if step is None else called
+
+
+@pytest.mark.parametrize("filesystem", [pyarrow.fs.LocalFileSystem(), like_hdfs()], ids=["local", "like hdfs"])
+def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkeypatch, filesystem):
+    """Another driver of the same commit renames what this one, which was refused, deletes: never half of it is visible."""
+    trial, tasks, target = parquet(tmp_path), Tasks(1), tmp_path / "out" / "table"
+    trial.make_sink = lambda: ParquetSink(str(target), filesystem=filesystem)
+    entered, goes_on, outcome = threading.Event(), threading.Event(), []
+    move = parquet_module.move
+
+    def held(on, source, destination):
+        if threading.current_thread() is other and destination == str(target):
+            entered.set()
+            assert goes_on.wait(30)
+        move(on, source, destination)
+
+    def run():
+        try:
+            outcome.append(resume(trial.make_sink(), trial.decisions, "c", sleep=lambda _: None))
+        except (CommitFailed, CommitPending) as error:
+            outcome.append(error)
+
+    other = threading.Thread(target=run)
+
+    def begins():
+        other.start()
+        assert entered.wait(30)
+        target.mkdir()
+        (target / "theirs").touch()
+
+    def remove_slowly(on, folder):
+        """The first file is gone, and the rest is not, when the other goes on, and there is room again."""
+        if entered.is_set() and not goes_on.is_set() and "-whole" in folder and exists(on, folder):
+            on.delete_file(next(file for file in list_files(on, folder) if file.endswith(".parquet")))
+            shutil.rmtree(target)
+            goes_on.set()
+            other.join(30)
+        remove_folder(on, folder)
+
+    monkeypatch.setattr(parquet_module, "move", held)
+    monkeypatch.setattr(parquet_module, "remove_folder", remove_slowly)
+    with pytest.raises(CommitConflict):
+        commit(
+            Meanwhile(trial.make_sink(), commit=begins), trial.decisions, "c", SCHEMA,
+            lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
+        )  # fmt: skip
+    assert not other.is_alive()
+    assert isinstance(outcome[0], CommitSuperseded)
+    assert trial.visible() == []
+    assert trial.left() == []
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
 
 
 @pytest.mark.parametrize("last", ["the other", "this one"])

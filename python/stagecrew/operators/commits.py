@@ -229,8 +229,12 @@ def _forward(
             if _is_done(sink, commit_id):
                 break
             if not _is_refused(decisions, commit_id, staging):
-                # Where this is not written, another may go forward, or have done: nothing is deleted then.
-                _refuse(decisions, commit_id, record, version, error)
+                # Where this is not written, another may go forward, or have done: nothing is deleted then that it may show.
+                try:
+                    _refuse(decisions, commit_id, record, version, error)
+                except CommitSuperseded:
+                    _discard(sink, staging, messages)
+                    raise
             _discard(sink, staging, ())
             raise
         except Exception as error:
@@ -241,6 +245,12 @@ def _forward(
                     f"nothing. Committing with this id again begins anew"
                 ) from error
             if number == _TRIES:
+                if _is_ended(decisions, commit_id, version):
+                    _discard(sink, staging, messages)
+                    raise CommitSuperseded(
+                        f"another driver has ended commit {commit_id!r} meanwhile, and this one changed nothing: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
                 raise CommitPending(
                     f"commit {commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. What was staged stays; "
                     f"committing with this id and the same decisions again goes on with it"
@@ -294,6 +304,15 @@ def _is_refused(decisions: Decisions, commit_id: str, staging: Staging) -> bool:
     except (CommitFailed, CommitUnknown):
         return False
     return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == _States.REFUSED)
+
+
+def _is_ended(decisions: Decisions, commit_id: str, version: int) -> bool:
+    """Whether another driver has written more of what is decided: behind the decision that is how it ended."""
+    try:
+        known = decisions.read(commit_id)
+    except (CommitFailed, CommitUnknown):
+        return False
+    return known is not None and known[0] != version
 
 
 def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:

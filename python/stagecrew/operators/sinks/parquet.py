@@ -179,11 +179,23 @@ class ParquetSink:
         """See `Committer`."""
         keep_only(self._filesystem, self._staged(staging), ())
         assembled = self._assembled(staging)
-        remove_folder(self._filesystem, assembled)
+        self._take_away(assembled)
         if not is_local(self._filesystem):  # where it may have been moved into a folder that another made
             remove_folder(
                 self._filesystem, posixpath.join(self._target(staging.commit_id), posixpath.basename(assembled))
             )
+
+    def _take_away(self, folder: str) -> None:
+        """Another driver of the same commit may be about to rename it: that one finds all of it, or nothing."""
+        gone = f"{folder}-gone"
+        remove_folder(self._filesystem, gone)
+        try:
+            move(self._filesystem, folder, gone)
+        except OSError:
+            if exists(self._filesystem, folder):
+                raise
+            return
+        remove_folder(self._filesystem, gone)
 
     def _target(self, commit_id: str) -> str:
         return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"
