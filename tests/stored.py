@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,31 @@ def outputs(spark: SparkSession) -> dict[int, int]:
         if count := of.getNumAvailableOutputs(shuffle):
             found[shuffle] = count
     return found
+
+
+@contextlib.contextmanager
+def deaf(spark: SparkSession) -> Iterator[None]:
+    """The driver's crew hears no event of Spark's meanwhile, as when the bus drops them all."""
+    bus = spark.sparkContext._jsc.sc().listenerBus()
+    (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.BusListener")]
+    bus.removeListener(listener)
+    try:
+        yield
+    finally:
+        bus.addToManagementQueue(listener)
+
+
+def end_reaches_nobody(crew: Any, topology: str) -> None:
+    """No executor will be told that the topology ends."""
+
+    def field(of: Any, name: str) -> Any:
+        found = of.getClass().getDeclaredField(name)
+        found.setAccessible(True)
+        return found.get(of)
+
+    one = field(field(crew.facade, "crew"), "topologies").apply(topology)
+    one.executors().clear()
+    one.holders().clear()
 
 
 def cached(spark: SparkSession) -> set[int]:

@@ -14,8 +14,8 @@ from pyspark import StorageLevel
 from pyspark.sql import functions as f
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, eventually
-from stored import cached, files, outputs, ran, tracker
+from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
+from stored import cached, deaf, end_reaches_nobody, files, outputs, ran, tracker
 
 
 @pytest.fixture(
@@ -235,6 +235,103 @@ def test_policy_none(spark, crew, tmp_path, before):
     assert sum(stored_since(spark, tmp_path, before)[1].values()) == 4
     assert topology.report.released == 0
     assert ran(spark, dataset.collect)[1] == 4
+
+
+def stays(condition, seconds=3.0):
+    """For so long it is true: executors report within."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert condition()
+        time.sleep(0.05)
+
+
+def test_a_job_that_begins_while_its_topology_closes(spark, crew, tmp_path, before, journal):
+    """What a job uses that another thread starts while its topology closes is never dropped: it is the application's then."""
+    gate, path = tmp_path / "gate", journal.path
+
+    @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
+    def slow_to_close(context):
+        yield None
+        Journal(path).write(event="closing")
+        eventually(gate.exists, 60, "the gate")
+
+    topology = crew.topology("t", listeners=[slow_to_close()]).start()
+    old, new = counted(spark), counted(spark)
+    old.collect()
+    may, found = threading.Event(), []
+
+    def uses():
+        may.wait(60)
+        found.extend(sorted(dataset.collect()) for dataset in (old, new))
+
+    user = threading.Thread(target=topology.wrap(uses))
+    user.start()
+    ends = threading.Thread(target=topology.close)
+    ends.start()
+    try:
+        eventually(lambda: journal.read(event="closing"), 60, "it closes")
+        may.set()
+        user.join(60)
+        assert found == [EXPECTED, EXPECTED]
+        mine = stored_since(spark, tmp_path, before)[1]
+        assert list(mine.values()) == [4, 4]
+        stays(lambda: stored_since(spark, tmp_path, before)[1] == mine)
+    finally:
+        gate.touch()
+        ends.join(60)
+    topology.close()
+    assert stored_since(spark, tmp_path, before)[1] == mine
+    for dataset in (old, new):
+        assert ran(spark, dataset.collect)[1] == 4  # the reduce stage alone
+
+
+def test_a_job_of_a_closed_topology_whose_start_is_not_heard(spark, crew, tmp_path, before, journal):
+    """What runs is never dropped, though the bus dropped its start, and its thread bears the mark of what has ended."""
+    gate, may, found = tmp_path / "gate", threading.Event(), []
+
+    def wait(part):
+        eventually(gate.exists, 60, "the gate")
+        return part
+
+    dataset = counted(spark).mapPartitions(wait)
+
+    def uses():
+        may.wait(60)
+        found.append(sorted(dataset.collect()))
+
+    with crew.topology("t") as topology:
+        user = threading.Thread(target=topology.wrap(uses))
+        user.start()
+    with deaf(spark):
+        may.set()
+        eventually(lambda: list(stored_since(spark, tmp_path, before)[1].values()) == [4], 60, "it is written")
+        eventually(lambda: [one.outputs for one in crew.partitions() if one.outputs], 20, "its outputs are booked")
+        stays(lambda: list(stored_since(spark, tmp_path, before)[1].values()) == [4])
+        gate.touch()
+        user.join(60)
+    assert found == [EXPECTED]
+
+
+def test_an_end_that_reaches_no_executor(spark, crew, tmp_path, before):
+    """Executors that never hear of the end of a topology learn it from their inventory: files go, and tables are empty."""
+    with crew.topology("outer") as outer:
+        shared = counted(spark)
+        shared.collect()
+        with crew.topology("t") as topology:
+            dataset = counted(spark)
+            assert sorted(dataset.collect()) == sorted(shared.collect()) == EXPECTED
+            eventually(lambda: sum(one.outputs for one in topology.partitions) == 4, 20, "it is reported")
+            end_reaches_nobody(crew, topology.id)
+        assert list(stored_since(spark, tmp_path, before)[1].values()) == [4]
+        eventually(
+            lambda: sum(n.endswith(".data") for n in stored_since(spark, tmp_path, before)[0]) == 4, 20, "files go"
+        )
+        eventually(lambda: not [one for one in topology.partitions if one.outputs], 20, "tables are empty")
+        assert topology.report.released == 4
+        assert ran(spark, shared.collect)[1] == 4  # what another uses stays
+        outer.close()
+    assert stored_since(spark, tmp_path, before) == (set(), {})
+    assert sorted(dataset.collect()) == EXPECTED
 
 
 def cancelled(dataset):

@@ -243,6 +243,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
           reply.answer(Frames.encode("OK"))
         case "INVENTORY" =>
+          claimRunning()
           val (orphans, left) = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).map(_.state).getOrElse("closed"))
           if (left.nonEmpty) pool.execute(() => deleteLeft(left))
           reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
@@ -337,9 +338,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** What nobody else uses, or will find running now, goes; what others use is theirs. */
   private def release(topology: Topology): DriverPartitions.Released = {
     val id = topology.description.id
-    SparkInternals.shufflesInUse(sc, ExecutorCrew.TopologyProperty).foreach { case (of, shuffles) =>
-      user(Some(of).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
-    }
+    claimRunning()
     val around = chainOf(topology).tail.filter(_.state == "active").map(_.description.id)
     val released = partitions.end(id, topology.description.release, around)
     released.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
@@ -348,13 +347,18 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     released
   }
 
-  /** Who uses what a job of this topology needs: it, or the next around it that has not closed. Nobody, while that closes: its
-    * jobs are over, or are being cancelled. */
-  private def user(topology: Option[String]): Option[String] =
-    topology.flatMap(topologies.get).toSeq.flatMap(chainOf).find(_.state != "closed") match {
-      case Some(covering) => Some(covering.description.id).filter(_ => covering.state == "active")
-      case None => Some(Description.Application)
-    }
+  /** Jobs that run now use their shuffles: the event of a job's start may be on its way, or lost. */
+  private def claimRunning(): Unit = SparkInternals.shufflesInUse(sc, ExecutorCrew.TopologyProperty).foreach { case (of, shuffles) =>
+    user(Some(of).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
+  }
+
+  /** Who uses what a job of this topology needs: the next around it that is active, as its tasks are booked; it may be one that
+    * another thread has ended. Nobody, while that closes and is cancelled, as its jobs are. */
+  private def user(topology: Option[String]): Option[String] = {
+    val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
+    if (covering.headOption.exists(_.state == "closing") && covering.exists(_.cancelled.nonEmpty)) None
+    else Some(covering.find(_.state == "active").fold(Description.Application)(_.description.id))
+  }
 
   private def answered(topology: Topology, executor: String): Unit = {
     topology.pending -= executor

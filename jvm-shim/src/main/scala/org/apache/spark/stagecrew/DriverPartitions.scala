@@ -17,6 +17,8 @@ import org.apache.spark.SparkContext
 private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   import DriverPartitions._
 
+  // Where shuffles are stored by somebody else, that one's outputs are left alone.
+  private lazy val tracked = SparkInternals.tracksShuffles(sc)
   private val shuffles = new Inventory
   private val caches = new Inventory
   private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> what is to be kept of it
@@ -24,7 +26,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
 
   /** A job of this topology needs these. */
   def used(topology: String, shuffled: Iterable[Int], cached: Iterable[Int]): Unit = {
-    shuffles.use(topology, shuffled)
+    if (tracked) shuffles.use(topology, shuffled)
     caches.use(topology, cached)
   }
 
@@ -61,7 +63,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   }
 
   /** Takes outputs off the tracker. Answers what executors that are gone have left. */
-  def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] = {
+  def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] = if (!tracked) Nil else {
     lazy val alive = SparkInternals.executorsAlive()
     shuffles.toSeq.flatMap { shuffle =>
       // Spark's own cleaner may take it at the same time.
@@ -137,5 +139,6 @@ private[stagecrew] object DriverPartitions {
     node.get("outputs").asBoolean,
     node.get("blocks").asBoolean,
     Json.fields(node.get("heirs")).map { case (shuffle, heir) => shuffle.toInt -> Some(heir).filter(_.nonEmpty) },
-    Json.integers(node.get("keptCaches")).toSet)
+    Json.integers(node.get("keptCaches")).toSet,
+    Json.integers(node.get("shuffles")).toSet)
 }

@@ -365,7 +365,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   override def disconnected(address: String): Unit = if (address == SparkInternals.driverAddress(conf)) {
     abandoned = true
-    pool.execute(() => Log.contained("deleting what topologies have stored")(partitions.abandon()))
+    Log.contained("deleting what topologies have stored")(partitions.abandon())
   }
 
   // -- The end of topologies (the loop's thread)
@@ -377,7 +377,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   private def release(topology: String): CompletableFuture[Taken] =
-    partitions.release(topology, releases.remove(topology).getOrElse(Set.empty), migrates)
+    partitions.release(topology, releases.remove(topology).filter(_ => migrates).getOrElse(Set.empty))
 
   /** The topology that a partition of this attempt belongs to: the innermost. What tasks of one that had ended write is the
     * application's until nobody uses the shuffle. */
@@ -469,6 +469,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     agent.stop()
     agent.await(left)
     if (abandoned) Log.contained("deleting what topologies have stored")(partitions.abandon())
+    partitions.awaitDeletions(left)
     lastReport(left)
     Partitions.stop(partitions)
     loop.shutdownNow()

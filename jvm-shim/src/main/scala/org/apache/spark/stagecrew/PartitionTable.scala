@@ -17,10 +17,11 @@ final case class Stored(inProgress: Long = 0, outputs: Long = 0, outputBytes: Lo
 /**
  * What the driver says at a topology's end. Shuffles that other topologies use pass on to one of them (None: to the
  * application, whose partitions are Spark's own affair). Other outputs go, if `outputs`; blocks, if `blocks`, but for those
- * of datasets that others use.
+ * of datasets that others use. What is booked for the application of shuffles that nobody uses then, `unclaimed`, goes too.
  */
 final case class Ending(
-    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty, keptCaches: Set[Int] = Set.empty)
+    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty, keptCaches: Set[Int] = Set.empty,
+    unclaimed: Set[Int] = Set.empty)
 
 /** What is to be deleted of a topology. Cached datasets are the driver's to release. */
 final case class Taken(
@@ -30,9 +31,9 @@ final case class Taken(
  * Which partitions are stored on one executor, by topology: a pure state machine, without Spark, files or a clock.
  *
  * {{{
- *   set up --finished--> finished --take--> (deleted, or passed on)
+ *   set up --finished--> finished --end--> (passed on to who uses it, at once) --take--> deleted
  *      \--failed, or its attempt is over--> forgotten
- *      \--finished, its topology has ended--> deleted by the task's own thread
+ *      \--finished, its topology has ended--> passed on, or deleted by the task's own thread
  * }}}
  *
  * What is in progress is never touched from outside. Every set is live, and nothing is counted but what is in it; each
@@ -122,8 +123,30 @@ final class PartitionTable {
     }
   }
 
-  /** The topology has ended: what finishes from now on goes, or passes on, at once. */
-  def end(topology: String, ending: Ending): Unit = synchronized { endings.getOrElseUpdate(topology, ending); () }
+  /** The topology has ended: what others use passes on, and what finishes from now on goes, or passes on, at once. */
+  def end(topology: String, ending: Ending): Unit = synchronized {
+    if (!endings.contains(topology)) {
+      // Who gets something may have ended itself, before or later than this was said: then it goes on to who has that.
+      val heirs = ending.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }
+      endings(topology) = ending.copy(heirs = heirs)
+      endings.mapValuesInPlace((_, other) => if (!other.heirs.valuesIterator.contains(Some(topology))) other else other.copy(
+        heirs = other.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }))
+      heirs.foreach { case (shuffle, heir) => holdings.get(topology).foreach(move(_, shuffle, heir)) }
+      ending.unclaimed.foreach(shuffle => holdings.get(Description.Application).foreach(move(_, shuffle, Some(topology))))
+      touched += topology
+      prune()
+    }
+  }
+
+  /** Who has now what was to pass on: nobody, when that one has ended and it goes. */
+  private def successor(heir: Option[String], shuffle: Int): Option[Option[String]] = heir.flatMap(endings.get) match {
+    case None => Some(heir)
+    case Some(ended) => ended.heirs.get(shuffle).orElse(if (ended.outputs) None else Some(None))
+  }
+
+  private def move(from: Holding, shuffle: Int, heir: Option[String]): Unit = from.remove(shuffle).foreach { passed =>
+    heir.foreach(to => passed.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) })
+  }
 
   /** Nobody uses these shuffles: takes what is booked of them for the application. */
   def unclaimed(shuffles: Iterable[Int]): Taken = synchronized {
@@ -140,25 +163,18 @@ final class PartitionTable {
   /** Whether anything of the topology is stored or being written. */
   def has(topology: String): Boolean = synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
 
-  /** Nothing of the topology is in progress any more. Answers what is to be deleted; what others use passes on. */
+  /** Nothing of the topology is in progress any more. Answers what is to be deleted. Of one that the driver has not ended
+    * everything stays booked: the executor ends, and if the driver is gone, `abandon` takes it. */
   def take(topology: String): Taken = synchronized {
-    val ending = endings.remove(topology).getOrElse(Ending(outputs = false))
-    touched += topology
-    holdings.remove(topology) match {
-      case None => Taken()
-      case Some(holding) =>
-        ending.heirs.foreach { case (shuffle, heir) =>
-          holding.remove(shuffle).foreach(passed => heir.foreach { to =>
-            passed.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) }
-          })
-        }
-        val outputs = if (ending.outputs) Taken(all(holding), holding.outputBytes) else Taken()
-        if (!ending.blocks) outputs
-        else {
-          val blocks = holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
-          outputs.copy(caches = blocks.keySet.map(_.rdd), blocks = blocks.size.toLong, blockBytes = blocks.values.sum)
-        }
-    }
+    (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
+      touched += topology
+      val outputs = if (ending.outputs) Taken(all(holding), holding.outputBytes) else Taken()
+      if (!ending.blocks) outputs
+      else {
+        val blocks = holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
+        outputs.copy(caches = blocks.keySet.map(_.rdd), blocks = blocks.size.toLong, blockBytes = blocks.values.sum)
+      }
+    }).getOrElse(Taken())
   }
 
   /** The driver is gone: nobody uses anything any more. Answers what is to be deleted; what is written from now on goes too. */

@@ -1,6 +1,6 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{CompletableFuture, ExecutorService}
+import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService, TimeUnit, TimeoutException}
 import com.fasterxml.jackson.databind.JsonNode
 
 /**
@@ -13,6 +13,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private val table = new PartitionTable
   private var told = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
   private var quiet = 0
+  private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
 
   /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
   private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
@@ -38,31 +39,37 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** The topology has ended. */
   def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
 
-  /** No attempt of the topology is left: what it leaves is deleted, and what else is here of these shuffles,
-    * which nobody uses: booked for the application, or (`elsewhere`) come from executors that left. */
-  def release(topology: String, shuffles: Set[Int], elsewhere: Boolean): CompletableFuture[Taken] = {
-    val (mine, unclaimed) = (table.take(topology), table.unclaimed(shuffles))
-    val taken = mine.copy(outputs = mine.outputs ++ unclaimed.outputs, outputBytes = mine.outputBytes + unclaimed.outputBytes)
+  /** No attempt of the topology is left: what it leaves is deleted, and what else is here of `others`: shuffles that nobody
+    * used at its end, come from executors that left. */
+  def release(topology: String, others: Set[Int]): CompletableFuture[Taken] = {
+    val taken = table.take(topology)
     if (taken.blocks > 0) count(topology, taken.blocks, taken.blockBytes)
-    val others = if (elsewhere) shuffles else Set.empty[Int]
     if (taken.outputs.isEmpty && others.isEmpty) CompletableFuture.completedFuture(taken)
-    else CompletableFuture.supplyAsync(() => {
+    else inPool {
       delete(topology, taken.outputs, taken.outputBytes)
       if (others.nonEmpty) disk.outputsOf(others).foreach(remove)
       taken
-    }, pool)
+    }
   }
 
   /** Nobody uses these shuffles: what is booked of them for the application goes. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
     val taken = table.unclaimed(shuffles)
-    if (taken.outputs.nonEmpty) pool.execute(() => delete(Description.Application, taken.outputs, taken.outputBytes))
+    if (taken.outputs.nonEmpty) { inPool(delete(Description.Application, taken.outputs, taken.outputBytes)); () }
   }
 
   def has(topology: String): Boolean = table.has(topology)
 
   /** The driver is gone: all that is finished is deleted, and what finishes from now on. */
-  def abandon(): Unit = table.abandon().foreach(remove)
+  def abandon(): Unit = {
+    val outputs = table.abandon()
+    if (outputs.nonEmpty) { inPool(outputs.foreach(remove)); () }
+  }
+
+  /** Waits for all deletions that have begun, at most so long: a process that ends cuts them off. */
+  def awaitDeletions(ms: Long): Unit =
+    try { CompletableFuture.allOf(deletions.toArray(Array.empty[CompletableFuture[_]]): _*).get(ms, TimeUnit.MILLISECONDS); () }
+    catch { case _: TimeoutException => Log.log.warn(s"files of shuffles are still being deleted after $ms ms: some may stay") }
 
   /** Spark itself has deleted these. */
   def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = table.forget(shuffles, caches)
@@ -97,6 +104,13 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   def notTold(): Unit = told = None
 
   def isEmpty: Boolean = table.isEmpty
+
+  private def inPool[T](f: => T): CompletableFuture[T] = {
+    val done = CompletableFuture.supplyAsync[T](() => f, pool)
+    deletions.add(done)
+    done.whenComplete((_, _) => { deletions.remove(done); () })
+    done
+  }
 
   private def delete(topology: String, outputs: Seq[Output], bytes: Long): Unit = if (outputs.nonEmpty) {
     outputs.foreach(remove)

@@ -76,7 +76,6 @@ object DriverShim {
   private val UseDaemonKey = "spark.python.use.daemon"
   private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
   private val BlockStatusesKey = "spark.taskMetrics.trackUpdatedBlockStatuses"
-  private val ShuffleManagers = Set("sort", "tungsten-sort", "org.apache.spark.shuffle.sort.SortShuffleManager")
   val Timelines = "timelines" // what the driver tells executors: whether anybody shows them
   val PythonPathKey = "spark.executorEnv.PYTHONPATH"
 
@@ -103,8 +102,8 @@ object DriverShim {
 
   /** Shuffle outputs are booked by the ShuffleDataIO, around that of the user, and cached blocks by what tasks say of them. */
   private def trackPartitions(conf: SparkConf): Unit = {
-    conf.getOption("spark.shuffle.manager").filterNot(ShuffleManagers).foreach { manager =>
-      Log.log.warn(s"spark.shuffle.manager=$manager does not write through Spark's ShuffleDataIO: its partitions are not tracked, " +
+    if (!SparkInternals.sortsShuffles(conf)) {
+      Log.log.warn(s"spark.shuffle.manager=${conf.get("spark.shuffle.manager")} does not write through Spark's ShuffleDataIO: its partitions are not tracked, " +
         "and not released when a topology ends")
     }
     conf.getOption(TrackedShuffleDataIO.Key).filter(_ != TrackedShuffleDataIO.getClass.getName.stripSuffix("$"))

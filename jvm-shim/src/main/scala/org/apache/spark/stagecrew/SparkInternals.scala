@@ -146,6 +146,7 @@ package org.apache.spark {
     import org.apache.spark.rdd.RDD
     import org.apache.spark.scheduler._
     import org.apache.spark.shuffle.api.ShuffleDataIO
+    import org.apache.spark.shuffle.sort.SortShuffleManager
     import org.apache.spark.shuffle.{IndexShuffleBlockResolver, MigratableResolver, ShuffleBlockResolver}
     import org.apache.spark.sql.StagecrewSql
     import org.apache.spark.sql.classic.Dataset
@@ -374,6 +375,13 @@ package org.apache.spark {
       def shuffleOf(stage: StageInfo): Option[Int] = stage.shuffleDepId
       def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
       def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = StagecrewScheduler.shufflesInUse(sc, property)
+
+      /** Whether Spark's own shuffle manager writes, so through its ShuffleDataIO: core/shuffle/ShuffleManager.scala. */
+      def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(internal.config.SHUFFLE_MANAGER))
+      private val SortShuffleManagers = Set("sort", "tungsten-sort", classOf[SortShuffleManager].getName)
+
+      /** Whether shuffles are written through Spark's ShuffleDataIO, to the executors' disks: core/SparkContext.scala. */
+      def tracksShuffles(sc: SparkContext): Boolean = sortsShuffles(sc.conf) && !sc.shuffleDriverComponents.supportsReliableStorage()
 
       private def tracker: MapOutputTrackerMaster = SparkEnv.get.mapOutputTracker.asInstanceOf[MapOutputTrackerMaster]
 

@@ -8,14 +8,15 @@ import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage
 
 /**
  * The configured ShuffleDataIO, with what its writers do booked in this executor's `Partitions`. Data takes its own way:
- * writers of partitions are the delegate's own. A delegate with storage beside the executors' disks keeps track itself.
+ * writers of partitions are the delegate's own. A delegate with storage beside the executors' disks keeps track itself, and
+ * so does a shuffle manager that is not Spark's, whatever of it is written here.
  */
 final class TrackedShuffleDataIO(conf: SparkConf) extends ShuffleDataIO {
   import TrackedShuffleDataIO._
 
   private val delegate: ShuffleDataIO = SparkInternals.shuffleDataIO(conf.get(DelegateKey, LocalDisk), conf)
 
-  override def executor(): ShuffleExecutorComponents = new TrackedExecutor(delegate.executor())
+  override def executor(): ShuffleExecutorComponents = new TrackedExecutor(delegate.executor(), SparkInternals.sortsShuffles(conf))
 
   override def driver(): ShuffleDriverComponents = new TrackedDriver(delegate.driver())
 }
@@ -41,11 +42,11 @@ object TrackedShuffleDataIO {
     override def supportsReliableStorage(): Boolean = delegate.supportsReliableStorage()
   }
 
-  private final class TrackedExecutor(delegate: ShuffleExecutorComponents) extends ShuffleExecutorComponents {
-    private var here = true
+  private final class TrackedExecutor(delegate: ShuffleExecutorComponents, sparks: Boolean) extends ShuffleExecutorComponents {
+    private var here = sparks
 
     override def initializeExecutor(application: String, executor: String, config: JMap[String, String]): Unit = {
-      here = !"true".equals(config.get(ElsewhereKey))
+      here = sparks && !"true".equals(config.get(ElsewhereKey))
       delegate.initializeExecutor(application, executor, config)
     }
 

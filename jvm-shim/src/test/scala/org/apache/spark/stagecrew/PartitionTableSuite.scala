@@ -76,6 +76,50 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
+  test("what passes on is its heir's at once: it goes with it, also when it ends first, or what finishes comes later") {
+    write(1, "a", 0)
+    table.setUp(2, "a", Output(0, 2))
+    table.setUp(3, "a", Output(0, 3))
+    table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b")))) // its listeners close slowly
+    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.finished(2, Output(0, 2), 10).isEmpty)
+    table.end("b", Ending(outputs = true))
+    assert(table.take("b").outputs.toSet == Set(Output(0, 1), Output(0, 2)))
+    assert(table.finished(3, Output(0, 3), 10).contains("a"))
+    assert(table.take("a") == Taken())
+    assert(table.isEmpty)
+  }
+
+  test("what passes on goes from heir to heir, in whatever order the ends are told") {
+    for (order <- Seq("a", "b", "c").permutations) {
+      val table = new PartitionTable
+      table.setUp(1, "a", Output(0, 1))
+      table.finished(1, Output(0, 1), 10)
+      table.setUp(2, "a", Output(0, 2))
+      val endings = Map("a" -> Ending(outputs = true, heirs = Map(0 -> Some("b"))),
+        "b" -> Ending(outputs = true, heirs = Map(0 -> Some("c"))), "c" -> Ending(outputs = true, heirs = Map(0 -> None)))
+      order.foreach(topology => table.end(topology, endings(topology)))
+      assert(table.finished(2, Output(0, 2), 10).isEmpty, order) // the application's
+      order.foreach(topology => assert(table.take(topology) == Taken(), order))
+      assert(table.isEmpty, order)
+    }
+  }
+
+  test("what is booked for the application of shuffles that nobody uses goes with the end, and not what comes later") {
+    write(1, Description.Application, 0)
+    write(2, Description.Application, 1)
+    table.end("a", Ending(outputs = true, unclaimed = Set(0)))
+    write(3, Description.Application, 0) // of a job that began while its listeners closed
+    assert(table.take("a") == Taken(Seq(Output(0, 1)), 10))
+    assert(table.stored(Description.Application) == Stored(outputs = 2, outputBytes = 20))
+  }
+
+  test("what the driver has not ended stays booked when the executor ends, for the driver may be gone") {
+    write(1, "a", 0)
+    assert(table.take("a") == Taken())
+    assert(table.abandon() == Seq(Output(0, 1)))
+  }
+
   test("blocks are those that were stored last, wherever; they are released only by a topology that says so") {
     table.block("a", CachedBlock(1, 0), Some(5))
     table.block("a", CachedBlock(1, 0), Some(7))
@@ -147,19 +191,35 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         progress -= found
         endings.get(found._2) match {
           case None => outputs += (found._2, output) -> bytes; None
-          case Some(Ending(_, _, heirs, _)) if heirs.contains(output.shuffle) =>
+          case Some(Ending(_, _, heirs, _, _)) if heirs.contains(output.shuffle) =>
             heirs(output.shuffle).foreach(heir => outputs += (heir, output) -> bytes)
             None
           case Some(ending) => if (ending.outputs) Some(found._2) else None
         }
       }
 
-    def take(topology: String): Taken = {
-      val ending = endings.getOrElse(topology, Ending(outputs = false))
+    def end(topology: String, told: Ending): Unit = if (!endings.contains(topology)) {
+      def after(heirs: Map[Int, Option[String]]): Map[Int, Option[String]] = heirs.flatMap { case (shuffle, heir) =>
+        heir.flatMap(endings.get) match {
+          case None => Some(shuffle -> heir)
+          case Some(ended) if ended.heirs.contains(shuffle) => Some(shuffle -> ended.heirs(shuffle))
+          case Some(ended) => if (ended.outputs) None else Some(shuffle -> None)
+        }
+      }
+      endings += topology -> told.copy(heirs = after(told.heirs))
+      endings = endings.map { case (other, ending) => other -> ending.copy(heirs = after(ending.heirs)) }
+      val heirs = endings(topology).heirs
+      outputs = outputs.flatMap {
+        case ((`topology`, output), bytes) if heirs.contains(output.shuffle) => heirs(output.shuffle).map(heir => (heir, output) -> bytes)
+        case other => Some(other)
+      }
+    }
+
+    def take(topology: String): Taken = if (!endings.contains(topology)) Taken() else {
+      val ending = endings(topology)
       endings -= topology
-      val (mine, others) = outputs.partition(_._1._1 == topology)
-      val (passed, alone) = mine.partition { case ((_, output), _) => ending.heirs.contains(output.shuffle) }
-      outputs = others ++ passed.flatMap { case ((_, output), bytes) => ending.heirs(output.shuffle).map(heir => (heir, output) -> bytes) }
+      val (alone, others) = outputs.partition(_._1._1 == topology)
+      outputs = others
       val (blocked, otherBlocks) = blocks.partition(_._1._1 == topology)
       blocks = otherBlocks
       val gone = blocked.filter(b => ending.blocks && !ending.keptCaches(b._1._2.rdd))
@@ -186,7 +246,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     val ends = Seq[(String, Ending)](
       "a" -> Ending(outputs = true, blocks = true, heirs = Map(0 -> Some("b")), keptCaches = Set(1)),
       "a" -> Ending(outputs = false), "b" -> Ending(outputs = true, heirs = Map(0 -> None))).map { case (topology, ending) =>
-      ((t, m) => { t.end(topology, ending); if (!m.endings.contains(topology)) m.endings += topology -> ending }): Operation
+      ((t, m) => { t.end(topology, ending); m.end(topology, ending) }): Operation
     }
     val takes = topologies.map { topology =>
       ((t, m) => {

@@ -37,9 +37,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 0)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    assert(partitions.release("a", Set.empty, elsewhere = false).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(partitions.release("a", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
-    assert(partitions.release("a", Set.empty, elsewhere = false).get() == Taken())
+    assert(partitions.release("a", Set.empty).get() == Taken())
     assert(ledger.of("a").released == 2)
     assert(ledger.of("a").releasedBytes == 20)
     assert(partitions.isEmpty)
@@ -58,13 +58,13 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 13)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    partitions.release("a", Set.empty, elsewhere = false).get()
+    partitions.release("a", Set.empty).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
   }
 
   test("what came here from an executor that left goes too") {
-    partitions.release("a", Set(4, 5), elsewhere = true).get()
+    partitions.release("a", Set(4, 5)).get()
     assert(deleted == Seq(Output(4, 99), Output(5, 99)))
   }
 
@@ -72,9 +72,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     write(3, "b", 0)
-    partitions.end("b", Ending(outputs = true))
+    partitions.end("b", Ending(outputs = true, unclaimed = Set(0)))
     assert(partitions.has("b"))
-    assert(partitions.release("b", Set(0), elsewhere = false).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
+    assert(partitions.release("b", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
     assert(!partitions.has("b"))
     assert(deleted.toSet == Set(Output(0, 1), Output(0, 3)))
     partitions.unclaimed(Seq(1, 7))
@@ -116,8 +116,23 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     owners(2) = "b"
     val booking = partitions.setUp(2, Output(0, 2)).get
     partitions.abandon()
+    partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(0, 1)))
     booking.finished(Array(1))
     assert(deleted == Seq(Output(0, 1), Output(0, 2)))
+  }
+
+  test("an executor that ends without a driver waits for its deletions, however many, and for no longer than it may") {
+    (0L until 5000L).foreach(write(_, "a", 0))
+    partitions.release("a", Set.empty).get() // the end of the executor: the driver had not ended the topology
+    assert(deleted.isEmpty)
+    deleted.synchronized {
+      partitions.abandon()
+      partitions.abandon() // and from the executor's last steps
+      partitions.awaitDeletions(1)
+      assert(deleted.isEmpty)
+    }
+    partitions.awaitDeletions(60000)
+    assert(deleted.size == 5000)
   }
 }
