@@ -304,6 +304,12 @@ def test_decommissioning(sessions, tmp_path):
 
 
 JAVA = """
+import java.io.*;
+import java.util.*;
+import org.apache.spark.*;
+import org.apache.spark.scheduler.*;
+import org.apache.spark.shuffle.*;
+
 public class %s {
   public static class DataIO extends org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO {
     public DataIO(org.apache.spark.SparkConf conf) { super(conf); System.err.println("the user's DataIO is used"); }
@@ -311,12 +317,80 @@ public class %s {
   public static class Manager extends org.apache.spark.shuffle.sort.SortShuffleManager {
     public Manager(org.apache.spark.SparkConf conf) { super(conf); }
   }
+
+  /** It stores beside the executors, and says so. */
+  public static class Reliable extends org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO {
+    public Reliable(SparkConf conf) { super(conf); }
+    @Override public org.apache.spark.shuffle.api.ShuffleDriverComponents driver() {
+      return new org.apache.spark.shuffle.sort.io.LocalDiskShuffleDriverComponents() {
+        @Override public boolean supportsReliableStorage() { return true; }
+      };
+    }
+  }
+
+  /** It knows nothing of a ShuffleDataIO: a file for each map and reduce task in a folder of its own. */
+  public static class Elsewhere implements BlockingShuffleManager {
+    private final File folder;
+    public Elsewhere(SparkConf conf, boolean driver) { folder = new File(conf.get("spark.own.folder")); folder.mkdirs(); }
+
+    @Override public <K, V, C> ShuffleHandle registerShuffle(int shuffle, ShuffleDependency<K, V, C> dependency) {
+      return new BaseShuffleHandle<K, V, C>(shuffle, dependency);
+    }
+
+    @Override public <K, V> ShuffleWriter<K, V> getWriter(ShuffleHandle handle, long map, TaskContext task, ShuffleWriteMetricsReporter metrics) {
+      Partitioner partitioner = ((BaseShuffleHandle<?, ?, ?>) handle).dependency().partitioner();
+      long[] lengths = new long[partitioner.numPartitions()];
+      return new ShuffleWriter<K, V>() {
+        @Override public void write(scala.collection.Iterator<scala.Product2<K, V>> records) throws IOException {
+          Map<Integer, ObjectOutputStream> files = new HashMap<>();
+          while (records.hasNext()) {
+            scala.Product2<K, V> record = records.next();
+            int to = partitioner.getPartition(record._1());
+            if (!files.containsKey(to)) files.put(to, new ObjectOutputStream(new FileOutputStream(file(handle, task.partitionId(), to))));
+            files.get(to).writeObject(new Object[] {record._1(), record._2()});
+            lengths[to]++;
+          }
+          for (ObjectOutputStream file : files.values()) file.close();
+        }
+        @Override public scala.Option<MapStatus> stop(boolean success) {
+          return scala.Option.apply(success ? MapStatus$.MODULE$.apply(SparkEnv.get().blockManager().shuffleServerId(), lengths, map, 0L) : null);
+        }
+        @Override public long[] getPartitionLengths() { return lengths; }
+      };
+    }
+
+    @Override public <K, C> ShuffleReader<K, C> getReader(
+        ShuffleHandle handle, int firstMap, int mapEnd, int first, int end, TaskContext task, ShuffleReadMetricsReporter metrics) {
+      int maps = Math.min(mapEnd, folder.list().length); // each map task has some
+      return new ShuffleReader<K, C>() {
+        @SuppressWarnings("unchecked")
+        @Override public scala.collection.Iterator<scala.Product2<K, C>> read() {
+          List<scala.Product2<K, C>> found = new ArrayList<>();
+          for (int map = firstMap; map < maps; map++) for (int to = first; to < end; to++) {
+            if (!file(handle, map, to).exists()) continue;
+            try (ObjectInputStream in = new ObjectInputStream(new FileInputStream(file(handle, map, to)))) {
+              while (true) { Object[] record = (Object[]) in.readObject(); found.add(new scala.Tuple2<>((K) record[0], (C) record[1])); }
+            } catch (EOFException all) {
+            } catch (IOException | ClassNotFoundException error) { throw new IllegalStateException(error); }
+          }
+          return scala.jdk.javaapi.CollectionConverters.asScala(found.iterator());
+        }
+      };
+    }
+
+    private File file(ShuffleHandle handle, int map, int to) { return new File(folder, handle.shuffleId() + "_" + map + "_" + to); }
+
+    @Override public boolean unregisterShuffle(int shuffle) { return true; }
+    @Override public ShuffleBlockResolver shuffleBlockResolver() { return null; }
+    @Override public void stop() { }
+  }
 }
 """
 
 
 def test_a_users_own_shuffle_parts(tmp_path, journal):
-    """A ShuffleDataIO of the user is the delegate; a foreign shuffle manager is said once not to be tracked, and works."""
+    """A ShuffleDataIO of the user is the delegate. One that stores elsewhere, and a foreign shuffle manager, are said once not to
+    be tracked, and work: what they have stored is left alone, and read again after the exit."""
     (tmp_path / "Own.java").write_text(JAVA % "Own")
     jars = f"{Path(pyspark.__file__).parent}/jars/*"
     subprocess.run(
@@ -329,25 +403,41 @@ def test_a_users_own_shuffle_parts(tmp_path, journal):
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from stored import *
 from pathlib import Path
-for key, value in (("spark.shuffle.sort.io.plugin.class", "Own$DataIO"), ("spark.shuffle.manager", "Own$Manager")):
-    spark = stagecrew.configure(base({{master!r}}).config(key, value).config("spark.log.level", "WARN")).getOrCreate()
+for key, value in (
+    ("spark.shuffle.sort.io.plugin.class", "Own$DataIO"),
+    ("spark.shuffle.sort.io.plugin.class", "Own$Reliable"),
+    ("spark.shuffle.manager", "Own$Manager"),
+    ("spark.shuffle.manager", "Own$Elsewhere"),
+):
+    builder = base({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "INFO")
+    spark = stagecrew.configure(builder).getOrCreate()
     with stagecrew.crew(spark).topology("t") as topology:
         dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
         assert len(dataset.collect()) == 5
         some = len(files(spark, Path.cwd()))
-    journal.write(event="ran", key=key, stored=some, left=len(files(spark, Path.cwd())), released=topology.report.released)
-    assert len(dataset.collect()) == 5
+    left, tracked, released = len(files(spark, Path.cwd())), sum(outputs(spark).values()), topology.report.released
+    again, tasks = ran(spark, dataset.collect)
+    assert len(again) == 5
+    journal.write(event="ran", stored=some, left=left, tracked=tracked, released=released, tasks=tasks)
     spark.stop()
 """
     with driver(tmp_path, journal, LOCAL, script) as process:
-        assert process.wait(150) == 0
-    first, second = journal.read(event="ran")
-    assert first["stored"] > 0
-    assert (first["left"], first["released"]) == (0, 4)
-    assert second["stored"] > 0
+        assert process.wait(240) == 0
+    own, *others = journal.read(event="ran")
+    assert own["stored"] > 0
+    assert (own["left"], own["tracked"], own["released"], own["tasks"]) == (0, 0, 4, 8)
+    for one in others:
+        assert (one["left"], one["tracked"], one["released"], one["tasks"]) == (one["stored"], 4, 0, 4)
+    assert [one["stored"] > 0 for one in others] == [True, True, False]  # the last has no files among Spark's
+    assert len(list((tmp_path / "elsewhere").iterdir())) > 0
     log = (tmp_path / "driver.log").read_text()
     assert "the user's DataIO is used" in log
-    assert log.count("Own$Manager does not write through Spark's ShuffleDataIO") == 1
+    assert (
+        log.count("the configured ShuffleDataIO stores shuffles beside the executors: stagecrew does not track them")
+        == 1
+    )
+    for manager in ("Own$Manager", "Own$Elsewhere"):
+        assert log.count(f"{manager} does not write through Spark's ShuffleDataIO") == 1
 
 
 QUERIES = [
