@@ -10,8 +10,25 @@ WORDS = {"off": "plain Spark", "on": "with stagecrew"}
 
 
 def drawn(figures) -> str:
-    """The picture: megabytes on disk after each topology."""
-    left = {name: [one["disk"] / 1e6 for one in ones] for name, ones in figures["left"].items()}
+    """The picture: megabytes on disk, and outputs in the tracker, after each topology."""
+    words = f"after topologies that shuffle {figures['megabytes']} MB each"
+    disk = {name: [one["disk"] / 1e6 for one in ones] for name, ones in figures["left"].items()}
+    tracked = {name: [one["outputs"] for one in ones] for name, ones in figures["left"].items()}
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}" font-family="sans-serif" font-size="13">',
+            '<rect width="100%" height="100%" fill="#ffffff"/>',
+            *chart(disk, f"MB of shuffle files on disk, {words}"),
+            f'<g transform="translate(0 {HEIGHT})">',
+            *chart(tracked, f"Outputs in Spark's tracker, {words}"),
+            "</g>",
+            "</svg>\n",
+        ]
+    )
+
+
+def chart(left, title):
+    """The lines of one picture: a value of each side after each topology."""
     most = max(max(values) for values in left.values())
     step = next(s for s in (10, 50, 100, 500, 1000, 5000) if most / s <= 8)
     top = (int(most / step) + 1) * step
@@ -24,9 +41,7 @@ def drawn(figures) -> str:
         return TOP + (HEIGHT - TOP - 50) * (1 - value / top)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
-        '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="22" fill="#333333">MB of shuffle files on disk, after topologies that shuffle {figures["megabytes"]} MB each</text>',
+        f'<text x="{LEFT}" y="22" fill="#333333">{title}</text>',
     ]
     for value in range(0, top + 1, step):
         parts.append(
@@ -44,7 +59,7 @@ def drawn(figures) -> str:
         parts.append(
             f'<text x="{x(count * 0.98):.1f}" y="{y(values[-1]) - 8:.1f}" text-anchor="end" fill="{COLOURS[name]}">{WORDS[name]}</text>'
         )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return parts
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@
   actor from a task; the three take turns in one run.
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
 * partitions: 100 topologies that shuffle 50 MB each, one after the other: what is on disk and in Spark's tracker after
-  each, with the plugin and without; and shuffles that take turns, for their throughput.
+  each, with the plugin and without; shuffles that take turns, for their throughput (making the rows, writing and reading
+  them are timed as one, so the ratio is that of a whole job); and the time of one output's bookkeeping as tables grow.
 * supersteps: a step of two tasks with a number, and with 1 MB, beside Spark's allGather; PageRank beside chained joins.
 * commits: 1,000 files, beside Spark's FileOutputCommitter v1, and beside as many Python tasks that write nothing.
 * failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
@@ -28,6 +29,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -261,6 +263,16 @@ def splits():
     return found
 
 
+def bookkeeping():
+    """Nanoseconds for each output, by how many partitions the table has: by the suite that watches over it."""
+    suite = 'shim/testOnly org.apache.spark.stagecrew.PartitionTableSuite -- -z "takes as long"'
+    said = subprocess.run(
+        [HERE.parents[1] / "build" / "sbt", suite], capture_output=True, text=True, check=True, timeout=900
+    ).stdout
+    found = re.findall(r"([\d,]+) partitions: ([\d,]+) ns", said)
+    return {int(size.replace(",", "")): int(nanos.replace(",", "")) for size, nanos in found}
+
+
 def partitions(topologies: int, rounds: int, megabytes: int):
     """What stays of shuffles, and how quick they are."""
     drivers = {name: Driver("driver.py", name, MASTER) for name in ("off", "on")}
@@ -285,6 +297,7 @@ def partitions(topologies: int, rounds: int, megabytes: int):
         "seconds": seconds,
         "throughput": {name: megabytes / value for name, value in medians.items()},
         "throughput_ratio": medians["off"] / medians["on"],
+        "bookkeeping": bookkeeping(),
     }
 
 
@@ -438,6 +451,8 @@ def show(results) -> None:
             f"{figures['throughput_ratio']:.3f}",
             ">= 0.98",
         )
+        for size, nanos in figures["bookkeeping"].items():
+            table.add_row(f"an output booked among {size:,}, median", "", f"{nanos:,} ns", "", "flat")
     if "supersteps" in results:
         figures = results["supersteps"]
         number, gather, megabyte = (figures[name] for name in ("number", "gather", "megabyte"))

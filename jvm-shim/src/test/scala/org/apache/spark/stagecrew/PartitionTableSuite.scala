@@ -287,24 +287,30 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   }
 
   test("an operation takes as long in a table of 100,000 partitions as in one of 1,000") {
-    def nanos(size: Int): Double = (0 until 5).map { _ =>
+    def nanos(size: Int): Double = {
       val table = new PartitionTable
       (0 until size).foreach { i =>
         table.setUp(i.toLong, s"t${i % 100}", Output(i % 1000, i.toLong))
         table.finished(i.toLong, Output(i % 1000, i.toLong), 1)
       }
-      val started = System.nanoTime()
-      (0 until 1000).foreach { i =>
-        val attempt = size + i.toLong
-        table.setUp(attempt, s"t${i % 100}", Output(i % 1000, attempt))
-        table.finished(attempt, Output(i % 1000, attempt), 1)
-        table.over(attempt)
+      val rounds = (0 until 101).map { round =>
+        val started = System.nanoTime()
+        (0 until 20).foreach { i =>
+          val attempt = size + round * 20L + i
+          table.setUp(attempt, s"t${i % 100}", Output(i % 1000, attempt))
+          table.finished(attempt, Output(i % 1000, attempt), 1)
+          table.over(attempt)
+        }
+        (System.nanoTime() - started) / 20.0
       }
-      (System.nanoTime() - started) / 1000.0
-    }.min
-    nanos(1000) // warm
-    val times = Seq(1000, 10000, 100000).map(size => size -> nanos(size))
+      rounds.sorted.apply(rounds.size / 2)
+    }
+    val sizes = Seq(1000, 10000, 100000)
+    (0 until 3).foreach(_ => sizes.foreach(nanos)) // warm
+    // Sizes take turns, so that a busy machine meets all.
+    val turns = (0 until 5).map(_ => sizes.map(nanos))
+    val times = sizes.zip(turns.transpose.map(_.sorted.apply(2)))
     info(times.map { case (size, time) => f"$size%,d partitions: $time%.0f ns for each output" }.mkString("; "))
-    assert(times.last._2 < 50 * times.head._2) // a list would take a hundred times as long
+    assert(times.last._2 < 5 * times.head._2) // a list would take a hundred times as long
   }
 }
