@@ -26,6 +26,7 @@ def main(requests: int = 100) -> None:
         released += topology.report.released
     left = sum(one.outputs + one.blocks for one in crew.partitions())
     print(f"{requests} requests, {released} partitions released, {left} left")
+    assert left == 0, "what requests store goes with them"
     spark.stop()
 
 
