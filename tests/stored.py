@@ -47,9 +47,9 @@ def folders(spark: SparkSession, path: Path) -> set[str]:
     return _FOLDERS[key]
 
 
-def files(spark: SparkSession, path: Path) -> list[str]:
-    """The names of shuffle files on the disks of its executors."""
-    return sorted(file.name for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
+def files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
+    """The names of shuffle files, or of others, on the disks of its executors."""
+    return sorted(file.name for folder in folders(spark, path) for file in Path(folder).glob(f"*/{pattern}"))
 
 
 def size(spark: SparkSession, path: Path) -> int:
@@ -57,12 +57,16 @@ def size(spark: SparkSession, path: Path) -> int:
     return sum(file.stat().st_size for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
 
 
+def field(of: Any, name: str) -> Any:
+    """A private field of an object of the JVM."""
+    found = of.getClass().getDeclaredField(name)
+    found.setAccessible(True)
+    return found.get(of)
+
+
 def tracker(spark: SparkSession) -> Any:
     """Spark's MapOutputTracker."""
-    scheduler = spark.sparkContext._jsc.sc().dagScheduler()
-    field = scheduler.getClass().getDeclaredField("mapOutputTracker")
-    field.setAccessible(True)
-    return field.get(scheduler)
+    return field(spark.sparkContext._jsc.sc().dagScheduler(), "mapOutputTracker")
 
 
 def outputs(spark: SparkSession) -> dict[int, int]:
@@ -91,20 +95,44 @@ def deaf(spark: SparkSession) -> Iterator[None]:
 
 def end_reaches_nobody(crew: Any, topology: str) -> None:
     """No executor will be told that the topology ends."""
-
-    def field(of: Any, name: str) -> Any:
-        found = of.getClass().getDeclaredField(name)
-        found.setAccessible(True)
-        return found.get(of)
-
     one = field(field(crew.facade, "crew"), "topologies").apply(topology)
     one.executors().clear()
     one.holders().clear()
 
 
 def cached(spark: SparkSession) -> set[int]:
-    """The datasets that have blocks anywhere, by the driver's BlockManagerMaster. Spark may clean those that nobody holds."""
+    """The datasets of which the SparkContext says that they have blocks. Spark may clean those that nobody holds."""
     return {info.id() for info in spark.sparkContext._jsc.sc().getRDDStorageInfo() if info.numCachedPartitions() > 0}
+
+
+def blocks(spark: SparkSession) -> list[str]:
+    """The blocks of cached datasets by the driver's BlockManagerMaster itself, each as often as there are executors with it."""
+    found = []
+    for status in field(spark.sparkContext._jsc.sc().dagScheduler(), "blockManagerMaster").getStorageStatus():
+        names = status.rddBlocks().keysIterator()
+        while names.hasNext():
+            found.append(names.next().name())
+    return sorted(found)
+
+
+def plan(dataset: Any) -> str:
+    """The plan by which its last action ran."""
+    return str(dataset._jdf.queryExecution().executedPlan().toString())
+
+
+def shuffle_handle(rdd: Any) -> str:
+    """The class by which Spark's manager has chosen the writer of the last shuffle of an RDD of the JVM."""
+    while True:
+        dependency = rdd.dependencies().apply(0)
+        if dependency.getClass().getSimpleName() == "ShuffleDependency":
+            return str(dependency.shuffleHandle().getClass().getSimpleName())
+        rdd = dependency.rdd()
+
+
+def dropped_events(spark: SparkSession) -> int:
+    """How many events Spark's bus has dropped, on all of its queues."""
+    counters = spark.sparkContext._jsc.sc().listenerBus().metrics().metricRegistry().getCounters()
+    return sum(counters.get(name).getCount() for name in counters.keySet() if name.endswith("numDroppedEvents"))
 
 
 def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:

@@ -20,7 +20,7 @@ import stagecrew
 from coordinators import executor_of_this_worker
 from crewtools import LOCAL, LOCAL_CLUSTER, Journal, base, eventually, kill, shuffle_service, together
 from drivers import driver
-from stored import cached, executors, files, folders, outputs
+from stored import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
 
 TWO = "local-cluster[2,1,1024]"
 
@@ -59,6 +59,8 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
     eventually(lambda: nothing_stored(crew), 30, "tables are empty")
     eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "all is released")
     assert not cached(spark)
+    assert not blocks(spark)
+    assert dropped_events(spark) > 0
 
 
 def test_removable_with_dynamic_allocation(sessions, tmp_path):
@@ -186,7 +188,7 @@ def test_a_stage_that_runs_again(sessions, tmp_path, journal):
     assert topology.report.released >= 4
 
 
-def test_speculation(sessions, standalone, tmp_path):
+def test_speculation(sessions, standalone, tmp_path, journal):
     """Of two attempts that write the same partition nothing is left, whichever wins."""
     spark = sessions.get(
         standalone,
@@ -201,6 +203,7 @@ def test_speculation(sessions, standalone, tmp_path):
     def slow_first(part: Any) -> Any:
         rows = list(part)
         if 0 in rows:
+            journal.write(event="attempt")
             try:
                 os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
             except FileExistsError:
@@ -213,9 +216,49 @@ def test_speculation(sessions, standalone, tmp_path):
         numbers = spark.sparkContext.parallelize(range(100), 8).mapPartitions(slow_first)
         dataset = numbers.map(lambda n: (n % 5, n)).reduceByKey(operator.add)
         assert sorted(dataset.collect()) == EXPECTED
+    assert len(journal.read(event="attempt")) == 2
     assert not outputs(spark)
     assert not files(spark, tmp_path)
     assert nothing_stored(crew)
+
+
+def test_each_of_sparks_writers(sessions, tmp_path):
+    """Nothing is left of what the bypass writer, the sort writer and the unsafe one, with several spills, have written."""
+    spark = sessions.get(
+        LOCAL,
+        spark__shuffle__sort__bypassMergeThreshold="2",
+        spark__shuffle__spill__numElementsForceSpillThreshold="100",
+        spark__sql__adaptive__enabled="false",
+    )
+    crew = stagecrew.crew(spark)
+    with crew.topology("t") as topology:
+        pairs = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n))
+        bypass = pairs.reduceByKey(operator.add, 2)
+        sort = (
+            spark.range(0, 100, 1, 4).selectExpr("id % 5 as k")._jdf.toJavaRDD().distinct(4)
+        )  # it combines in the map task
+        unsafe = spark.range(0, 4000, 1, 4).repartition(4, "id")
+        assert sorted(bypass.collect()) == EXPECTED
+        assert sort.count() == 5
+        assert sorted(row.id for row in unsafe.collect()) == list(range(4000))
+        written = [bypass._jrdd.rdd(), sort.rdd(), unsafe._jdf.queryExecution().toRdd()]
+        assert list(map(shuffle_handle, written)) == [
+            "BypassMergeSortShuffleHandle",
+            "BaseShuffleHandle",
+            "SerializedShuffleHandle",
+        ]
+        spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(60_000)
+        status = spark.sparkContext._jsc.sc().statusStore()
+        spilled = [status.lastStageAttempt(stage).diskBytesSpilled() for stage in range(6)]  # maps and reduces in turn
+        assert spilled[4] > 0
+        assert list(outputs(spark).values()) == [4, 4, 4]
+        assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 12
+    assert not outputs(spark)
+    assert not files(spark, tmp_path)
+    assert not files(spark, tmp_path, "temp_*")
+    assert topology.report.released == 12
+    assert sorted(bypass.collect()) == EXPECTED
+    assert sort.count() == 5
 
 
 def test_an_external_shuffle_service(sessions, tmp_path):
@@ -253,12 +296,12 @@ def test_a_driver_that_is_killed(tmp_path, journal):
     script = """
 from stored import folders
 from pathlib import Path
-builder = base("local-cluster[1,2,1024]")
+builder = base("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
 for key, value in SETTINGS.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder).getOrCreate()
 topology = stagecrew.crew(spark).topology("t").start()
-dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
+dataset = spark.range(0, 1000, 1, 1000).repartition(2)
 dataset.collect()
 journal.write(event="stored", folders=sorted(folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
 time.sleep(600)
@@ -269,11 +312,11 @@ time.sleep(600)
     ):
         (stored,) = eventually(lambda: journal.read(event="stored"), 90, "it has stored something")
         places = set(stored["folders"])
-        assert len([name for name in left_in(places) if name.endswith(".data")]) == 4
+        assert len([name for name in left_in(places) if name.endswith(".data")]) == 1000
         for java in psutil.Process(process.pid).children(recursive=True):
             if java.name() == "java" and "CoarseGrained" not in " ".join(java.cmdline()):
                 java.kill()
-        eventually(lambda: left_in(places) == [], 30, "nothing is left")
+        eventually(lambda: left_in(places) == [], 60, "nothing is left")
 
 
 def test_decommissioning(sessions, tmp_path):
@@ -409,7 +452,7 @@ for key, value in (
     ("spark.shuffle.manager", "Own$Manager"),
     ("spark.shuffle.manager", "Own$Elsewhere"),
 ):
-    builder = base({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "INFO")
+    builder = base({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "WARN")
     spark = stagecrew.configure(builder).getOrCreate()
     with stagecrew.crew(spark).topology("t") as topology:
         dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
@@ -432,10 +475,6 @@ for key, value in (
     assert len(list((tmp_path / "elsewhere").iterdir())) > 0
     log = (tmp_path / "driver.log").read_text()
     assert "the user's DataIO is used" in log
-    assert (
-        log.count("the configured ShuffleDataIO stores shuffles beside the executors: stagecrew does not track them")
-        == 1
-    )
     for manager in ("Own$Manager", "Own$Elsewhere"):
         assert log.count(f"{manager} does not write through Spark's ShuffleDataIO") == 1
 
