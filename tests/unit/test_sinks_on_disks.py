@@ -15,7 +15,7 @@ from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commits import commit
 from stagecrew.operators.decisions import FileDecisions
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
 
 
 @pytest.fixture
