@@ -63,6 +63,10 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
     assert dropped_events(spark) > 0
 
 
+#: For how many seconds executors are watched, with the plugin and without.
+WATCHED = 15
+
+
 def test_removable_with_dynamic_allocation(sessions, tmp_path):
     """With shuffle tracking executors of ended topologies are removed within seconds; those of plain Spark are not."""
     settings = {
@@ -76,7 +80,7 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
         dataset = counted(spark)
         assert sorted(dataset.collect()) == EXPECTED
         assert executors(spark)
-    eventually(lambda: not executors(spark), 15, "all executors are removed")
+    eventually(lambda: not executors(spark), WATCHED, "all executors are removed")
     assert sorted(dataset.collect()) == EXPECTED  # by new ones
     sessions.stop()
     builder = base(TWO)
@@ -86,7 +90,7 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
     try:
         dataset = counted(plain)
         assert sorted(dataset.collect()) == EXPECTED
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WATCHED
         while time.monotonic() < deadline:
             assert executors(plain)
             time.sleep(0.5)  # it shows that for so long nothing happens
@@ -117,7 +121,9 @@ def test_not_idle_while_it_closes(sessions, journal):
     topology = crew.topology("t", listeners=[slow_to_close(journal.path, 6)]).start()
     # Both end at once, and the exit follows: none was idle before.
     meet = together(journal.path, "both", 2)
-    assert len(spark.sparkContext.parallelize(range(2), 2).mapPartitions(meet).collect()) == 2
+    dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda n: (n, n)).partitionBy(2).mapPartitions(meet)
+    assert len(dataset.collect()) == 2
+    assert list(outputs(spark).values()) == [2]
     closing = threading.Thread(target=topology.close)
     closing.start()
     while closing.is_alive():
@@ -127,6 +133,7 @@ def test_not_idle_while_it_closes(sessions, journal):
     assert len(journal.read(event="closed")) == 2
     assert not topology.report.lost_executors
     assert not topology.report.unclosed
+    assert not outputs(spark)
     eventually(lambda: not executors(spark), 20, "then they are removed")
 
 
