@@ -1,6 +1,8 @@
 package org.apache.spark.stagecrew
 
+import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
+import org.scalatest.time.SpanSugar._
 
 class SamplesSuite extends AnyFunSuite {
   private def seen(pid: Long, cpu: Long, rss: Long = 7) = Sampler.Seen(pid, "worker", 500, cpu, Sampler.Now(rss, 2, 3))
@@ -46,8 +48,10 @@ class SamplesSuite extends AnyFunSuite {
   test("a process is looked at as /proc has it, and one that is gone is not there") {
     val child = new ProcessBuilder("sleep", "60").start()
     try {
-      val now = Sampler.seen(child.toHandle).get
-      assert(now.rss > 100000 && now.threads == 1 && now.files >= 3)
+      eventually(timeout(30.seconds)) { // until it is `sleep`
+        val now = Sampler.seen(child.toHandle).get
+        assert(now.rss > 100000 && now.threads == 1 && now.files >= 3)
+      }
       new Sampler(new SampleLog("1", () => "h"), () => None).look() // no Python here: nothing is found, nothing is thrown
     } finally {
       child.destroyForcibly()
