@@ -360,7 +360,7 @@ import org.apache.spark.*;
 import org.apache.spark.scheduler.*;
 import org.apache.spark.shuffle.*;
 
-public class %s {
+public class Own {
   public static class DataIO extends org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO {
     public DataIO(org.apache.spark.SparkConf conf) { super(conf); System.err.println("the user's DataIO is used"); }
   }
@@ -438,17 +438,19 @@ public class %s {
 """
 
 
+def compiled(folder: Path, name: str, source: str) -> None:
+    """Puts a class of the user into `own.jar` in this folder."""
+    (folder / f"{name}.java").write_text(source)
+    jars = f"{Path(pyspark.__file__).parent}/jars/*"
+    command = ["javac", "-cp", jars, "-d", str(folder / "classes"), str(folder / f"{name}.java")]
+    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(["jar", "cf", str(folder / "own.jar"), "-C", str(folder / "classes"), "."], check=True)
+
+
 def test_a_users_own_shuffle_parts(tmp_path, journal):
     """A ShuffleDataIO of the user is the delegate. One that stores elsewhere, and a foreign shuffle manager, are said once not to
     be tracked, and work: what they have stored is left alone, and read again after the exit."""
-    (tmp_path / "Own.java").write_text(JAVA % "Own")
-    jars = f"{Path(pyspark.__file__).parent}/jars/*"
-    subprocess.run(
-        ["javac", "-cp", jars, "-d", str(tmp_path / "classes"), str(tmp_path / "Own.java")],
-        check=True,
-        capture_output=True,
-    )
-    subprocess.run(["jar", "cf", str(tmp_path / "own.jar"), "-C", str(tmp_path / "classes"), "."], check=True)
+    compiled(tmp_path, "Own", JAVA)
     script = f"""
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from stored import *
@@ -484,6 +486,159 @@ for key, value in (
     assert "the user's DataIO is used" in log
     for manager in ("Own$Manager", "Own$Elsewhere"):
         assert log.count(f"{manager} does not write through Spark's ShuffleDataIO") == 1
+
+
+LATE = r"""
+import java.io.*;
+import java.nio.file.*;
+import java.util.Optional;
+import org.apache.spark.*;
+import org.apache.spark.shuffle.api.*;
+import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage;
+import org.apache.spark.shuffle.sort.io.*;
+import org.apache.spark.util.TaskCompletionListener;
+
+/** Before it puts an output in its place it waits for a gate, whoever asks its task to end. It writes down what files there are. */
+public class Late extends LocalDiskShuffleDataIO {
+  private final SparkConf conf;
+  public Late(SparkConf conf) { super(conf); this.conf = conf; }
+
+  @Override public ShuffleExecutorComponents executor() {
+    return new LocalDiskShuffleExecutorComponents(conf) {
+      @Override public ShuffleMapOutputWriter createMapOutputWriter(int shuffle, long map, int partitions) {
+        ShuffleMapOutputWriter writer = super.createMapOutputWriter(shuffle, map, partitions);
+        return new ShuffleMapOutputWriter() {
+          @Override public ShufflePartitionWriter getPartitionWriter(int partition) throws IOException {
+            return writer.getPartitionWriter(partition);
+          }
+          @Override public MapOutputCommitMessage commitAllPartitions(long[] checksums) throws IOException {
+            writes(shuffle, map);
+            MapOutputCommitMessage message = writer.commitAllPartitions(checksums);
+            note("written", shuffle, map);
+            return message;
+          }
+          @Override public void abort(Throwable error) throws IOException { writer.abort(error); }
+        };
+      }
+
+      @Override public Optional<SingleSpillShuffleMapOutputWriter> createSingleFileMapOutputWriter(int shuffle, long map) {
+        return super.createSingleFileMapOutputWriter(shuffle, map).map(writer -> (spill, lengths, checksums) -> {
+          writes(shuffle, map);
+          writer.transferMapSpillFile(spill, lengths, checksums);
+          note("written", shuffle, map);
+        });
+      }
+    };
+  }
+
+  private void writes(int shuffle, long map) {
+    // Of a task's listeners the last is called first: so this one before the attempt is over for anybody else.
+    TaskContext.get().addTaskCompletionListener(new TaskCompletionListener() {
+      @Override public void onTaskCompletion(TaskContext task) { note("over", shuffle, map); }
+    });
+    note("writes", shuffle, map);
+    long deadline = System.nanoTime() + 120_000_000_000L;
+    while (!new File(conf.get("spark.own.gate")).exists()) {
+      if (System.nanoTime() > deadline) throw new IllegalStateException("no gate for 120 s");
+      try { Thread.sleep(20); } catch (InterruptedException unheeded) { }
+    }
+  }
+
+  private void note(String event, int shuffle, long map) {
+    int files = SparkEnv.get().blockManager().diskBlockManager().getAllFiles()
+      .count(file -> file.getName().matches("shuffle_" + shuffle + "_" + map + "_0[.](data|index)"));
+    String line = String.format("{\"event\": \"%s\", \"shuffle\": %d, \"files\": %d, \"killed\": %b, \"thread\": %d}\n",
+      event, shuffle, files, TaskContext.get().isInterrupted(), Thread.currentThread().getId());
+    try {
+      Files.writeString(Path.of(conf.get("spark.own.journal")), line, StandardOpenOption.CREATE, StandardOpenOption.APPEND);
+    } catch (IOException error) { throw new UncheckedIOException(error); }
+  }
+}
+"""
+
+
+def test_what_finishes_behind_the_end(tmp_path, journal):
+    """What tasks write that take no notice of their cancellation, and finish behind the exit, their own threads delete before
+    they are over; until then nobody touches it. No file, no output in the tracker and no entry in a table is left."""
+    compiled(tmp_path, "Late", LATE)
+    script = f"""
+os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
+from stored import *
+from pathlib import Path
+builder = base({{master!r}})
+for key, value in {{
+    "spark.shuffle.sort.io.plugin.class": "Late",
+    "spark.own.gate": "{tmp_path}/gate",
+    "spark.own.journal": "{journal.path}",
+    "spark.shuffle.sort.bypassMergeThreshold": "2",
+    "spark.sql.adaptive.enabled": "false",  # a plan of AQE's that was cancelled is not run again
+    "spark.stagecrew.close.timeout": "1s",
+}}.items():
+    builder = builder.config(key, value)
+spark = stagecrew.configure(builder).getOrCreate()
+crew = stagecrew.crew(spark)
+
+def on_disk():
+    return files(spark, Path.cwd()) + files(spark, Path.cwd(), "temp_*")
+
+assert on_disk() == []
+numbers = spark.range(0, 100, 1, 1)
+bypass, unsafe = numbers.repartition(2, "id"), numbers.repartition(4, "id")
+sort = numbers.selectExpr("id % 5 as k")._jdf.toJavaRDD().distinct(4)  # it combines in the map task
+counts = [lambda: len(bypass.collect()), lambda: len(unsafe.collect()), sort.count]
+
+def cancelled(run):
+    try:
+        run()
+    except Exception as error:
+        journal.write(event="cancelled", error=str(error))
+
+try:
+    with crew.topology("t") as topology:
+        threads = [threading.Thread(target=topology.wrap(cancelled), args=(run,)) for run in counts]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(journal.read(event="writes")) == 3, 60, "all three write")
+        began = on_disk()
+        raise ZeroDivisionError
+except ZeroDivisionError:
+    journal.write(event="exited", began=began, left=on_disk(), tracked=outputs(spark), unclosed=topology.report.unclosed)
+for thread in threads:
+    thread.join(60)
+Path("{tmp_path}/gate").touch()
+eventually(lambda: len(journal.read(event="over")) == 3, 60, "they are over")
+eventually(lambda: topology.report.released == 3, 30, "it is reported")
+eventually(lambda: not [o for o in crew.partitions() if o.outputs or o.in_progress], 30, "tables are empty")
+journal.write(event="released", left=on_disk(), tracked=outputs(spark), bytes=topology.report.released_bytes)
+journal.write(event="again", counts=[run() for run in counts])
+spark.stop()
+"""
+    with driver(tmp_path, journal, LOCAL_CLUSTER, script) as process:
+        assert process.wait(240) == 0
+    events = journal.read()
+    order = [one["event"] for one in events]
+    assert ["cancelled" in one["error"] for one in journal.read(event="cancelled")] == [True] * 3
+    (exited,) = journal.read(event="exited")
+    assert order[: order.index("exited")].count("writes") == 3
+    assert len(exited["unclosed"]) == 3
+    assert exited["left"] == exited["began"]
+    assert len(exited["began"]) == 3
+    assert exited["tracked"] == {}
+    behind = events[order.index("exited") : order.index("released")]
+    of = {
+        one["shuffle"]: [two for two in behind if two.get("shuffle") == one["shuffle"]]
+        for one in behind
+        if "shuffle" in one
+    }
+    assert len(of) == 3
+    for one in of.values():
+        assert [(e["event"], e["files"], e["killed"]) for e in one] == [("written", 2, True), ("over", 0, True)]
+        assert one[0]["thread"] == one[1]["thread"]
+    (released,) = journal.read(event="released")
+    assert (released["left"], released["tracked"]) == ([], {})
+    assert released["bytes"] > 0
+    (again,) = journal.read(event="again")
+    assert again["counts"] == [100, 100, 5]
 
 
 QUERIES = [
