@@ -263,12 +263,22 @@ SKEWED = {
 }
 
 
-def test_adaptive_reads(spark, crew, tmp_path, before):
-    """Reads that AQE splits or coalesces, and a broadcast join, give the same rows again from its plan after the release."""
-    settings = {key: spark.conf.get(key) for key in SKEWED}
-    for key, value in SKEWED.items():
+@contextlib.contextmanager
+def configured(spark, settings):
+    """Settings of SQL that hold meanwhile."""
+    had = {key: spark.conf.get(key) for key in settings}
+    for key, value in settings.items():
         spark.conf.set(key, value)
     try:
+        yield
+    finally:
+        for key, value in had.items():
+            spark.conf.set(key, value)
+
+
+def test_adaptive_reads(spark, crew, tmp_path, before):
+    """Reads that AQE splits or coalesces, and a broadcast join, give the same rows again from its plan after the release."""
+    with configured(spark, SKEWED):
         key = f.when(f.col("id") < 700, 1).otherwise(f.col("id") % 50)
         left, right = (spark.range(0, 1000, 1, 4).select(key.alias("k"), f.col("id").alias(of)) for of in ("a", "b"))
         few = spark.range(50).withColumnRenamed("id", "k")
@@ -284,9 +294,6 @@ def test_adaptive_reads(spark, crew, tmp_path, before):
         assert [rows(skewed), rows(small)] == wanted
         assert "skewed" in plan(skewed)
         assert "AQEShuffleRead coalesced" in plan(small)
-    finally:
-        for key, value in settings.items():
-            spark.conf.set(key, value)
 
 
 def test_policy_none(spark, crew, tmp_path, before):
@@ -531,57 +538,134 @@ def delete(spark, tmp_path, shuffles):
                 file.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("whose", ["its own", "a topology's"])
+def test_a_release_between_two_stages_of_an_adaptive_query(spark, crew, tmp_path, before, journal, whose):
+    """A query that AQE runs stage by stage gives its rows, though outputs that a later stage reads go while an earlier one runs:
+    those that it wrote itself, and those of a topology that ends. So it does again, by the plan that AQE holds."""
+    gate = tmp_path / "gate"
+
+    def wait(part):
+        journal.write(event="stage")
+        eventually(gate.exists, 60, "the gate")
+        return part
+
+    waits = spark.sparkContext.parallelize(range(100), 1).mapPartitions(wait).map(lambda n: (n % 5, n))
+    early = spark.createDataFrame(waits, "k long, v long").groupBy("k").agg(f.sum("v").alias("s"))
+    found: list[Any] = []
+    with configured(spark, {"spark.sql.autoBroadcastJoinThreshold": "-1"}):
+        if whose == "its own":
+            at_once = spark.range(0, 100, 1, 2).groupBy((f.col("id") % 5).alias("k")).agg(f.sum("id").alias("t"))
+            query, count = early.join(at_once, "k").select("k", (f.col("s") + f.col("t")).alias("s")), 2
+        else:
+            topology = crew.topology("t").start()
+            shared = counted(spark)
+            assert sorted(shared.collect()) == EXPECTED
+            late = spark.createDataFrame(shared, "k long, s long")
+            query, count = early.unionAll(late).groupBy("k").agg(f.sum("s").alias("s")), 4
+        thread = threading.Thread(target=lambda: found.append(rows(query)))
+        thread.start()
+        try:
+            eventually(lambda: journal.read(event="stage"), 60, "the earlier stage runs")
+            eventually(lambda: list(stored_since(spark, tmp_path, before)[1].values()) == [count], 60, "it is written")
+            if whose == "its own":
+                written = list(stored_since(spark, tmp_path, before)[1])
+                drop(spark, crew, written)
+                delete(spark, tmp_path, written)
+            else:
+                topology.close()
+                assert topology.report.released == count
+            assert stored_since(spark, tmp_path, before)[1] == {}
+            assert thread.is_alive()
+            assert "isFinalPlan=false" in plan(query)
+        finally:
+            gate.touch()
+            thread.join(120)
+        assert found == [[(k, 2 * s) for k, s in EXPECTED]]
+        assert rows(query) == found[0]
+
+
+def shuffled(spark, adaptive, parts):
+    """Two datasets, of which the second shuffles what the first has shuffled: DataFrames, which AQE runs, or RDDs."""
+    if not adaptive:
+        dataset = counted(spark, parts)
+        return dataset, dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)
+    frame = spark.range(0, 100, 1, parts).groupBy((f.col("id") % 5).alias("k")).agg(f.sum("id").alias("s"))
+    return frame, frame.groupBy((f.col("k") % 2).alias("p")).agg(f.sum("s").alias("s"))
+
+
 def random_release(spark, crew, seed):
-    """A topology writes a shuffle and ends at some moment; somebody else uses the shuffle at another. All get their rows."""
+    """A topology writes a shuffle and ends at some moment; others use the shuffle at another, one of them by a thread that bears
+    its mark. All get their rows."""
     chance = random.Random(seed)
-    parts = chance.choice([1, 2, 4])
-    dataset = counted(spark, parts)
-    whole = dataset.map(lambda kv: (kv[0] % 2, kv[1])).reduceByKey(operator.add, 2)
+    adaptive = seed % 2 == 1
+    dataset, whole = shuffled(spark, adaptive, chance.choice([1, 2, 4]))
     expected = sorted({p: sum(v for k, v in EXPECTED if k % 2 == p) for p in (0, 1)}.items())
     problems: list[BaseException] = []
-    pauses = [chance.uniform(0, 0.25) for _ in range(3)]
+    pauses = [chance.uniform(0, 0.5 if adaptive else 0.25) for _ in range(4)]
+    begin = ("at once", "at its end", "after it")[seed // 2 % 3]
+    others = threading.Event()
+    if begin == "at once":
+        others.set()
 
-    def uses(pause, run, wanted):
+    def user(pause, run, wanted):
         def body():
+            others.wait(60)
             time.sleep(pause)
             try:
-                assert sorted(run()) == wanted
+                assert run() == wanted
             except BaseException as error:
                 problems.append(error)
 
-        return threading.Thread(target=body)
+        return body
 
     topology = crew.topology(f"random {seed}", release=chance.choice(["shuffles", "all"])).start()
-    if chance.random() < 0.5:
-        dataset.collect()
-    run = dataset.collect
+    if begin == "after it" or chance.random() < 0.5:
+        rows(dataset)
+
+    def run():
+        return rows(dataset)
+
     if chance.random() < 0.5:  # another topology, which ends when it likes
 
         def run():
             with crew.topology("other"):
-                return dataset.collect()
+                return rows(dataset)
 
-    threads = [uses(pauses[0], run, EXPECTED), uses(pauses[1], whole.collect, expected)]
+    users = [user(pauses[0], run, EXPECTED), user(pauses[1], lambda: rows(whole), expected)]
+    entered = threading.Event()
+    if begin != "after it" and chance.random() < 0.5:
+        body = user(pauses[3], lambda: rows(whole), expected)
+        users.append(topology.wrap(lambda: (entered.set(), body())))
+    else:
+        entered.set()
+    threads = [threading.Thread(target=body) for body in users]
     for thread in threads:
         thread.start()
     if chance.random() < 0.5:
-        whole.collect()
+        rows(whole)
     time.sleep(pauses[2])
+    assert entered.wait(60)
+    if begin == "at its end":
+        others.set()
     topology.close()
+    others.set()
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
     assert not problems, (seed, problems)
-    assert sorted(whole.collect()) == expected
+    assert rows(whole) == expected
+    assert rows(dataset) == EXPECTED
     return topology.report.released
 
 
-@pytest.mark.parametrize("seeds", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [10, pytest.param(240, marks=pytest.mark.long)])
 def test_releases_at_random_moments(spark, crew, seeds):
-    """No job of anybody fails, or gets other rows, whenever topologies release what it works on."""
+    """No job of anybody fails, or gets other rows, whenever topologies release what it works on: RDDs and, of every second seed,
+    DataFrames that AQE runs."""
     everywhere = spark.sparkContext.master.startswith("spark://")
     released = [random_release(spark, crew, seed) for seed in range(seeds if everywhere else min(seeds, 40))]
-    assert sum(map(bool, released)) >= len(released) / 5, released  # of the rest others use all, or nothing was run
+    for kind in (released[::2], released[1::2]):
+        assert sum(map(bool, kind)) >= len(kind) / 5, released  # of the rest others use all, or nothing was run
 
 
 def test_a_thousand_partitions_within_two_seconds(spark, crew, tmp_path, before):
