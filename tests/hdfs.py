@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import re
 import subprocess
@@ -46,6 +47,7 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
         try:
             yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
         finally:
+            gc.collect()  # files that were given up are written when they are collected: while there is a server
             web.session.close()
     finally:
         ends(process)
