@@ -299,20 +299,22 @@ def _is_done(sink: Committer, commit_id: str) -> bool:
 
 def _is_refused(decisions: Decisions, commit_id: str, staging: Staging) -> bool:
     """Whether it is written that what this run has staged will never be committed."""
-    try:
-        known = decisions.read(commit_id)
-    except (CommitFailed, CommitUnknown):
-        return False
+    known = _known(decisions, commit_id)
     return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == _States.REFUSED)
 
 
 def _is_ended(decisions: Decisions, commit_id: str, version: int) -> bool:
     """Whether another driver has written more of what is decided: behind the decision that is how it ended."""
-    try:
-        known = decisions.read(commit_id)
-    except (CommitFailed, CommitUnknown):
-        return False
+    known = _known(decisions, commit_id)
     return known is not None and known[0] != version
+
+
+def _known(decisions: Decisions, commit_id: str) -> tuple[int, Record] | None:
+    """What is written of a commit; None also where that cannot be read."""
+    try:
+        return decisions.read(commit_id)
+    except (CommitFailed, CommitUnknown):
+        return None
 
 
 def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:

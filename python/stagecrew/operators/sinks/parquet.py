@@ -116,9 +116,8 @@ class ParquetSink:
         if self.done(staging.commit_id):
             self._sync_parent(staging)
             return
-        if (
-            self._mode == "create" and not self._is_free()
-        ):  # before anything is brought there: it may be in there already
+        # Before anything is brought there: it may be in there already.
+        if self._mode == "create" and not self._is_free():
             raise self._conflict()
         staged, folder = self._staged(staging), self._assembled(staging)
         self._filesystem.create_dir(folder, recursive=False)
