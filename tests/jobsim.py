@@ -199,6 +199,16 @@ class World:
 
     # -- The end
 
+    def turn(self, driver, seconds):
+        """Time goes by; this driver acts, and so does all that runs; sessions end whose owners died."""
+        self.clock += seconds
+        driver.act()
+        for process in self.processes:
+            if not process.dead:
+                process.act()
+        while self.doomed:
+            self.server.expire(self.doomed.pop())
+
     def settle(self, submit=True):
         """Nothing fails any more: what is left is done by one more driver."""
         self.faults = 0
@@ -213,13 +223,7 @@ class World:
         last = SimDriver(self)
         self.drivers.append(last)
         for _ in range(600):
-            self.clock += 30.0
-            last.act()
-            for process in self.processes:
-                if not process.dead:
-                    process.act()
-            while self.doomed:
-                self.server.expire(self.doomed.pop())
+            self.turn(last, 30.0)
             if last.jobs is not None and all(last.jobs.read(job)[0].clean for job in self.names):
                 break
         return last.jobs

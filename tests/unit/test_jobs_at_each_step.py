@@ -310,13 +310,7 @@ def test_a_job_whose_state_is_corrupt_behind_its_last_run(what):
 
     def goes_on():
         for _ in range(40):
-            world.clock += 100.0
-            driver.act()
-            for process in world.processes:
-                if not process.dead:
-                    process.act()
-            while world.doomed:
-                world.server.expire(world.doomed.pop())
+            world.turn(driver, 100.0)
 
     goes_on()
     jobs = session_of(world)
