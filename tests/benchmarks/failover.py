@@ -1,7 +1,8 @@
 """How long it takes from SIGKILL of the leader to the first task of the recovered job, and to recover 1,000 jobs.
 
-A standby waits, and the job has a finished step. Its parts, by the clock of one host: until another has the term (detection and
-election), until the job's Python begins (the store, spark-submit, its JVM), until its first task runs (the session).
+A standby waits, and the job has a finished step. Its parts, by the clock of one host: until the leader's entry is gone for whoever
+reads the store (detection: its session is over), until another stands there (election), until the job's Python begins (the
+store, spark-submit, its JVM), until its first task runs (the session).
 """
 
 import contextlib
@@ -55,6 +56,11 @@ def _failover(store, folder):
         killed = time.time()
         drivers.kill(leader)
         with drivers.jobs() as jobs:
+            info = jobs.leader()
+            while info is not None and info.pid != standby.pid:
+                time.sleep(0.002)
+                info = jobs.leader()
+            detected = time.time()
             info = until(lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads")
         until((folder / "times-2").exists, "the job runs again")
         begun, task = map(float, (folder / "times-2").read_text().split())
@@ -63,7 +69,15 @@ def _failover(store, folder):
     finally:
         drivers.close()
     elected = info.since.timestamp()
-    return {"elected": elected - killed, "begun": begun - elected, "task": task - begun, "all": task - killed}
+    detected = min(detected, elected)  # the reader looks every 2 ms
+    return {
+        "detected": detected - killed,
+        "elected": elected - detected,
+        "leads": elected - killed,
+        "begun": begun - elected,
+        "task": task - begun,
+        "all": task - killed,
+    }
 
 
 class _Nothing:
@@ -122,7 +136,7 @@ def failover():
             store = url(folder)
             results[kind] = {
                 **{part: statistics.median(one[part] for one in rounds) for part in rounds[0]},
-                "slowest_election": max(one["elected"] for one in rounds),
+                "slowest": max(one["leads"] for one in rounds),
                 "thousand": _thousand(lambda store=store: open_store(store), folder),
             }
     return results

@@ -487,7 +487,10 @@ def show(results) -> None:
     for kind, figures in results.get("failover", {}).items():
         goal = {"sqlite": "<= 1 s", "zookeeper": "<= 5 s"}[kind]  # ZooKeeper: its session's 4 s and one
         for words, part, aim in (
-            ("another leads", "elected", goal),
+            ("its session is over", "detected", ""),
+            ("then another leads", "elected", ""),
+            ("both", "leads", goal),
+            ("both, the slowest", "slowest", goal),
             ("then the job's Python begins", "begun", ""),
             ("then its first task runs", "task", ""),
             ("in all", "all", ""),

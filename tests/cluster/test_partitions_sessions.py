@@ -64,7 +64,7 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
 
 
 #: For how many seconds executors are watched, with the plugin and without.
-WATCHED = 15
+WATCHED = 10
 
 
 def test_removable_with_dynamic_allocation(sessions, tmp_path):
@@ -326,15 +326,17 @@ time.sleep(600)
         eventually(lambda: left_in(places) == [], 60, "nothing is left")
 
 
+DECOMMISSIONING = {
+    "spark__decommission__enabled": "true",
+    "spark__storage__decommission__enabled": "true",
+    "spark__storage__decommission__shuffleBlocks__enabled": "true",
+    "spark__storage__decommission__replicationReattemptInterval": "500ms",
+}
+
+
 def test_decommissioning(sessions, tmp_path):
     """Outputs that an executor sent to another one before it left go as well."""
-    spark = sessions.get(
-        TWO,
-        spark__decommission__enabled="true",
-        spark__storage__decommission__enabled="true",
-        spark__storage__decommission__shuffleBlocks__enabled="true",
-        spark__storage__decommission__replicationReattemptInterval="500ms",
-    )
+    spark = sessions.get(TWO, **DECOMMISSIONING)
     crew = stagecrew.crew(spark)
     eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
     places = set(folders(spark, tmp_path))
@@ -351,6 +353,66 @@ def test_decommissioning(sessions, tmp_path):
         assert sum(outputs(spark).values()) == 8
     assert left_in(places | folders(spark, tmp_path)) == []
     assert not outputs(spark)
+
+
+def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
+    """Outputs that are on their way between executors at the exit go when they have arrived; what uses the shuffle again stays."""
+    spark = sessions.get(TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **DECOMMISSIONING)
+    crew = stagecrew.crew(spark)
+    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    places = set(folders(spark, tmp_path))
+    big = (
+        spark.sparkContext.parallelize(range(16), 16)
+        .flatMap(lambda n: [(i, os.urandom(1 << 20)) for i in range(16)])
+        .groupByKey(2)
+    )
+    with crew.topology("t"):
+        assert big.count() == 16
+        (shuffle,) = outputs(spark)
+        again = counted(spark, 8)
+        assert sorted(again.collect()) == EXPECTED
+        pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
+        leaver = min(pids)
+        here = {place: len(list(Path(place).glob("*/shuffle_*.data"))) for place in places}
+        kill(leaver, signal.SIGPWR)
+        eventually(
+            lambda: [p for p in places if len(list(Path(p).glob("*/shuffle_*.data"))) > here[p]],
+            60,
+            "outputs are on their way",
+        )
+    assert sorted(again.collect()) == EXPECTED  # of no topology
+    eventually(lambda: not psutil.pid_exists(leaver), 60, "it has left")
+    places |= folders(spark, tmp_path)
+    eventually(
+        lambda: (
+            shuffle not in outputs(spark)
+            and not [name for name in left_in(places) if name.startswith(f"shuffle_{shuffle}_")]
+        ),
+        30,
+        "what arrived has gone",
+    )
+    assert sum(outputs(spark).values()) == 8
+    assert sorted(again.collect()) == EXPECTED
+
+
+@pytest.mark.long
+def test_the_old_fetch_protocol(sessions, tmp_path):
+    """Where map outputs are named by partition and not by attempt, what is computed again has the same names: all the same
+    rows are right, and nothing is left."""
+    spark = sessions.get(TWO, spark__shuffle__useOldFetchProtocol="true", **DECOMMISSIONING)
+    crew = stagecrew.crew(spark)
+    held = []
+    for i in range(6):
+        with crew.topology(f"t{i}"):
+            held.append(counted(spark, 8))
+            for dataset in held[-3:]:
+                assert sorted(dataset.collect()) == EXPECTED
+            with crew.topology("inner"):
+                assert sorted(held[0].collect()) == EXPECTED
+        assert files(spark, tmp_path) == []
+        assert not outputs(spark)
+    assert nothing_stored(crew)
+    assert sorted(held[0].collect()) == EXPECTED
 
 
 JAVA = """

@@ -32,6 +32,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   val partitions = new DriverPartitions(sc)
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
+  private var seenLeaving = Option.empty[Long]
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
   private val watched = new Watched
@@ -244,7 +245,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
           reply.answer(Frames.encode("OK"))
         case "INVENTORY" =>
           claimRunning()
-          val (orphans, left) = partitions.inventory(Json.parse(frame.text("body")), id => topologies.get(id).map(_.state).getOrElse("closed"))
+          val (orphans, left) = partitions.inventory(
+            Json.parse(frame.text("body")), leaving(), id => topologies.get(id).map(_.state).getOrElse("closed"))
           if (left.nonEmpty) pool.execute(() => deleteLeft(left))
           reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
@@ -301,7 +303,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
         val released = try release(topology) catch {
           case Failure(error) =>
             Log.log.warn(s"what topology '${topology.description.name}' has stored is not released", error)
-            DriverPartitions.Released(DriverPartitions.KeepsAll, Nil, Map.empty, Nil, Set.empty, Nil)
+            DriverPartitions.Released(DriverPartitions.KeepsAll, Nil, 0, Map.empty, Nil, Set.empty, Nil)
         }
         // Outputs of executors that leave are sent to any other.
         val asked = if (migrates) executors.values.toSeq else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
@@ -350,6 +352,13 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** Jobs that run now use their shuffles: the event of a job's start may be on its way, or lost. */
   private def claimRunning(): Unit = SparkInternals.shufflesInUse(sc, ExecutorCrew.TopologyProperty).foreach { case (of, shuffles) =>
     user(Some(of).filter(_.nonEmpty)).foreach(partitions.used(_, shuffles, Nil))
+  }
+
+  /** Whether an executor sends its outputs to others before it leaves, or did so a moment ago. */
+  private def leaving(): Boolean = {
+    val now = System.nanoTime()
+    if (migrates && executors.keys.exists(SparkInternals.leaves(sc, _))) seenLeaving = Some(now)
+    seenLeaving.exists(now - _ < LeavingNanos)
   }
 
   /** Who uses what a job of this topology needs: the next around it that is active, as its tasks are booked; it may be one that
@@ -480,6 +489,9 @@ object DriverCrew {
 
   /** How long after its connection an executor is told to be lost at the latest, where it is. */
   private val LostMs = 1000L
+
+  /** How long after an executor was last seen to leave something that it sent may still arrive. */
+  private val LeavingNanos = 60L * 1000 * 1000 * 1000
 
   /** How long an exit waits for the listener bus; a bus that is behind by more is not waited for. */
   private val HeardMs = 1000L

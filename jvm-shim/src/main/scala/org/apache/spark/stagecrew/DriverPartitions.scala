@@ -23,6 +23,8 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   private val caches = new Inventory
   private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> what is to be kept of it
   private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]()
+  private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
+  private val stale = mutable.HashMap.empty[Int, Long] // released shuffles: outputs of attempts before these are nobody's
 
   /** A job of this topology needs these. */
   def used(topology: String, shuffled: Iterable[Int], cached: Iterable[Int]): Unit = {
@@ -59,7 +61,9 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     if (policy == KeepsAll) caches.use(Description.Application, cacheHeirs.keys)
     if (policy != ReleasesAll) caches.use(Description.Application, aloneCaches)
     val released = if (policy == KeepsAll) Nil else alone
-    Released(policy, released, heirs, if (policy == ReleasesAll) aloneCaches else Nil, cacheHeirs.keySet, drop(released))
+    val before = SparkInternals.nextAttempt(sc)
+    if (migrates) stale ++= released.map(_ -> before)
+    Released(policy, released, before, heirs, if (policy == ReleasesAll) aloneCaches else Nil, cacheHeirs.keySet, drop(released))
   }
 
   /** Takes outputs off the tracker. Answers what executors that are gone have left. */
@@ -79,8 +83,9 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
   /** What an executor has of each topology. Answers what of it is over, topologies that ended and datasets that are gone, and
-    * what executors that are gone have left of these topologies. */
-  def inventory(told: ObjectNode, stateOf: String => String): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
+    * what executors that are gone have left of these topologies. While executors leave (`leaving`), what they still send of
+    * shuffles that were released goes too: outputs that were on their way come back into the tracker. */
+  def inventory(told: ObjectNode, leaving: Boolean, stateOf: String => String): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
     val answer = Json.obj()
     val ended = answer.putObject("ended")
     val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks]
@@ -96,12 +101,18 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       else if (state == "closed") {
         val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
         val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
-        val released = Released(ReleasesShuffles, alone, heirs, Nil, Set.empty, drop(alone))
+        val before = SparkInternals.nextAttempt(sc)
+        if (migrates) stale ++= alone.map(_ -> before)
+        val released = Released(ReleasesShuffles, alone, before, heirs, Nil, Set.empty, drop(alone))
         left ++= released.left
         ended.set[JsonNode](entry.getKey, released.json)
       }
     }
     left ++= drop(unclaimed)
+    val late = if (leaving) stale.filter { case (shuffle, _) => shuffles.heir(shuffle).isEmpty } else Nil
+    left ++= drop(late.map(_._1).filter(SparkInternals.hasOutputs))
+    val outputs = answer.putObject("stale")
+    late.foreach { case (shuffle, before) => outputs.put(shuffle.toString, before) }
     answer.set[JsonNode]("unclaimed", Json.numbers(unclaimed))
     answer.set[JsonNode]("shuffles", Json.numbers(goneShuffles))
     answer.set[JsonNode]("caches", Json.numbers(goneCaches))
@@ -112,6 +123,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   def prune(): Unit = {
     shuffles.prune(SparkInternals.hasShuffle)
     caches.prune(SparkInternals.hasCache(sc, _))
+    stale.filterInPlace((shuffle, _) => SparkInternals.hasShuffle(shuffle))
   }
 }
 
@@ -120,13 +132,14 @@ private[stagecrew] object DriverPartitions {
   val ReleasesAll = "all"
   val KeepsAll = "none"
 
-  /** What a topology's end releases. `left` is what executors that are gone have left with an external shuffle service. */
+  /** What a topology's end releases: of the shuffles what attempts `before` this one have written. `left` is what executors that
+    * are gone have left with an external shuffle service. */
   final case class Released(
-      policy: String, shuffles: Seq[Int], heirs: Map[Int, String], caches: Seq[Int], keptCaches: collection.Set[Int],
+      policy: String, shuffles: Seq[Int], before: Long, heirs: Map[Int, String], caches: Seq[Int], keptCaches: collection.Set[Int],
       left: Seq[SparkInternals.LeftBlocks]) {
 
     def json: ObjectNode = {
-      val node = Json.obj().put("outputs", policy != KeepsAll).put("blocks", policy == ReleasesAll)
+      val node = Json.obj().put("outputs", policy != KeepsAll).put("blocks", policy == ReleasesAll).put("before", before)
       node.set[JsonNode]("shuffles", Json.numbers(shuffles))
       node.set[JsonNode]("keptCaches", Json.numbers(keptCaches))
       val to = node.putObject("heirs")

@@ -56,7 +56,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val closings = new Closings(executor, table, processes, sides, pool, this)(release, closingReport, closed)
   private val migrates = SparkInternals.migrates(conf)
   private val strays = ConcurrentHashMap.newKeySet[Long]() // attempts with the mark of a topology that had ended
-  private val releases = scala.collection.mutable.HashMap.empty[String, Set[Int]] // of the loop's thread
+  private val releases = scala.collection.mutable.HashMap.empty[String, Map[Int, Long]] // of the loop's thread
   @volatile private var abandoned = false // the driver is gone
   private lazy val evaluations = Evaluations.on(executor, settings, new Evaluations.Attempts {
     override def runs(attempt: Long): Boolean = table.chainOf(attempt).nonEmpty
@@ -372,12 +372,12 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private def end(topology: String, timeoutMs: Long, body: ObjectNode, reply: Option[Reply]): Unit = {
     partitions.end(topology, DriverPartitions.ending(body))
-    releases(topology) = Json.integers(body.get("shuffles")).toSet
+    if (migrates) releases(topology) = Json.integers(body.get("shuffles")).map(_ -> body.get("before").asLong).toMap
     closings.end(topology, timeoutMs, reply)
   }
 
   private def release(topology: String): CompletableFuture[Taken] =
-    partitions.release(topology, releases.remove(topology).filter(_ => migrates).getOrElse(Set.empty))
+    partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
 
   /** The topology that a partition of this attempt belongs to: the innermost. What tasks of one that had ended write is the
     * application's until nobody uses the shuffle. */
@@ -426,6 +426,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         val orphans = Json.parse(Frames.decodeMessage(answer).text("body"))
         partitions.forget(Json.integers(orphans.get("shuffles")), Json.integers(orphans.get("caches")))
         partitions.unclaimed(Json.integers(orphans.get("unclaimed")))
+        partitions.stale(Json.fields(orphans.get("stale")).map { case (shuffle, before) => shuffle.toInt -> before.toLong })
         orphans.get("ended").asInstanceOf[ObjectNode].properties.asScala.toSeq.filter(e => partitions.has(e.getKey)).foreach { entry =>
           end(entry.getKey, settings.closeTimeoutMs, entry.getValue.asInstanceOf[ObjectNode], None)
         }

@@ -14,6 +14,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private var told = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
   private var quiet = 0
   private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
+  private var looking = CompletableFuture.completedFuture(()) // of the loop's thread
 
   /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
   private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
@@ -39,18 +40,21 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** The topology has ended. */
   def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
 
-  /** No attempt of the topology is left: what it leaves is deleted, and what else is here of `others`: shuffles that nobody
-    * used at its end, come from executors that left. */
-  def release(topology: String, others: Set[Int]): CompletableFuture[Taken] = {
+  /** No attempt of the topology is left: what it leaves is deleted, and what else is `stale`. */
+  def release(topology: String, stale: Map[Int, Long]): CompletableFuture[Taken] = {
     val taken = table.take(topology)
     if (taken.blocks > 0) count(topology, taken.blocks, taken.blockBytes)
-    if (taken.outputs.isEmpty && others.isEmpty) CompletableFuture.completedFuture(taken)
+    if (taken.outputs.isEmpty && stale.isEmpty) CompletableFuture.completedFuture(taken)
     else inPool {
       delete(topology, taken.outputs, taken.outputBytes)
-      if (others.nonEmpty) disk.outputsOf(others).foreach(remove)
+      removeStale(stale)
       taken
     }
   }
+
+  /** Of these shuffles, which nobody uses, what attempts before those named have written goes, booked or not: another executor
+    * that leaves may have sent it. Of the loop's thread. */
+  def stale(before: Map[Int, Long]): Unit = if (before.nonEmpty && looking.isDone) looking = inPool(removeStale(before))
 
   /** Nobody uses these shuffles: what is booked of them for the application goes. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
@@ -119,6 +123,9 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 
   private def count(topology: String, released: Long, bytes: Long): Unit =
     ledger.change(topology)(c => c.copy(released = c.released + released, releasedBytes = c.releasedBytes + bytes))
+
+  private def removeStale(before: Map[Int, Long]): Unit =
+    if (before.nonEmpty) disk.outputsOf(before.keySet).filter(output => output.map < before(output.shuffle)).foreach(remove)
 
   private def remove(output: Output): Unit = Log.contained(s"deleting $output")(disk.delete(output))
 }

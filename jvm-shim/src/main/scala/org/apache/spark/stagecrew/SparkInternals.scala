@@ -25,6 +25,11 @@ package org.apache.spark {
           }
         }
 
+      def nextAttempt(sc: SparkContext): Long = sc.taskScheduler match {
+        case scheduler: TaskSchedulerImpl => scheduler.nextTaskId.get
+        case _ => 0 // not Spark's own: nothing is told by its age
+      }
+
       /** The first of the active jobs that need a stage, as its `activeJobForStage` has it. */
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] =
         unlessItChanges(Option.empty[Int])(
@@ -147,7 +152,7 @@ package org.apache.spark {
     import org.apache.spark.scheduler._
     import org.apache.spark.shuffle.api.ShuffleDataIO
     import org.apache.spark.shuffle.sort.SortShuffleManager
-    import org.apache.spark.shuffle.{IndexShuffleBlockResolver, MigratableResolver, ShuffleBlockResolver}
+    import org.apache.spark.shuffle.{IndexShuffleBlockResolver, ShuffleBlockResolver}
     import org.apache.spark.sql.StagecrewSql
     import org.apache.spark.sql.classic.Dataset
     import org.apache.spark.sql.execution.StagecrewPlans
@@ -345,7 +350,7 @@ package org.apache.spark {
           CachedBlock(rdd, partition) -> (if (status.storageLevel.isValid) Some(status.memSize + status.diskSize) else None)
         }
 
-      // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver,MigratableResolver, ShuffleBlockResolver}.scala
+      // -- Stored partitions on an executor: core/shuffle/{IndexShuffleBlockResolver, ShuffleBlockResolver}.scala
 
       private def resolver: Option[ShuffleBlockResolver] =
         Option(SparkEnv.get.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
@@ -356,10 +361,17 @@ package org.apache.spark {
         case _ => ()
       }
 
-      def outputsOf(shuffles: Set[Int]): Seq[Output] = resolver match {
-        case Some(resolver: MigratableResolver) => resolver.getStoredShuffles().filter(b => shuffles(b.shuffleId)).map(b => Output(b.shuffleId, b.mapId))
-        case _ => Nil
-      }
+      /** Whatever is on the disk of these, also half of an output that was deleted while the other half came: core/storage/DiskBlockManager.scala. */
+      def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkEnv.get.blockManager.diskBlockManager.getAllBlocks().collect {
+        case ShuffleIndexBlockId(shuffle, map, _) => Output(shuffle, map)
+        case ShuffleDataBlockId(shuffle, map, _) => Output(shuffle, map)
+      }.filter(output => shuffles(output.shuffle)).distinct
+
+      /** Whether an executor is on its way out: core/scheduler/TaskSchedulerImpl.scala. */
+      def leaves(sc: SparkContext, executor: String): Boolean = sc.taskScheduler.getExecutorDecommissionState(executor).nonEmpty
+
+      /** Every attempt that has begun has a smaller id. */
+      def nextAttempt(sc: SparkContext): Long = StagecrewScheduler.nextAttempt(sc)
 
       /** Whether executors that leave send their outputs to others. */
       def migrates(conf: SparkConf): Boolean =
@@ -386,6 +398,7 @@ package org.apache.spark {
       private def tracker: MapOutputTrackerMaster = SparkEnv.get.mapOutputTracker.asInstanceOf[MapOutputTrackerMaster]
 
       def hasShuffle(shuffle: Int): Boolean = tracker.containsShuffle(shuffle)
+      def hasOutputs(shuffle: Int): Boolean = tracker.shuffleStatuses.get(shuffle).exists(_.numAvailableMapOutputs > 0)
       def hasCache(sc: SparkContext, rdd: Int): Boolean = sc.persistentRdds.contains(rdd)
 
       /** What an executor that is gone has left with the external shuffle service of its host. */

@@ -37,9 +37,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 0)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    assert(partitions.release("a", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(partitions.release("a", Map.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
-    assert(partitions.release("a", Set.empty).get() == Taken())
+    assert(partitions.release("a", Map.empty).get() == Taken())
     assert(ledger.of("a").released == 2)
     assert(ledger.of("a").releasedBytes == 20)
     assert(partitions.isEmpty)
@@ -58,14 +58,17 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 13)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    partitions.release("a", Set.empty).get()
+    partitions.release("a", Map.empty).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
   }
 
-  test("what came here from an executor that left goes too") {
-    partitions.release("a", Set(4, 5)).get()
-    assert(deleted == Seq(Output(4, 99), Output(5, 99)))
+  test("what came here from an executor that left goes too, but nothing that was written since the shuffle was released") {
+    partitions.release("a", Map(4 -> 100L, 5 -> 99L, 6 -> 150L)).get()
+    assert(deleted == Seq(Output(4, 99), Output(6, 99)))
+    partitions.stale(Map(7 -> 100L, 8 -> 99L))
+    partitions.awaitDeletions(10000)
+    assert(deleted == Seq(Output(4, 99), Output(6, 99), Output(7, 99)))
   }
 
   test("what tasks of a topology that had ended wrote goes when nobody uses the shuffle") {
@@ -74,7 +77,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(3, "b", 0)
     partitions.end("b", Ending(outputs = true, unclaimed = Set(0)))
     assert(partitions.has("b"))
-    assert(partitions.release("b", Set.empty).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
+    assert(partitions.release("b", Map.empty).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
     assert(!partitions.has("b"))
     assert(deleted.toSet == Set(Output(0, 1), Output(0, 3)))
     partitions.unclaimed(Seq(1, 7))
@@ -124,7 +127,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
 
   test("an executor that ends without a driver waits for its deletions, however many, and for no longer than it may") {
     (0L until 5000L).foreach(write(_, "a", 0))
-    partitions.release("a", Set.empty).get() // the end of the executor: the driver had not ended the topology
+    partitions.release("a", Map.empty).get() // the end of the executor: the driver had not ended the topology
     assert(deleted.isEmpty)
     deleted.synchronized {
       partitions.abandon()
