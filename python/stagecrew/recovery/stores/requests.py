@@ -21,6 +21,7 @@ _PLAIN: Final = re.compile(r"[\w~-][\w.~%-]*(/[\w~-][\w.~%-]*)*", re.ASCII)
 #: How often one ensures while others create and delete.
 _TRIES: Final = 20
 _VERSIONS: Final = range(1 << 31)
+_VALUED: Final = (Create, Replace)
 
 
 def checked(operations: Sequence[Operation]) -> None:
@@ -31,7 +32,7 @@ def checked(operations: Sequence[Operation]) -> None:
         if not _PLAIN.fullmatch(key):
             checked_key(key)
         whole += len(key) + _BESIDE
-        if isinstance(operation, Create | Replace):
+        if isinstance(operation, _VALUED):
             if not isinstance(operation.value, bytes):
                 raise RecoveryMisused(f"the value of {key!r} is {type(operation.value).__name__}: give bytes")
             if len(operation.value) > LARGEST:

@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from stagecrew.errors import (
@@ -42,7 +42,6 @@ _TABLES: Final = (
     f"PRAGMA user_version = {FORMAT}",
 )
 _ANYTHING: Final = "SELECT 1 FROM sqlite_master LIMIT 1"
-_READ: Final = """SELECT value, version, session FROM entries WHERE parent = ? AND name = ?"""
 # The usual case, where no other session has to be looked at, takes one statement.
 _CREATE: Final = """INSERT OR IGNORE INTO entries (parent, name, value, version, session) SELECT ?1, ?2, ?3, 0, ?4
     WHERE ?1 = '' OR EXISTS (SELECT 1 FROM entries WHERE parent = ?5 AND name = ?6 AND session IS NULL)"""
@@ -87,7 +86,7 @@ class SQLiteStore:
                 f"{self._path} is on {kind}, where locks and shared memory of SQLite do not hold: use a disk of this host, or "
                 f"zookeeper://host:port/chroot for several hosts"
             )
-        with contextlib.ExitStack() as undo, self._translating():
+        with contextlib.ExitStack() as undo, _Translating(self):
             self._make_file()
             self._connection = sqlite3.connect(
                 self._path, timeout=patience, isolation_level=None, check_same_thread=False, cached_statements=32
@@ -100,7 +99,7 @@ class SQLiteStore:
             undo.callback(self._file.release)
             self.session = self._file.name
             self._identity = self._found()
-            with self._transaction(StoreUnavailable):
+            with _Transaction(self, StoreUnavailable):
                 self._connection.execute("INSERT INTO sessions VALUES (?)", (self.session,))
             self._sweep()
             undo.pop_all()
@@ -122,19 +121,19 @@ class SQLiteStore:
     def read(self, key: str) -> Entry | None:
         """See `Store`."""
         checked_key(key)
-        with self._usable():
+        with _Turn(self):
             return self._without_dead(lambda: self._entry(key))
 
     def children(self, key: str) -> list[str]:
         """See `Store`."""
         checked_key(key)
-        with self._usable():
+        with _Turn(self):
             return self._without_dead(lambda: self._children(key))
 
     def transact(self, *operations: Operation) -> list[int | None]:
         """See `Store`."""
         checked(operations)
-        with self._usable():
+        with _Turn(self):
             return self._without_dead(lambda: self._transact(operations))
 
     def close(self) -> None:
@@ -160,14 +159,17 @@ class SQLiteStore:
     # -- Under the lock
 
     def _entry(self, key: str) -> Entry | None:
-        row = self._connection.execute(_READ_LIVE, (*_place(key), self.session)).fetchone()
+        row = self._row(_place(key))
+        if row is None:
+            return None
+        self._look_at(row[2])
+        return Entry(*row)
+
+    def _row(self, place: tuple[str, str]) -> tuple[bytes, int, str | None] | None:
+        row = self._connection.execute(_READ_LIVE, (*place, self.session)).fetchone()
         if row is None:
             raise self._lost()
-        value, version, session = row
-        if version is None:
-            return None
-        self._look_at(session)
-        return Entry(value, version, session)
+        return None if row[1] is None else row
 
     def _children(self, key: str) -> list[str]:
         rows = self._connection.execute(_CHILDREN_LIVE, (key, self.session)).fetchall()
@@ -178,8 +180,10 @@ class SQLiteStore:
         return [name for name, _ in rows if name is not None]
 
     def _transact(self, operations: Sequence[Operation]) -> list[int | None]:
-        with self._transaction():
-            if self._connection.execute(_SESSION, (self.session,)).fetchone() is None:
+        with _Transaction(self):
+            # A check that comes first, as that of a leader's term does, reads the session in its own statement.
+            first = operations[0] if operations else None
+            if type(first) is not Check and self._connection.execute(_SESSION, (self.session,)).fetchone() is None:
                 raise self._lost()
             return [self._apply(operations, index) for index in range(len(operations))]
 
@@ -192,14 +196,14 @@ class SQLiteStore:
                 return 0
         if isinstance(operation, Replace) and execute(_REPLACE, (operation.value, *place, operation.version)).rowcount:
             return operation.version + 1
-        known = execute(_READ, place).fetchone()
+        known = self._row(place)
         if known is not None:
             self._look_at(known[2])
         if isinstance(operation, Create):
             raise conflict(operations, index, "exists" if known is not None else "no parent")
         if known is None:
             raise conflict(operations, index, "missing")
-        version: int = known[1]
+        version = known[1]
         if operation.version not in (None, version):
             raise conflict(operations, index, "version")
         if isinstance(operation, Check):
@@ -225,7 +229,7 @@ class SQLiteStore:
                 self._bury(dead.session)
 
     def _bury(self, session: str) -> None:
-        with self._transaction(StoreUnavailable):
+        with _Transaction(self, StoreUnavailable):
             self._connection.execute("DELETE FROM entries WHERE session = ?", (session,))
             self._connection.execute("DELETE FROM sessions WHERE name = ?", (session,))
         reap(self._folder, session)
@@ -244,8 +248,7 @@ class SQLiteStore:
 
     # -- SQLite's own
 
-    @contextlib.contextmanager
-    def _usable(self) -> Iterator[None]:
+    def _enter(self) -> None:
         if os.getpid() != self._process:
             raise RecoveryMisused(
                 f"the session at {self._path} is process {self._process}'s, and this is a fork of it: open a store here"
@@ -255,27 +258,17 @@ class SQLiteStore:
                 f"for {self._patience:g} s other threads have used the session at {self._path}: nothing was done"
             )
         try:
-            if self._over is not None:
-                raise SessionLost(self._over)
-            if self._found() != self._identity:
+            if self._over is None and self._found() != self._identity:
                 self._over = (
                     f"{self._path} was deleted or replaced: the session is over, and what it wrote is there no more"
                 )
+            if self._over is not None:
                 raise SessionLost(self._over)
-            with self._translating():
-                yield
-        finally:
-            self._lock.release()
-
-    @contextlib.contextmanager
-    def _transaction(self, unknown: type[StoreError] = PossiblyInconsistentError) -> Iterator[None]:
-        """Before its end nothing is done; an error of the end itself leaves that open, and is raised as `unknown`."""
-        try:
-            self._connection.execute("BEGIN IMMEDIATE")
-            yield
         except BaseException:
-            self._rollback()
+            self._lock.release()
             raise
+
+    def _commit(self, unknown: type[StoreError]) -> None:
         try:
             self._connection.execute("COMMIT")
         except sqlite3.Error as error:
@@ -289,19 +282,12 @@ class SQLiteStore:
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
 
-    @contextlib.contextmanager
-    def _translating(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
-        except FileNotFoundError as error:
-            raise RecoveryMisused(f"there is no folder for {self._path}: make it") from error
-        except OSError as error:
+    def _translated(self, error: sqlite3.Error | OSError) -> StoreError | RecoveryMisused:
+        if isinstance(error, FileNotFoundError):
+            return RecoveryMisused(f"there is no folder for {self._path}: make it")
+        if isinstance(error, OSError):
             kind = StoreRefused if isinstance(error, PermissionError) or error.errno in _REFUSING else StoreUnavailable
-            raise kind(f"{self._path} cannot be used: {error}; nothing was done") from error
-
-    def _translated(self, error: sqlite3.Error) -> StoreError:
+            return kind(f"{self._path} cannot be used: {error}; nothing was done")
         code = _code(error)
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return StoreUnavailable(
@@ -354,7 +340,7 @@ class SQLiteStore:
             )
         self._connection.execute("PRAGMA synchronous = FULL")
         if self._is_new():
-            with self._transaction(StoreUnavailable):
+            with _Transaction(self, StoreUnavailable):
                 for statement in _TABLES if self._is_new() else ():
                     self._connection.execute(statement)
 
@@ -380,6 +366,61 @@ class SQLiteStore:
                 f"newer one"
             )
         return False
+
+
+# Context managers as classes: a generator's own time would be seen in each transaction.
+
+
+class _Translating:
+    """Errors of SQLite and of the disk leave as those of a store."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: SQLiteStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, sqlite3.Error | OSError):
+            raise self._store._translated(error) from error
+
+
+class _Turn(_Translating):
+    """One thread has the session, which is not known to be over."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        self._store._enter()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._store._lock.release()
+        if error is not None:
+            super().__exit__(kind, error, trace)
+
+
+class _Transaction:
+    """Before its end nothing is done; an error of the end itself leaves that open, and is raised as `unknown`."""
+
+    __slots__ = ("_store", "_unknown")
+
+    def __init__(self, store: SQLiteStore, unknown: type[StoreError] = PossiblyInconsistentError) -> None:
+        self._store, self._unknown = store, unknown
+
+    def __enter__(self) -> None:
+        try:
+            self._store._connection.execute("BEGIN IMMEDIATE")
+        except BaseException:
+            self._store._rollback()
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._store._commit(self._unknown)
+        else:
+            self._store._rollback()
 
 
 class _DeadError(Exception):
