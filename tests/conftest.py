@@ -30,6 +30,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
     os.environ["SPARK_SUBMIT_OPTS"] = QUICK  # executors have it from `base`
+    os.environ["SPARK_LAUNCHER_OPTS"] = QUICK  # of the JVM that makes up the command of another one
     # On a cluster Spark runs the python3 of the PATH, also for the planning of data sources on the driver: the tests' own.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 

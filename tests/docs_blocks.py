@@ -15,6 +15,9 @@ import sys
 import traceback
 from pathlib import Path
 
+#: Arguments with which an example does less of the same.
+SHORTER = {"service.py": ["10"]}
+
 _BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -81,6 +84,7 @@ def main(files: list[str]) -> None:
         try:
             if path.suffix == ".py":
                 _stop()
+                sys.argv = [name, *SHORTER.get(path.name, ())]
                 runpy.run_path(name, run_name="__main__")
                 if SparkSession.getActiveSession() is not None:
                     raise AssertionError("an example stops its session")

@@ -1,6 +1,11 @@
-"""A service that answers 100 requests, each in a topology of its own: what a request shuffles goes when it is answered."""
+"""A service that answers 100 requests, each in a topology of its own: what a request shuffles goes when it is answered.
+
+Run it: `python service.py`, or `python service.py 1000` for more of them.
+"""
 
 from __future__ import annotations
+
+import sys
 
 import stagecrew
 from pyspark.sql import DataFrame, SparkSession
@@ -31,4 +36,4 @@ def main(requests: int = 100) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -160,7 +160,7 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
     assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
-@pytest.mark.parametrize("who", ["Python", "JVM"])
+@pytest.mark.parametrize("who", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
 def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
     """When the Python driver, or its JVM, is killed with SIGKILL, workers and executors close and end."""
     with driver(tmp_path, journal, anywhere, RUNNING + "time.sleep(1000)") as process:
@@ -175,11 +175,10 @@ def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
 @pytest.mark.parametrize(
     ("cluster", "then"),
     [
-        (LOCAL_CLUSTER, "time.sleep(1000)"),
-        (LOCAL_CLUSTER, "run(4, seconds=1000)"),
-        ("standalone", "run(3, seconds=1000)"),
+        pytest.param(LOCAL_CLUSTER, "time.sleep(1000)", id="idle", marks=pytest.mark.long),
+        pytest.param(LOCAL_CLUSTER, "run(4, seconds=1000)", id="busy"),
+        pytest.param("standalone", "run(3, seconds=1000)", id="standalone", marks=pytest.mark.long),
     ],
-    ids=["idle", "busy", "standalone"],
     indirect=["cluster"],
 )
 def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
@@ -197,6 +196,7 @@ def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
         eventually(lambda: not any(alive(pid) for pid in mine), 20, f"{mine} end")
 
 
+@pytest.mark.long
 def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journal, anywhere):
     """spark-submit with spark.plugins and spark.stagecrew.listeners alone opens, decorates and closes."""
     module = tmp_path / "submitted_listeners.py"
@@ -275,7 +275,11 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     assert topology.report.lost == 0
 
 
-@pytest.mark.parametrize("anywhere", ["local[4]", "local-cluster[1,4,1024]", "standalone"], indirect=True)
+@pytest.mark.parametrize(
+    "anywhere",
+    ["local[4]", pytest.param("local-cluster[1,4,1024]", marks=pytest.mark.long), "standalone"],
+    indirect=True,
+)
 def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, anywhere):
     """A worker beyond spark.python.factory.idleWorkerMaxPoolSize is ended at once, and closes its listeners."""
     spark = sessions.get(anywhere, spark__python__factory__idleWorkerMaxPoolSize="1")

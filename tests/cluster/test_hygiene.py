@@ -110,6 +110,7 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
         assert not any(secret in text for secret in secrets)
 
 
+@pytest.mark.long
 def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
     """In local mode tasks share their properties with the job: the token must not travel in them."""
     events = tmp_path / "events"
@@ -223,7 +224,9 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
     assert len(journal.read(event="enter")) == len(journal.read(event="leave")) >= 4
 
 
-@pytest.mark.parametrize("where", ["local[2]", pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long), "standalone"])
+@pytest.mark.parametrize(
+    "where", [*(pytest.param(one, marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)), "standalone"]
+)
 def test_a_session_leaves_nothing(journal, where, request, sessions):
     """After a session no process, port or file of ours is left."""
     master = free_master(where, request, sessions)
@@ -411,7 +414,7 @@ def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, t
     assert topology.report.failures == topology.report.lost == 0
 
 
-@pytest.mark.parametrize("interrupt", [False, True], ids=["", "interrupted"])
+@pytest.mark.parametrize("interrupt", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"])
 def test_a_cancelled_task_that_goes_on_is_ended(sessions: Sessions, journal, interrupt):
     """A task that swallows `TaskKilled` is ended with its process, whether or not Spark interrupts the task's thread."""
     spark = sessions.get("local[2,4]")
@@ -464,6 +467,7 @@ def test_logs_of_workers_name_the_users_function(sessions: Sessions, journal):
     assert [(row.msg, row.context["func_name"]) for row in rows] == [("said in the worker", "said")] * 2
 
 
+@pytest.mark.long
 def test_ends_look_as_without(tmp_path, journal):
     """A worker that leaves by os._exit, and a submitted script that ends with sys.exit, look as they do without."""
     (tmp_path / "submitted_pool.py").write_text(
@@ -568,6 +572,7 @@ def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     assert f"RAN {sys.executable} {sys.executable}" in done.stdout, done.stderr[-3000:]
 
 
+@pytest.mark.long
 def test_an_interpreter_that_is_a_script(tmp_path):
     """Where PYSPARK_PYTHON is a script that starts the real interpreter as its child, both scopes open, close and end."""
     wrapper = tmp_path / "wrapped-python"

@@ -50,7 +50,7 @@ def ran(command: list[str], folder: Path, journal: Journal, script: str, **varia
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.long), True])
 def test_configure_in_a_submitted_script(tmp_path, journal, ours):
     """`configure` alone switches stagecrew on in an application of spark-submit: listeners open and close, and executors
     have the user's jar and ours, each once, whether `--jars` names ours too or not."""

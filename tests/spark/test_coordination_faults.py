@@ -450,6 +450,7 @@ def test_a_way_that_breaks(cluster, made):
 # -- Resets
 
 
+@pytest.mark.long
 def test_resets_while_threads_send_and_fail_is_called(small, made):
     """1,000 coordinators take over one from the other while foreign threads send, and call what is closed: the topology lives,
     and no evaluation of an instance that was reset succeeds."""

@@ -55,6 +55,7 @@ def dies_at_once(gateway: Any, batches: Any) -> Any:
     yield rows(gateway.subtask)
 
 
+@pytest.mark.long
 def test_workers_that_die_at_their_first_word(cluster, made):
     """Spark hears of their end before the executor has read what they said (its first evaluation takes long to set up): they
     failed, and were not cut short."""

@@ -267,7 +267,7 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-@pytest.mark.parametrize("hang", ["open", "open in C"])
+@pytest.mark.parametrize("hang", ["open", pytest.param("open in C", marks=pytest.mark.long)])
 @ONE_NOW
 def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, journal, hang, where):
     """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""

@@ -146,7 +146,9 @@ def failing(path: str, how: str, times: int) -> Any:
     return work
 
 
-@pytest.mark.parametrize("how", ["raises", pytest.param("worker", marks=pytest.mark.long), "executor"])
+@pytest.mark.parametrize(
+    "how", ["raises", *(pytest.param(who, marks=pytest.mark.long) for who in ("worker", "executor"))]
+)
 def test_a_task_fails(sessions, tmp_path, how):
     """The whole stage runs again from its first step, and nothing of the attempt before is in the result."""
     cluster = sessions.get(LOCAL_CLUSTER)
