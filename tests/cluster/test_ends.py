@@ -90,6 +90,7 @@ def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
     return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "java")
 
 
+@pytest.mark.long
 def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
     """spark.stop() inside a topology closes everything."""
     script = RUNNING + more("""

@@ -67,6 +67,7 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
 WATCHED = 10
 
 
+@pytest.mark.long
 def test_removable_with_dynamic_allocation(sessions, tmp_path):
     """With shuffle tracking executors of ended topologies are removed within seconds; those of plain Spark are not."""
     settings = {
@@ -148,6 +149,7 @@ def dies_at_close(context, path):
     kill(os.getppid())
 
 
+@pytest.mark.long
 def test_an_executor_that_is_lost_while_it_releases(sessions, tmp_path, journal):
     """The exit does not wait for it; elsewhere nothing is left, and what is used again is right."""
     spark = sessions.get(LOCAL_CLUSTER)
@@ -268,6 +270,7 @@ def test_each_of_sparks_writers(sessions, tmp_path):
     assert sort.count() == 5
 
 
+@pytest.mark.long
 def test_an_external_shuffle_service(sessions, tmp_path):
     """It deletes, at the exit, what an executor that is gone had left with it; what lives goes as ever."""
     with shuffle_service(tmp_path) as settings:
@@ -509,6 +512,7 @@ def compiled(folder: Path, name: str, source: str) -> None:
     subprocess.run(["jar", "cf", str(folder / "own.jar"), "-C", str(folder / "classes"), "."], check=True)
 
 
+@pytest.mark.long
 def test_a_users_own_shuffle_parts(tmp_path, journal):
     """A ShuffleDataIO of the user is the delegate. One that stores elsewhere, and a foreign shuffle manager, are said once not to
     be tracked, and work: what they have stored is left alone, and read again after the exit."""
@@ -619,6 +623,7 @@ public class Late extends LocalDiskShuffleDataIO {
 """
 
 
+@pytest.mark.long
 def test_what_finishes_behind_the_end(tmp_path, journal):
     """What tasks write that take no notice of their cancellation, and finish behind the exit, their own threads delete before
     they are over; until then nobody touches it. No file, no output in the tracker and no entry in a table is left."""

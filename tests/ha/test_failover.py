@@ -60,6 +60,7 @@ def test_a_leader_that_is_killed(drivers):
     assert drivers.record("job").run == 2
 
 
+@pytest.mark.long
 def test_a_job_in_the_tab(drivers):
     """The tab of a job's driver says which run it is, who leads in which term, and how far its steps are: also of the run that recovers it."""
     out = drivers.folder / "out"
@@ -143,6 +144,7 @@ def test_rows_of_a_job_whose_leader_is_killed(drivers):
     assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
 
 
+@pytest.mark.long
 def test_a_jvm_that_is_killed_in_an_action(drivers):
     """A job whose JVM is killed while its Python waits for an action has not failed by what that raises: it runs again."""
     out = drivers.folder / "out"
@@ -174,7 +176,8 @@ def test_a_run_that_is_killed(drivers, which):
     assert lines(drivers, "writes") == ["1"]
 
 
-@pytest.mark.parametrize("moment", ["1", pytest.param("behind-1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("moment", ["1", "behind-1"])
 def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
     """A coordinator that dies in the middle of an action, or between two, goes on as of the last step: results are as if undisturbed."""
     (drivers.folder / "out" / f"hold-{moment}").touch()

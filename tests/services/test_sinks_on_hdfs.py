@@ -131,11 +131,7 @@ def test_a_task_that_is_late(make, moments):
     late_at_each_moment(make, moments)
 
 
-#: Of the moments of a driver those of `make test`.
-EVERY = pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
-
-
-@EVERY
+@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 def test_the_driver_is_killed_at_each_moment(make, every):
     """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
     killed_at_each_moment(make, every)
@@ -147,10 +143,10 @@ def test_a_write_that_fails_at_each_moment(make):
     failing_at_each_moment(make)
 
 
-@EVERY
-def test_an_old_driver_goes_on(make, every):
+@pytest.mark.long
+def test_an_old_driver_goes_on(make):
     """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(make, every)
+    going_on_at_each_moment(make, 1)
 
 
 @pytest.mark.long

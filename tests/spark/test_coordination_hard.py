@@ -333,6 +333,7 @@ def test_what_had_succeeded_is_lost(cluster, made, tmp_path):
         )
 
 
+@pytest.mark.long
 def test_speculation(sessions, standalone, made, tmp_path):
     """Two live evaluations of one subtask: both are ready without a reset between, the loser is heard to fail."""
     spark = sessions.get(
@@ -574,6 +575,7 @@ def test_an_inner_topology_that_is_left_open(cluster, made):
     assert made[0].calls == [("close",)]
 
 
+@pytest.mark.long
 def test_what_is_unavailable(cluster, made):
     """Names are used once; a function that is bound serves one dataset; both say what to do."""
     with stagecrew.crew(cluster).topology("t") as topology:

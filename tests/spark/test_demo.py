@@ -109,6 +109,7 @@ def test_on_sqlite(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.long
 def test_on_postgresql(tmp_path, server):
     """On PostgreSQL the server itself counts the same; with --json the figures are for machines, and the standard output
     holds nothing else; the password is shown nowhere, and the schema is gone."""

@@ -58,6 +58,7 @@ def test_every_split_once(cluster):
         assert splits.select(f.spark_partition_id().alias("p")).distinct().count() > 1
 
 
+@pytest.mark.long
 def test_spark_s_semantics(cluster):
     """A second action, coalesce, repartition, unions and joins with itself, crossJoin: each row as often as of any dataset."""
     with stagecrew.crew(cluster).topology("t") as topology:

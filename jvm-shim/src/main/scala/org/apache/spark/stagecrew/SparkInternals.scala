@@ -9,21 +9,22 @@ package org.apache.spark {
 
       /** Active jobs with one of their local properties. Read beside the scheduler's thread: may lag, repeat to be sure. */
       def activeJobs(sc: SparkContext, property: String): Map[Int, String] =
-        unlessItChanges(Map.empty[Int, String]) {
+        unlessItChanges {
           sc.dagScheduler.activeJobs.toArray.map { job =>
             job.jobId -> Option(job.properties).flatMap(p => Option(p.getProperty(property))).getOrElse("")
           }.toMap
-        }
+        }.getOrElse(Map.empty)
 
-      /** The shuffles that each active job needs, with the job's local property. */
+      /** The shuffles that each active job needs, with the job's local property. Fails when it cannot be read: what nobody knows to
+        * be unused is not to be deleted. */
       def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] =
-        unlessItChanges(Seq.empty[(String, Seq[Int])]) {
+        unlessItChanges {
           val stages = sc.dagScheduler.stageIdToStage.values.toArray.collect { case stage: ShuffleMapStage => stage }
           sc.dagScheduler.activeJobs.toArray.toSeq.map { job =>
             Option(job.properties).flatMap(p => Option(p.getProperty(property))).getOrElse("") ->
               stages.toSeq.filter(_.jobIds.contains(job.jobId)).map(_.shuffleDep.shuffleId)
           }
-        }
+        }.getOrElse(throw new IllegalStateException("Spark's stages changed at each of twenty looks at them"))
 
       def nextAttempt(sc: SparkContext): Long = sc.taskScheduler match {
         case scheduler: TaskSchedulerImpl => scheduler.nextTaskId.get
@@ -32,13 +33,13 @@ package org.apache.spark {
 
       /** The first of the active jobs that need a stage, as its `activeJobForStage` has it. */
       def jobOfStage(sc: SparkContext, stage: Int): Option[Int] =
-        unlessItChanges(Option.empty[Int])(
-          sc.dagScheduler.stageIdToStage.get(stage).flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption))
+        unlessItChanges(
+          sc.dagScheduler.stageIdToStage.get(stage).flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption)
+        ).flatten
 
       // The collections belong to another thread; a read during a change may fail, and is made again.
-      private def unlessItChanges[T](otherwise: T)(read: => T): T =
+      private def unlessItChanges[T](read: => T): Option[T] =
         Iterator.continually(scala.util.Try(read).toOption).take(20).collectFirst { case Some(found) => found }
-          .getOrElse(otherwise)
     }
   }
 
