@@ -46,10 +46,10 @@ check: setup ## format, lint, types and unit tests: under two minutes
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/unit -m "not long"
+	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
 test-unit: setup ## the tests without Spark
-	$(BIN)/pytest -q tests/unit -m "not long"
+	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
 test-jvm: setup ## the shim's own tests
 	build/sbt shim/test
