@@ -358,31 +358,39 @@ def test_decommissioning(sessions, tmp_path):
     assert not outputs(spark)
 
 
+def sent_away(spark, places):
+    """Ends one of two executors in an orderly way; answers its process when it sends its outputs to the other one."""
+
+    def data():
+        return {place: len(list(Path(place).glob("*/shuffle_*.data"))) for place in places}
+
+    pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
+    here = data()
+    kill(min(pids), signal.SIGPWR)
+    eventually(lambda: [place for place, count in data().items() if count > here[place]], 60, "some have come")
+    return min(pids)
+
+
+def large(spark):
+    """An RDD whose 16 map outputs have 16 MB each."""
+    many = spark.sparkContext.parallelize(range(16), 16)
+    return many.flatMap(lambda _: [(i, os.urandom(1 << 20)) for i in range(16)]).groupByKey(2)
+
+
 def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
-    """Outputs that are on their way between executors at the exit go when they have arrived; what uses the shuffle again stays."""
+    """Outputs that are on their way between executors at the exit go when they have arrived; what uses a shuffle again stays."""
     spark = sessions.get(TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **DECOMMISSIONING)
     crew = stagecrew.crew(spark)
     eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
     places = set(folders(spark, tmp_path))
-    big = (
-        spark.sparkContext.parallelize(range(16), 16)
-        .flatMap(lambda n: [(i, os.urandom(1 << 20)) for i in range(16)])
-        .groupByKey(2)
-    )
+    many = large(spark)
     with crew.topology("t"):
-        assert big.count() == 16
+        assert many.count() == 16
         (shuffle,) = outputs(spark)
         again = counted(spark, 8)
         assert sorted(again.collect()) == EXPECTED
-        pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
-        leaver = min(pids)
-        here = {place: len(list(Path(place).glob("*/shuffle_*.data"))) for place in places}
-        kill(leaver, signal.SIGPWR)
-        eventually(
-            lambda: [p for p in places if len(list(Path(p).glob("*/shuffle_*.data"))) > here[p]],
-            60,
-            "outputs are on their way",
-        )
+        leaver = sent_away(spark, places)
+    assert psutil.pid_exists(leaver)  # it had not sent them all
     assert sorted(again.collect()) == EXPECTED  # of no topology
     eventually(lambda: not psutil.pid_exists(leaver), 60, "it has left")
     places |= folders(spark, tmp_path)
@@ -399,23 +407,42 @@ def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
 
 
 @pytest.mark.long
-def test_the_old_fetch_protocol(sessions, tmp_path):
-    """Where map outputs are named by partition and not by attempt, what is computed again has the same names: all the same
-    rows are right, and nothing is left."""
-    spark = sessions.get(TWO, spark__shuffle__useOldFetchProtocol="true", **DECOMMISSIONING)
+def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
+    """With dynamic allocation an executor to which another one sent outputs while their topology ended goes when it is idle."""
+    spark = sessions.get(
+        TWO,
+        spark__storage__decommission__shuffleBlocks__maxThreads="1",
+        spark__dynamicAllocation__enabled="true",
+        spark__dynamicAllocation__minExecutors="0",
+        spark__dynamicAllocation__initialExecutors="2",
+        spark__dynamicAllocation__executorIdleTimeout="8s",
+        **DECOMMISSIONING,
+    )
     crew = stagecrew.crew(spark)
-    held = []
-    for i in range(6):
-        with crew.topology(f"t{i}"):
-            held.append(counted(spark, 8))
-            for dataset in held[-3:]:
-                assert sorted(dataset.collect()) == EXPECTED
-            with crew.topology("inner"):
-                assert sorted(held[0].collect()) == EXPECTED
-        assert files(spark, tmp_path) == []
-        assert not outputs(spark)
+    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    places = set(folders(spark, tmp_path))
+    many = large(spark)
+    with crew.topology("t"):
+        assert many.count() == 16
+        leaver = sent_away(spark, places)
+    assert psutil.pid_exists(leaver)
+    eventually(lambda: not executors(spark), 60, "both have gone")
+
+
+@pytest.mark.long
+def test_the_old_fetch_protocol(sessions, tmp_path):
+    """Where map outputs are named by partition and not by attempt, what is computed again has the names of what was released:
+    such shuffles are not tracked, so nobody loses what was computed again."""
+    spark = sessions.get(TWO, spark__shuffle__useOldFetchProtocol="true")
+    crew = stagecrew.crew(spark)
+    with crew.topology("t") as topology:
+        dataset = counted(spark, 8)
+        assert sorted(dataset.collect()) == EXPECTED
+    assert topology.report.released == 0
+    assert sum(outputs(spark).values()) == 8
+    assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 8
     assert nothing_stored(crew)
-    assert sorted(held[0].collect()) == EXPECTED
+    assert sorted(dataset.collect()) == EXPECTED
 
 
 JAVA = """

@@ -9,8 +9,8 @@ private[stagecrew] final case class Heard(latch: java.util.concurrent.CountDownL
   override protected[spark] def logEvent: Boolean = false
 }
 
-/** A topology closes on these executors, which are not idle meanwhile, or does so no more. */
-private[stagecrew] final case class Closes(executors: Seq[String], begins: Boolean) extends SparkListenerEvent {
+/** Topologies close on other executors than before: see `Busy`. */
+private[stagecrew] final case class BusyChanged() extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }
 
@@ -31,7 +31,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
     case started: QueryStartedEvent => crew.queryStarted(started.id.toString, started.runId.toString, started.jobTags)
     case ended: QueryTerminatedEvent => crew.queryEnded(ended.id.toString, ended.runId.toString)
     case Heard(latch) => crew.heard(latch)
-    case Closes(executors, begins) => crew.closes(executors, begins)
+    case BusyChanged() => crew.busyChanged()
     case _ => ()
   }
 }

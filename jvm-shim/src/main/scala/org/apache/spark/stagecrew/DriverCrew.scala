@@ -32,7 +32,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   val partitions = new DriverPartitions(sc)
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
-  private var seenLeaving = Option.empty[Long]
+  private var leftLast = Option.empty[Long]
+  private val busy = new Busy((executor, begins) =>
+    Log.contained("telling Spark who is busy")(SparkInternals.pin(sc, executor, begins)), () => SparkInternals.post(sc, BusyChanged()))
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
   private val watched = new Watched
@@ -216,8 +218,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   /** On the bus's own thread. */
-  def closes(executors: Seq[String], begins: Boolean): Unit =
-    executors.foreach(executor => Log.contained("telling Spark who is busy")(SparkInternals.pin(sc, executor, begins)))
+  def busyChanged(): Unit = busy.tell()
 
   def executorRemoved(id: String): Unit = inLoop(lost(id))
 
@@ -244,11 +245,12 @@ final class DriverCrew(sc: SparkContext) extends Handler {
           reported(frame.text("executor"), frame.long("sequence"), Json.parse(frame.text("body")))
           reply.answer(Frames.encode("OK"))
         case "INVENTORY" =>
-          claimRunning()
-          val (orphans, left) = partitions.inventory(
-            Json.parse(frame.text("body")), leaving(), id => topologies.get(id).map(_.state).getOrElse("closed"))
-          if (left.nonEmpty) pool.execute(() => deleteLeft(left))
-          reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
+          try {
+            val (orphans, left) = partitions.inventory(
+              Json.parse(frame.text("body")), leaving, id => topologies.get(id).map(_.state).getOrElse("closed"), () => claimRunning())
+            if (left.nonEmpty) pool.execute(() => deleteLeft(left))
+            reply.answer(Frames.encode("ORPHANS", Json.write(orphans)))
+          } catch { case Failure(error) => reply.fail(error) } // it tells again
         case other => reply.fail(new FrameException(s"an executor does not send $other"))
       }
     }
@@ -287,6 +289,8 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def checkExecutions(): Unit = {
     executions.prune()
     partitions.prune()
+    busy.remind()
+    if (migrates && executors.keys.exists(SparkInternals.leaves(sc, _))) leftLast = Some(System.nanoTime())
     val over = topologies.values.filter(t => t.kind == ExecutionKind && t.state == "active").map(_.description.id)
       .filterNot(executions.runs)
     over.toSeq.foreach(endExecution)
@@ -306,9 +310,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
             DriverPartitions.Released(DriverPartitions.KeepsAll, Nil, 0, Map.empty, Nil, Set.empty, Nil)
         }
         // Outputs of executors that leave are sent to any other.
-        val asked = if (migrates) executors.values.toSeq else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
+        val asked = if (migrates && released.shuffles.nonEmpty) executors.values.toSeq else (topology.executors ++ topology.holders).toSeq.flatMap(executors.get)
         topology.pending ++= asked.map(_.id)
-        SparkInternals.post(sc, Closes(asked.map(_.id), begins = true))
+        busy.begins(id, asked.map(_.id))
         val message = Frames.encode("END_TOPOLOGY", id, timeoutMs, Json.write(released.json))
         asked.foreach { executor =>
           executor.peer.ask(message, timeoutMs + AnswerMs) {
@@ -340,9 +344,14 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   /** What nobody else uses, or will find running now, goes; what others use is theirs. */
   private def release(topology: Topology): DriverPartitions.Released = {
     val id = topology.description.id
-    claimRunning()
+    val before = SparkInternals.nextAttempt(sc)
+    val known = try { claimRunning(); true } catch {
+      case Failure(error) =>
+        Log.log.warn(s"what topology '${topology.description.name}' has stored is not released: nobody knows who uses it", error)
+        false
+    }
     val around = chainOf(topology).tail.filter(_.state == "active").map(_.description.id)
-    val released = partitions.end(id, topology.description.release, around)
+    val released = partitions.end(id, if (known) topology.description.release else DriverPartitions.KeepsAll, around, before)
     released.heirs.values.flatMap(topologies.get).foreach(_.holders ++= topology.executors ++ topology.holders)
     topology.left ++= released.left
     topology.caches ++= released.caches
@@ -355,11 +364,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   }
 
   /** Whether an executor sends its outputs to others before it leaves, or did so a moment ago. */
-  private def leaving(): Boolean = {
-    val now = System.nanoTime()
-    if (migrates && executors.keys.exists(SparkInternals.leaves(sc, _))) seenLeaving = Some(now)
-    seenLeaving.exists(now - _ < LeavingNanos)
-  }
+  private def leaving: Boolean = leftLast.exists(System.nanoTime() - _ < LeavingNanos)
 
   /** Who uses what a job of this topology needs: the next around it that is active, as its tasks are booked; it may be one that
     * another thread has ended. Nobody, while that closes and is cancelled, as its jobs are. */
@@ -371,7 +376,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   private def answered(topology: Topology, executor: String): Unit = {
     topology.pending -= executor
-    SparkInternals.post(sc, Closes(Seq(executor), begins = false))
+    busy.ends(topology.description.id, executor)
     settle(topology)
     publish(topology)
   }

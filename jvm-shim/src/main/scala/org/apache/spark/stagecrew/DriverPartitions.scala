@@ -49,8 +49,9 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     }
   }
 
-  /** The topology, which lies in these, ends: what nobody else uses is taken off the tracker. Answers what executors are told. */
-  def end(topology: String, policy: String, around: Seq[String]): Released = {
+  /** The topology, which lies in these, ends: what nobody else uses is taken off the tracker. Attempts `before` this one had
+    * begun when it was looked who uses what. Answers what executors are told. */
+  def end(topology: String, policy: String, around: Seq[String], before: Long): Released = {
     datasets.remove(topology)
     Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
     around.foreach(outer => Option(kept.get(outer)).foreach { case (shuffled, cached) => used(outer, shuffled, cached) })
@@ -61,7 +62,6 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
     if (policy == KeepsAll) caches.use(Description.Application, cacheHeirs.keys)
     if (policy != ReleasesAll) caches.use(Description.Application, aloneCaches)
     val released = if (policy == KeepsAll) Nil else alone
-    val before = SparkInternals.nextAttempt(sc)
     if (migrates) stale ++= released.map(_ -> before)
     Released(policy, released, before, heirs, if (policy == ReleasesAll) aloneCaches else Nil, cacheHeirs.keySet, drop(released))
   }
@@ -84,24 +84,31 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
 
   /** What an executor has of each topology. Answers what of it is over, topologies that ended and datasets that are gone, and
     * what executors that are gone have left of these topologies. While executors leave (`leaving`), what they still send of
-    * shuffles that were released goes too: outputs that were on their way come back into the tracker. */
-  def inventory(told: ObjectNode, leaving: Boolean, stateOf: String => String): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
+    * shuffles that were released goes too: outputs that were on their way come back into the tracker. `claim` looks which
+    * shuffles jobs use that run now, and is called when anything may go. */
+  def inventory(
+      told: ObjectNode, leaving: Boolean, stateOf: String => String, claim: () => Unit): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
+    lazy val before = {
+      val next = SparkInternals.nextAttempt(sc)
+      claim()
+      next
+    }
+    def free(shuffle: Int): Boolean = before >= 0 && shuffles.heir(shuffle).isEmpty
     val answer = Json.obj()
     val ended = answer.putObject("ended")
     val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks]
     val goneShuffles, goneCaches, unclaimed = mutable.LinkedHashSet.empty[Int]
-    told.properties.asScala.foreach { entry =>
+    Option(told.get("topologies")).toSeq.flatMap(_.properties.asScala).foreach { entry =>
       val shuffled = Json.integers(entry.getValue.get("shuffles"))
       val cached = Json.integers(entry.getValue.get("caches"))
       goneShuffles ++= shuffled.filterNot(SparkInternals.hasShuffle)
       goneCaches ++= cached.filterNot(SparkInternals.hasCache(sc, _))
       val state = stateOf(entry.getKey)
-      if (entry.getKey == Description.Application) unclaimed ++= shuffled.filter(shuffles.heir(_).isEmpty)
+      if (entry.getKey == Description.Application) unclaimed ++= shuffled.filter(free)
       else if (state == "active") used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
       else if (state == "closed") {
-        val heirs = shuffled.flatMap(shuffle => shuffles.heir(shuffle).map(shuffle -> _)).toMap
-        val alone = shuffled.filterNot(heirs.contains).filterNot(goneShuffles)
-        val before = SparkInternals.nextAttempt(sc)
+        val (alone, passed) = shuffled.filterNot(goneShuffles).partition(free)
+        val heirs = passed.map(shuffle => shuffle -> shuffles.heir(shuffle).get).toMap
         if (migrates) stale ++= alone.map(_ -> before)
         val released = Released(ReleasesShuffles, alone, before, heirs, Nil, Set.empty, drop(alone))
         left ++= released.left
@@ -109,8 +116,11 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
       }
     }
     left ++= drop(unclaimed)
-    val late = if (leaving) stale.filter { case (shuffle, _) => shuffles.heir(shuffle).isEmpty } else Nil
-    left ++= drop(late.map(_._1).filter(SparkInternals.hasOutputs))
+    if (migrates) stale ++= unclaimed.map(_ -> before)
+    val late = if (leaving) stale.filter { case (shuffle, _) => free(shuffle) } else Nil
+    // Half an output that arrives comes into no tracker, but Spark takes its executor for one that has something.
+    val found = Json.integers(told.get("found")).filter(free)
+    left ++= drop((late.map(_._1).filter(SparkInternals.hasOutputs) ++ found).toSet)
     val outputs = answer.putObject("stale")
     late.foreach { case (shuffle, before) => outputs.put(shuffle.toString, before) }
     answer.set[JsonNode]("unclaimed", Json.numbers(unclaimed))

@@ -419,10 +419,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   /** What is stored here, for the driver to say what of it is over. */
-  private def takeInventory(): Unit = partitions.inventory().orElse(if (migrates) Some("{}") else None).foreach { body =>
+  private def takeInventory(): Unit = partitions.inventory(always = migrates).foreach { body =>
     driver.ask(SparkInternals.withSender(self, Frames.encode("INVENTORY", executor, body)), AskMs) {
-      case Left(_) => inLoop(partitions.notTold())
+      case Left(_) => inLoop(partitions.answered(heard = false))
       case Right(answer) => inLoop {
+        partitions.answered(heard = true)
         val orphans = Json.parse(Frames.decodeMessage(answer).text("body"))
         partitions.forget(Json.integers(orphans.get("shuffles")), Json.integers(orphans.get("caches")))
         partitions.unclaimed(Json.integers(orphans.get("unclaimed")))

@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService, TimeUnit, TimeoutException}
+import scala.jdk.CollectionConverters._
 import com.fasterxml.jackson.databind.JsonNode
 
 /**
@@ -11,10 +12,13 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   import Partitions._
 
   private val table = new PartitionTable
-  private var told = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
+  private var said = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
   private var quiet = 0
   private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
-  private var looking = CompletableFuture.completedFuture(()) // of the loop's thread
+  private var looking = CompletableFuture.completedFuture(()) // of the loop's thread, as are the next two
+  private var asked = 0
+  private var telling = Set.empty[Int]
+  private val found = ConcurrentHashMap.newKeySet[Int]() // shuffles of which something stale was here
 
   /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
   private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
@@ -53,8 +57,11 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   }
 
   /** Of these shuffles, which nobody uses, what attempts before those named have written goes, booked or not: another executor
-    * that leaves may have sent it. Of the loop's thread. */
-  def stale(before: Map[Int, Long]): Unit = if (before.nonEmpty && looking.isDone) looking = inPool(removeStale(before))
+    * that leaves may have sent it. Of the loop's thread; every few calls looks at the disks, which may have many files. */
+  def stale(before: Map[Int, Long]): Unit = if (before.nonEmpty && looking.isDone) {
+    if (asked % Looks == 0) looking = inPool(removeStale(before))
+    asked += 1
+  }
 
   /** Nobody uses these shuffles: what is booked of them for the application goes. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
@@ -86,26 +93,29 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     if (ledger.of(topology).stored != stored) ledger.change(topology)(_.copy(stored = stored))
   }
 
-  /** The datasets of each topology, when the driver has not been told of them, or long ago. */
-  def inventory(): Option[String] = {
+  /** The datasets of each topology, when the driver has not been told of them, or long ago; `always` when it has to be asked. */
+  def inventory(always: Boolean): Option[String] = {
     val now = table.inventory
     quiet += 1
-    if (told.contains(now) && (now.isEmpty || quiet < Quiet)) None
+    telling = found.asScala.toSet
+    if (!always && telling.isEmpty && said.contains(now) && (now.isEmpty || quiet < Quiet)) None
     else {
-      told = Some(now)
+      said = Some(now)
       quiet = 0
       val node = Json.obj()
+      val of = node.putObject("topologies")
       now.foreach { case (topology, (shuffles, caches)) =>
-        val of = node.putObject(topology)
-        of.set[JsonNode]("shuffles", Json.numbers(shuffles))
-        of.set[JsonNode]("caches", Json.numbers(caches))
+        val its = of.putObject(topology)
+        its.set[JsonNode]("shuffles", Json.numbers(shuffles))
+        its.set[JsonNode]("caches", Json.numbers(caches))
       }
+      node.set[JsonNode]("found", Json.numbers(telling))
       Some(Json.write(node))
     }
   }
 
-  /** The driver did not hear of it. */
-  def notTold(): Unit = told = None
+  /** Whether the driver heard of the last one. */
+  def answered(heard: Boolean): Unit = if (heard) telling.foreach(found.remove) else said = None
 
   def isEmpty: Boolean = table.isEmpty
 
@@ -125,7 +135,10 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     ledger.change(topology)(c => c.copy(released = c.released + released, releasedBytes = c.releasedBytes + bytes))
 
   private def removeStale(before: Map[Int, Long]): Unit =
-    if (before.nonEmpty) disk.outputsOf(before.keySet).filter(output => output.map < before(output.shuffle)).foreach(remove)
+    if (before.nonEmpty) disk.outputsOf(before.keySet).filter(output => output.map < before(output.shuffle)).foreach { output =>
+      remove(output)
+      found.add(output.shuffle)
+    }
 
   private def remove(output: Output): Unit = Log.contained(s"deleting $output")(disk.delete(output))
 }
@@ -149,6 +162,9 @@ object Partitions {
 
   /** An inventory that did not change is told again after so many reports: the driver may have forgotten. */
   private val Quiet = 10
+
+  /** It is looked at the disks once in so many times. */
+  private val Looks = 4
 
   // Spark makes the ShuffleDataIO by its name, in the same JVM; there is one executor in each.
   @volatile private var current = Option.empty[Partitions]

@@ -102,7 +102,10 @@ object DriverShim {
 
   /** Shuffle outputs are booked by the ShuffleDataIO, around that of the user, and cached blocks by what tasks say of them. */
   private def trackPartitions(conf: SparkConf): Unit = {
-    if (!SparkInternals.sortsShuffles(conf)) {
+    if (SparkInternals.oldFetch(conf)) {
+      Log.log.warn("spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, and not released " +
+        "when a topology ends")
+    } else if (!SparkInternals.sortsShuffles(conf)) {
       Log.log.warn(s"spark.shuffle.manager=${conf.get("spark.shuffle.manager")} does not write through Spark's ShuffleDataIO: its partitions are not tracked, " +
         "and not released when a topology ends")
     }

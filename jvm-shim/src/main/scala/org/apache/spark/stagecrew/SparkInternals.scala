@@ -37,9 +37,9 @@ package org.apache.spark {
           sc.dagScheduler.stageIdToStage.get(stage).flatMap(_.jobIds.toArray.filter(sc.dagScheduler.jobIdToActiveJob.contains).minOption)
         ).flatten
 
-      // The collections belong to another thread; a read during a change may fail, and is made again.
+      // The collections belong to another thread; a read during a change may fail, or miss something: two have to be the same.
       private def unlessItChanges[T](read: => T): Option[T] =
-        Iterator.continually(scala.util.Try(read).toOption).take(20).collectFirst { case Some(found) => found }
+        Iterator.continually(scala.util.Try(read).toOption).take(20).sliding(2).collectFirst { case Seq(Some(one), Some(other)) if one == other => one }
     }
   }
 
@@ -389,8 +389,11 @@ package org.apache.spark {
       def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
       def shufflesInUse(sc: SparkContext, property: String): Seq[(String, Seq[Int])] = StagecrewScheduler.shufflesInUse(sc, property)
 
-      /** Whether Spark's own shuffle manager writes, so through its ShuffleDataIO: core/shuffle/ShuffleManager.scala. */
-      def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(internal.config.SHUFFLE_MANAGER))
+      /** Whether Spark's own shuffle manager writes, so through its ShuffleDataIO, and each attempt its own file: core/shuffle/ShuffleManager.scala. */
+      def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(internal.config.SHUFFLE_MANAGER)) && !oldFetch(conf)
+
+      /** Whether map outputs are named by partition: what is computed again has the names of what was released. */
+      def oldFetch(conf: SparkConf): Boolean = conf.get(internal.config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
       private val SortShuffleManagers = Set("sort", "tungsten-sort", classOf[SortShuffleManager].getName)
 
       /** Whether shuffles are written through Spark's ShuffleDataIO, to the executors' disks: core/SparkContext.scala. */

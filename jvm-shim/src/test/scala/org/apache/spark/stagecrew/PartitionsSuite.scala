@@ -69,6 +69,13 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.stale(Map(7 -> 100L, 8 -> 99L))
     partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(4, 99), Output(6, 99), Output(7, 99)))
+    // The driver hears of it, so that Spark takes the executor for one that has nothing.
+    def found(): Option[Set[Int]] = partitions.inventory(always = false).map(body => Json.integers(Json.parse(body).get("found")).toSet)
+    assert(found().contains(Set(4, 6, 7)))
+    partitions.answered(heard = false)
+    assert(found().contains(Set(4, 6, 7)))
+    partitions.answered(heard = true)
+    assert(found().isEmpty)
   }
 
   test("what tasks of a topology that had ended wrote goes when nobody uses the shuffle") {
@@ -104,14 +111,14 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
   }
 
   test("an inventory is told when it changed, now and then, and again when it was not heard") {
-    assert(partitions.inventory().isEmpty)
+    assert(partitions.inventory(always = false).isEmpty)
     write(1, "a", 0)
-    val told = partitions.inventory().get
-    assert(told == """{"a":{"shuffles":[0],"caches":[]}}""")
-    assert(partitions.inventory().isEmpty)
-    partitions.notTold()
-    assert(partitions.inventory().contains(told))
-    assert(Iterator.continually(partitions.inventory()).take(11).flatten.toSeq == Seq(told))
+    val told = partitions.inventory(always = false).get
+    assert(told == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
+    assert(partitions.inventory(always = false).isEmpty)
+    partitions.answered(heard = false)
+    assert(partitions.inventory(always = false).contains(told))
+    assert(Iterator.continually(partitions.inventory(always = false)).take(11).flatten.toSeq == Seq(told))
   }
 
   test("without a driver all goes") {
