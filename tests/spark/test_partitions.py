@@ -511,7 +511,8 @@ def test_a_release_in_the_middle_of_a_stage(spark, crew, tmp_path, before, journ
     thread = threading.Thread(target=lambda: found.append(dataset.collect()))
     thread.start()
     if when == "map":
-        eventually(lambda: set(outputs(spark)) - set(before[1]), 60, "some are written")
+        # The fourth waits.
+        eventually(lambda: sum(stored_since(spark, tmp_path, before)[1].values()) == 3, 60, "three are written")
     else:
         eventually(lambda: journal.read(event="reduce"), 60, "it is read")
     new = [shuffle for shuffle in outputs(spark) if shuffle not in before[1]]
