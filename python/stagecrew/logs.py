@@ -36,7 +36,9 @@ class StructuredFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
-        given: Mapping[str, Any] = record.__dict__.get("context") or {}
+        given = record.__dict__.get("context")
+        if not isinstance(given, Mapping):  # it is of another than PySpark's loggers
+            given = {}
         fields = {name: value for name in FIELDS if (value := record.__dict__.get(name)) is not None}
         copy = logging.makeLogRecord(record.__dict__)
         copy.__dict__["context"] = {name: str(value) for name, value in {**fields, **given}.items()}

@@ -75,3 +75,11 @@ def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_gi
     found = json.loads(line)
     assert found["msg"] == "three\nrows"
     assert found["context"] == {"topology": "t", "stage": "mine", "table": "<a>"}
+
+
+def test_a_record_whose_context_is_no_mapping_is_written_all_the_same():
+    """A library's own `context` is not ours to read: the record is not lost, and what we know of it stands in it."""
+    for given in ("text", 7, ["a"], b"x", None):
+        record = logging.makeLogRecord({"msg": "three rows", "context": given, "topology": "nightly"})
+        found = json.loads(StructuredFormatter().format(record))
+        assert (found["msg"], found["context"]) == ("three rows", {"topology": "nightly"})
