@@ -117,7 +117,7 @@ final class JvmListeners(
   }
 
   private def failed(entry: Entry, error: Throwable): Unit =
-    count(entry)(c => c.copy(failures = c.failures + 1, lastError = error.toString))
+    count(entry)(c => c.copy(failures = c.failures + 1, lastError = Show.cut(error.toString, ListenerCounts.ErrorLength)))
 
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
     ledger.listener(where.topologyId, entry.index, entry.name, "jvm")(f)

@@ -31,6 +31,9 @@ final case class ListenerCounts(
 }
 
 object ListenerCounts {
+  /** How much is kept of an error, as of Python's (ERROR_LENGTH of python/stagecrew/worker/hooks.py). */
+  val ErrorLength = 8000
+
   private[stagecrew] def of(node: JsonNode): (Int, ListenerCounts) =
     node.path("index").asInt -> ListenerCounts(
       node.path("name").asText, node.path("scope").asText, node.path("opens").asLong, node.path("closes").asLong,

@@ -39,6 +39,9 @@ object JvmListenersSuite {
       () => throw new IllegalStateException("no leave")
     }
   }
+  class LongError extends TopologyListener {
+    override def open(context: TopologyContext): Unit = throw new IllegalStateException("x" * 1000000)
+  }
   class Plain extends TopologyListener
   class Hanging extends Recording("hanging") {
     override def open(context: TopologyContext): Unit = hang()
@@ -174,5 +177,11 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     val two = listeners(classOf[A], classOf[NoListener])
     intercept[OpenFailedException](two.open())
     assert(heard == Seq("open a", "close a"))
+  }
+
+  test("of what a listener threw so much is kept") {
+    val one = listeners(classOf[LongError])
+    intercept[OpenFailedException](one.open())
+    assert(counts(0).lastError.length == ListenerCounts.ErrorLength && counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))
   }
 }
