@@ -18,9 +18,6 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
   private val tasks = new Kept(first + slowest)
   private var replaced = 0L
 
-  /** How many there were that are not kept. */
-  def dropped: Long = replaced
-
   def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean): Unit = {
     val kept = if (kind == "task") tasks else hooks
     kept.slotFor(micros).fold(replaced += 1) { slot =>
@@ -32,7 +29,7 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
   /** What is to be reported, and what to do when it has arrived. */
   def untold: (ObjectNode, () => Unit) = {
     val left = slots.toSeq.filterNot(_._2.told).sortBy(_._1)
-    val node = Json.obj().put("dropped", dropped)
+    val node = Json.obj().put("total", slots.size + replaced)
     Json.put(node, "slots", left.map { case (number, slot) => slot.span.json.put("slot", number) })
     node -> (() => left.foreach(_._2.told = true))
   }
@@ -66,17 +63,17 @@ private[stagecrew] object SpanLog {
 /** The spans of one topology, of all executors: what their reports said last of each slot. Of the driver's loop. */
 private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   private val slots = mutable.LinkedHashMap.empty[(String, Long), (Long, Span)]
-  private val droppedBy = mutable.LinkedHashMap.empty[String, (Long, Long)]
-  private var refused = 0L
+  private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // of each executor, what it keeps among them
+  private var past = 0L // of those that are forgotten
 
   /** What an executor's report with this number said. Whatever comes twice, or late, changes nothing. */
   def took(executor: String, sequence: Long, node: JsonNode): Unit = {
-    if (droppedBy.get(executor).forall(_._1 < sequence)) droppedBy(executor) = sequence -> node.path("dropped").asLong
+    if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> node.path("total").asLong
     Json.items(node.get("slots")).foreach { entry =>
       val key = executor -> entry.path("slot").asLong
       slots.get(key) match {
         case Some((known, _)) if known >= sequence => ()
-        case None if slots.size >= limit => refused += 1
+        case None if slots.size >= limit => ()
         case _ => slots(key) = sequence -> Span.of(entry).copy(executor = executor)
       }
     }
@@ -85,16 +82,15 @@ private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   def size: Int = slots.size
 
   /** An executor of which nothing new comes. */
-  def forget(executor: String): Unit = droppedBy.remove(executor).foreach(refused += _._2)
+  def forget(executor: String): Unit = totals.remove(executor).foreach(past += _._2)
 
   /** None is kept any more; how many there were is. */
-  def clear(): Unit = {
-    refused += slots.size
-    slots.clear()
-  }
+  def clear(): Unit = slots.clear()
 
   def spans: Vector[Span] = slots.valuesIterator.map(_._2).toVector.sortBy(_.started)
-  def dropped: Long = droppedBy.valuesIterator.map(_._2).sum + refused
+
+  /** How many there were that are not kept. */
+  def dropped: Long = totals.valuesIterator.map(_._2).sum + past - slots.size
 }
 
 private[stagecrew] object SpanBook {
@@ -104,7 +100,7 @@ private[stagecrew] object SpanBook {
 
   def trim(topologies: Iterable[Topology], inAll: Int = InAll): Unit = {
     var left = topologies.iterator.map(_.spans.size).sum
-    topologies.filter(_.state == "closed").toSeq.sortBy(_.ended).iterator.takeWhile(_ => left > inAll).foreach { topology =>
+    topologies.filter(one => one.state == "closed" && one.spans.size > 0).toSeq.sortBy(_.ended).iterator.takeWhile(_ => left > inAll).foreach { topology =>
       left -= topology.spans.size
       topology.spans.clear()
       topology.changed()

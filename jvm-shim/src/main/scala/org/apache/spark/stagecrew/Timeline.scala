@@ -8,7 +8,7 @@ import scala.xml.{Node, NodeSeq}
 private[stagecrew] object Timeline {
   val MaxLanes = 40
   val MaxRows = 12 // of a lane
-  val MaxSpans = 4000
+  val MaxSpans: Int = SpanBook.PerTopology
 
   private val Width = 1200
   private val Left = 120
@@ -19,7 +19,8 @@ private[stagecrew] object Timeline {
 
   /** The timeline of a topology up to this time, with what it shows in words; and that there is none. */
   def of(topology: TopologyView, until: Long): NodeSeq =
-    if (topology.spans.isEmpty) <p>No open, close or task has been recorded.</p>
+    if (topology.spans.isEmpty && topology.spansDropped == 0) <p>No open, close or task has been recorded.</p>
+    else if (topology.spans.isEmpty) <p>{s"${topology.spansDropped} opens, closes and tasks were recorded. None of them is kept any more."}</p>
     else {
       val spans = topology.spans.takeRight(MaxSpans)
       val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly

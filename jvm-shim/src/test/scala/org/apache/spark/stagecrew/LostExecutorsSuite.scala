@@ -22,7 +22,7 @@ class LostExecutorsSuite extends AnyFunSuite {
         of.executors += id
         of.holders += id
         of.counts(id) = 1L -> one
-        of.spans.took(id, 1, Json.parse("""{"dropped": 2, "slots": []}"""))
+        of.spans.took(id, 1, Json.parse("""{"total": 2, "slots": []}"""))
       }
       lost.foreach { case (id, _) => of.lost(id, retained = 3) }
       of.changed()

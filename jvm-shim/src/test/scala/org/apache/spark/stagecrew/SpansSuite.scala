@@ -123,4 +123,26 @@ class SpansSuite extends AnyFunSuite {
     ledger.forget("t")
     assert(ledger.report().isEmpty)
   }
+
+  test("what is dropped is what there was without what is kept, also when the book is full and reports come again") {
+    val random = new Random(3)
+    (1 to 30).foreach { _ =>
+      val book = new SpanBook(limit = 3)
+      val logs = Vector("1", "2").map(_ -> new SpanLog(2, 2))
+      val count = random.nextInt(60)
+      (1 to count).foreach { sequence =>
+        val (executor, log) = logs(random.nextInt(2))
+        log.add("task", s"$sequence", sequence.toLong, random.nextInt(1000).toLong, failed = false)
+        val arrived = told(log, book, sequence.toLong, executor)
+        told(log, book, sequence.toLong, executor) // doubled
+        if (random.nextBoolean()) arrived()
+      }
+      logs.foreach { case (executor, log) => told(log, book, 100, executor) }
+      assert(book.size + book.dropped == count && book.size <= 3)
+      book.forget("1")
+      assert(book.size + book.dropped == count)
+      book.clear()
+      assert(book.size == 0 && book.dropped == count)
+    }
+  }
 }

@@ -49,4 +49,9 @@ class TimelineSuite extends AnyFunSuite {
     val html = drawn(100, span("1", -50, 20), span("2", 90, 40), span("3", 500, 600))
     assert(bars(html).forall(bar => (bar \@ "x").toDouble >= 120 && (bar \@ "x").toDouble + (bar \@ "width").toDouble <= 1192.1))
   }
+
+  test("where no span is kept any more, it is said how many there were") {
+    val html = Timeline.of(Views.topology("t").copy(started = 0, spansDropped = 12), 10000)
+    assert(html.text.contains("12") && !html.text.contains("No open, close or task") && (html \\ "svg").isEmpty)
+  }
 }
