@@ -19,7 +19,7 @@ private[stagecrew] object JobPage {
   }
 
   def json(shown: Shown): ObjectNode = {
-    val node = Tab.version
+    val node = Tab.head(shown)
     shown.snapshot.recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
     node
   }

@@ -1,5 +1,6 @@
 package org.apache.spark.stagecrew
 
+import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 
 /** The tab's first page: the application, its topologies, and its listeners over all executors. */
@@ -27,6 +28,8 @@ private[stagecrew] object OverviewPage {
       if (listeners.rows.isEmpty) <p>No listener has been opened yet: they open before the first task that they cover.</p>
       else tables(listeners)).flatten
   }
+
+  def json(shown: Shown): ObjectNode = shown.snapshot.json.setAll[ObjectNode](Tab.head(shown))
 
   private def when(shown: Shown): NodeSeq =
     if (!shown.history) NodeSeq.Empty

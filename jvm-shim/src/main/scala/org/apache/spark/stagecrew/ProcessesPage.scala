@@ -23,7 +23,7 @@ private[stagecrew] object ProcessesPage {
   }
 
   def json(shown: Shown): ObjectNode = {
-    val node = Tab.version
+    val node = Tab.head(shown)
     Json.put(node, "processes", shown.snapshot.processes.map(_.json))
     node
   }

@@ -31,12 +31,14 @@ private[stagecrew] object Tab {
     SparkInternals.attachTab(sc, Prefix, pages(() => Shown(crew.snapshot, System.currentTimeMillis())))
 
   def pages(shown: () => Shown): Seq[Page] = Seq(
-    new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => shown.snapshot.json),
+    new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => OverviewPage.json(shown)),
     new TabPage("topology", shown, TopologyPage.html, TopologyPage.title, TopologyPage.json),
     new TabPage("processes", shown, ProcessesPage.html, (_, _) => "Stagecrew: Python processes", (shown, _) => ProcessesPage.json(shown)),
     new TabPage("jobs", shown, JobPage.html, (_, _) => "Stagecrew: stored job", (shown, _) => JobPage.json(shown)))
 
-  def version: ObjectNode = Json.obj().put("version", Snapshot.Version)
+  /** Of a page's JSON: its version, and what the page says above it. */
+  def head(shown: Shown, id: String = ""): ObjectNode =
+    Json.obj().put("version", Snapshot.Version).set[ObjectNode]("notes", Json.arr(shown.notes.getOrElse(id, Nil)))
 
   private final class TabPage(
       val path: String, shown: () => Shown, content: (Shown, Ask) => Seq[Node], name: (Shown, Ask) => String,

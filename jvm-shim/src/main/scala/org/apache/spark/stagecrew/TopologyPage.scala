@@ -1,6 +1,6 @@
 package org.apache.spark.stagecrew
 
-import com.fasterxml.jackson.databind.node.{ArrayNode, ObjectNode}
+import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 
 /** The page of one topology. */
@@ -33,9 +33,7 @@ private[stagecrew] object TopologyPage {
 
   def json(shown: Shown, ask: Ask): ObjectNode = {
     val topology = asked(shown, ask)
-    val node = Tab.version
-    node.put("until", shown.until(topology))
-    node.set[ArrayNode]("notes", Json.arr(shown.notes.getOrElse(topology.id, Nil)))
+    val node = Tab.head(shown, topology.id).put("until", shown.until(topology))
     node.set[ObjectNode]("topology", topology.json)
     node
   }
