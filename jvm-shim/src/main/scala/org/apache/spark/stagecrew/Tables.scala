@@ -100,6 +100,12 @@ private[stagecrew] object Show {
     s"${if (kept.lastOption.exists(_.isHighSurrogate)) kept.dropRight(1) else kept}\u2026"
   }
 
+  /** The end of a text, of at most so many characters; no pair of surrogates is torn. */
+  def end(text: String, length: Int): String = if (text.length <= length) text else {
+    val kept = text.takeRight(length - 1)
+    s"\u2026${if (kept.headOption.exists(_.isLowSurrogate)) kept.drop(1) else kept}"
+  }
+
   def date(ms: Long): String = if (ms <= 0) "" else SparkInternals.formatDate(ms)
 
   def micros(micros: Long): String =
@@ -111,7 +117,8 @@ private[stagecrew] object Show {
     cut((if (jvm) lines.nextOption() else lines.foldLeft(Option.empty[String])((_, line) => Some(line))).getOrElse(""), Length)
   }
 
-  def error(error: String, jvm: Boolean): Elem = <td title={title(error)}><bdi>{errorLine(error, jvm)}</bdi></td>
+  /** That line, with more of what stands beside it in the title. */
+  def error(error: String, jvm: Boolean): Elem = <td title={title(if (jvm) error else end(error, TitleLength))}><bdi>{errorLine(error, jvm)}</bdi></td>
 
   /** What is known, one under the other, as Spark's own pages have it above their tables. */
   def facts(facts: (String, NodeSeq)*): Node =

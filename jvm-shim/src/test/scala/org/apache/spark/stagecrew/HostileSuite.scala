@@ -54,4 +54,12 @@ class HostileSuite extends AnyFunSuite {
     val cells = (pages(everywhere(Reversed)).head \\ "td").filter(_.text.contains(Reversed))
     assert(cells.nonEmpty && cells.forall(cell => (cell \\ "bdi").exists(_.text.contains(Reversed))))
   }
+
+  test("no pair of surrogates is torn where a text's end is kept") {
+    (1 to 6).foreach { length =>
+      val cut = Show.end("\uD83D\uDE00" * 5 + "a", length)
+      assert(cut.length <= length && !cut.drop(1).headOption.exists(_.isLowSurrogate) && (length == 1 || cut.endsWith("a")))
+    }
+    assert(Show.end("short", 5) == "short")
+  }
 }

@@ -109,4 +109,23 @@ class TabSuite extends AnyFunSuite {
     val html = page("topology", Shown(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
+
+  test("what a page says above it out of an event log is in its JSON; live there is nothing") {
+    def notes(shown: Shown): Map[String, Seq[String]] =
+      Tab.pages(() => shown).map(page => page.path -> Json.strings(Json.parse(page.json(Ask("", Map("id" -> "a")))).get("notes"))).toMap
+    val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
+    val seen = notes(Shown(snapshot(topology("a")), 61000, history = true, notes = old))
+    assert(seen == Map("" -> old(""), "processes" -> old(""), "jobs" -> old(""), "topology" -> old("a")))
+    assert(Seq("", "processes").forall(path => page(path, Shown(snapshot(topology("a")), 61000, history = true, notes = old)).text.contains(old("").head)))
+    assert(notes(shown(topology("a"))).values.forall(_.isEmpty) && notes(shown(topology("a"))).size == 4)
+  }
+
+  test("the title of a Python error that is long has its end, that of a JVM's its beginning") {
+    def title(scope: String): String = {
+      val html = of(topology("a", listeners = 1, error = s"first\n${"x\n" * 4000}last", scope = scope))
+      (html \\ "@title").map(_.text).find(_.contains("x\nx")).get
+    }
+    assert(title("worker").endsWith("last") && title("jvm").startsWith("first"))
+    assert(Seq("worker", "jvm").map(title(_).length).forall(_ == Show.TitleLength))
+  }
 }
