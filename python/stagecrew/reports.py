@@ -107,7 +107,8 @@ class TopologyReport:
     closed when the exit gave up waiting; `partitions` are what it has stored, per executor; `operators` are told about every
     second while anything happens, and when it ends. Of executors that are lost the last ones are listed, as many as
     `spark.stagecrew.ui.retainedDeadExecutors` says; what happened on the `forgotten_executors` before them is counted still, on an
-    executor called `forgotten`.
+    executor called `forgotten`. Of operators the last 500 uses are listed: the numbers of the `forgotten_operators` before them are
+    those of one called `forgotten`.
     """
 
     id: str
@@ -126,6 +127,7 @@ class TopologyReport:
     partitions: tuple[PartitionReport, ...] = ()
     operators: tuple[OperatorReport, ...] = ()
     forgotten_executors: int = 0
+    forgotten_operators: int = 0
 
     @property
     def released(self) -> int:
@@ -202,6 +204,7 @@ class TopologyReport:
             ),
             operators=tuple(map(OperatorReport.of, node["operators"])),
             forgotten_executors=node.get("forgottenExecutors", 0),
+            forgotten_operators=node.get("forgottenOperators", 0),
         )
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 import stagecrew
+from stagecrew.coordination import statistics
 from stagecrew.errors import RequestFailed, RequestTimeout
 from stagecrew.frames import decode
 from stagecrew.operators.alignment import AlignmentCoordinator
@@ -288,3 +289,17 @@ def test_commits_say_who_stages():
         assert found["waitsFor"].startswith("1 task to stage their rows, since ")
         assert found["progress"] == {"staging": "1", "staged": "1"}
         two.finish()
+
+
+def test_the_last_word_has_the_last_uses_and_of_those_before_them_what_was_not_told(monkeypatch):
+    """However many uses there were: what of them is counted is told, that the driver's sums are of all."""
+    monkeypatch.setattr(statistics, "_MOST", 2)
+    known, sums = {}, {}
+    with CoordinatorHarness(Echo) as harness:
+        for _ in range(4):
+            harness.operators.add("operator", Echo, harness._host)
+        told(harness)
+        harness.evaluation(subtask=0).finish()
+    taken(harness.operators.last_statistics(), known, sums)
+    assert set(known) == {FROM_HARNESS, "operator/4", "operator/5"}
+    assert known[FROM_HARNESS]["finished"] == sums["finished"] == 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Statistics", "Teller", "cut_to"]
 
-#: Of so many uses of its operators the last word of a topology tells, the last ones.
+#: Of so many uses of its operators the last word of a topology tells, the last ones; of others where their numbers are new.
 _MOST: Final = 500
 #: How long something has to be awaited before it is told of, in seconds.
 _LATE: Final = 1.0
@@ -103,6 +103,7 @@ class Teller:
         """A frame of what changed of these, with those that live of each; None when nothing did. The last word is of all of it."""
         with self._lock:
             topologies: dict[str, dict[str, Any]] = {}
+            news = set()
             for binding, live in bindings:
                 if binding.statistics.is_told:
                     continue
@@ -112,6 +113,8 @@ class Teller:
                 if not last:
                     binding.instance.ask(self._clock())
                 told = self._of(binding, live, known)
+                if not known.told or any(told[count] != known.told[count] for count in _COUNTS):
+                    news.add((binding.owner.id, binding.key))
                 if last or told != known.told:
                     known.told = told
                     topologies.setdefault(binding.owner.id, {})[binding.key] = told
@@ -123,7 +126,14 @@ class Teller:
             if not topologies:
                 return None
             if last:
-                topologies = {id_: dict(list(of.items())[-_MOST:]) for id_, of in topologies.items()}
+                topologies = {
+                    id_: {
+                        key: told
+                        for left, (key, told) in zip(range(len(of), 0, -1), of.items(), strict=True)
+                        if left <= _MOST or (id_, key) in news
+                    }
+                    for id_, of in topologies.items()
+                }
             self._sequence += 1
             body = {"topologies": topologies, "totals": self._totals()}
             return encode("STATISTICS", sequence=self._sequence, body=json.dumps(body))

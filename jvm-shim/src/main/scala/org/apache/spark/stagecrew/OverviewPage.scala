@@ -55,7 +55,7 @@ private[stagecrew] object OverviewPage {
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state), Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
     Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
-    Column.number("Coordinators")(_.operators.size.toLong),
+    Column.number("Coordinators")(_.coordinators.toLong),
     Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")(failures),
     Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
     Column.several("Unclosed", "What had not closed when it ended")(_.unclosed))

@@ -55,7 +55,11 @@ final case class TopologyView(
     operators: Vector[OperatorView] = Vector.empty,
     spans: Vector[Span] = Vector.empty,
     spansDropped: Long = 0, // how many more there were
-    forgottenExecutors: Int = 0) { // lost ones that are in none of the lists: their counts are those of "forgotten"
+    forgottenExecutors: Int = 0, // lost ones that are in none of the lists: their counts are those of "forgotten"
+    forgottenOperators: Int = 0) { // the same of operators
+
+  /** How many uses of operators there were. Their names have how-manieth each is: none is the sum's. */
+  def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("id", id).put("name", name).put("kind", kind)
@@ -69,6 +73,7 @@ final case class TopologyView(
     Json.put(node, "operators", operators.map(_.json))
     Json.put(node, "spans", spans.map(_.json))
     node.put("spansDropped", spansDropped).put("forgottenExecutors", forgottenExecutors)
+      .put("forgottenOperators", forgottenOperators)
   }
 }
 
@@ -80,7 +85,8 @@ object TopologyView {
     node.path("executors").properties.asScala.toVector.map(entry => entry.getKey -> ExecutorCounts.of(entry.getValue)).toVector,
     Json.strings(node.get("lostExecutors")).toVector, Json.strings(node.get("unclosed")).toVector,
     Json.items(node.get("operators")).map(OperatorView.of).toVector,
-    Json.items(node.get("spans")).map(Span.of).toVector, node.path("spansDropped").asLong, node.path("forgottenExecutors").asInt)
+    Json.items(node.get("spans")).map(Span.of).toVector, node.path("spansDropped").asLong, node.path("forgottenExecutors").asInt,
+    node.path("forgottenOperators").asInt)
 }
 
 /** Something that took time on an executor: "open" or "close" of a listener, or a "task". */
@@ -138,6 +144,13 @@ final case class OperatorView(
 }
 
 object OperatorView {
+  /** Numbers of several together, under the name of those that are not listed; no times and no words. */
+  private[stagecrew] def sum(views: Iterable[OperatorView]): OperatorView = {
+    def of(f: OperatorView => Long): Long = views.iterator.map(f).sum
+    OperatorView(Topology.Forgotten, Topology.Forgotten, "", of(_.live), of(_.finished), of(_.failed), of(_.cut), of(_.resets), of(_.eventsIn),
+      of(_.eventsOut), of(_.requests), of(_.queued), Percentiles(), Percentiles(), "", Vector.empty, "")
+  }
+
   private[stagecrew] def of(node: JsonNode): OperatorView = OperatorView(
     node.path("name").asText, node.path("kind").asText, node.path("state").asText, node.path("live").asLong,
     node.path("finished").asLong, node.path("failed").asLong, node.path("cut").asLong, node.path("resets").asLong,

@@ -48,13 +48,13 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs,
       executors.toVector, counts.view.mapValues(_._2).toVector ++ Option.when(forgotten > 0)(Topology.Forgotten -> folded), lostExecutors.toVector, unclosed.toVector,
-      operators.views, spans.spans, spans.dropped, forgotten)
+      operators.views, spans.spans, spans.dropped, forgotten, operators.forgotten)
     shown = Some(view)
     view
   }
 }
 
 private[stagecrew] object Topology {
-  /** Under this name stand the counts of all lost executors that are not known by themselves any more. */
+  /** Under this name stand the counts of all lost executors that are not known by themselves any more, and of operators. */
   val Forgotten = "forgotten"
 }

@@ -15,15 +15,15 @@ private[stagecrew] object TopologyPage {
     } yield (executor, listener), listenerColumns)
     val executors = Table("executors", topology.executors, executorColumns(topology))
     val tables = new Tables(ask, "topology/", Seq("id" -> Tab.key(topology.id)), inside, operators, listeners, executors)
-    def section(name: String, table: Table[_], otherwise: String): NodeSeq =
-      if (table.rows.nonEmpty) <h4>{s"$name (${table.rows.size})"}</h4> ++ tables(table)
+    def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
+      if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
       else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
     Seq[NodeSeq](
       shown.notes.getOrElse(topology.id, Nil).map(Show.note),
       summary(shown, ask, topology),
       <h4>Timeline</h4>,
       Timeline.of(topology, shown.until(topology)),
-      section("Coordinators", operators, ""),
+      section("Coordinators", operators, "", topology.coordinators),
       section("Listeners", listeners, "No listener of it has been opened: they open before the first task that they cover."),
       section("Partitions and processes by executor", executors, "No executor has told of it."),
       section("Topologies inside", inside, "")).flatten
@@ -62,6 +62,8 @@ private[stagecrew] object TopologyPage {
       "Lost executors" -> Show.several(topology.lostExecutors),
       "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
         s"${topology.forgottenExecutors}, whose counts stand as those of '${Topology.Forgotten}'"),
+      "Coordinators before these" -> Show.fact(if (topology.forgottenOperators == 0) "" else
+        s"${topology.forgottenOperators}, whose counts stand as those of '${Topology.Forgotten}'"),
       "Unclosed" -> Show.several(topology.unclosed))
   }
 
@@ -97,7 +99,7 @@ private[stagecrew] object TopologyPage {
 
   private def executorColumns(topology: TopologyView): Seq[Column[(String, ExecutorCounts)]] = Seq(
     Column.text("Executor")(_._1),
-    Column.text("State")(one => if (topology.lostExecutors.contains(one._1) || one._1 == Topology.Forgotten) "lost" else ""),
+    Column.text("State")(one => if (topology.lostExecutors.contains(one._1) || one._1 == Topology.Forgotten && topology.forgottenExecutors > 0) "lost" else ""),
     Column.number("In progress", "Partitions that tasks write now")(_._2.stored.inProgress),
     Column.number("Finished outputs", "Of shuffles")(_._2.stored.outputs), Column.bytes("Output size")(_._2.stored.outputBytes),
     Column.number("Cached blocks")(_._2.stored.blocks), Column.bytes("Block size")(_._2.stored.blockBytes),

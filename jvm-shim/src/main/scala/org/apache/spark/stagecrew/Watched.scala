@@ -4,22 +4,47 @@ import com.fasterxml.jackson.databind.JsonNode
 import scala.collection.mutable
 import scala.jdk.CollectionConverters._
 
-/** The coordinators of one topology, as Python said last of each. Of the driver's loop. */
-private[stagecrew] final class OperatorBook(limit: Int = OperatorBook.Limit) {
+/** The coordinators of one topology, as Python said last of each: so many are listed, those before whose tasks are over leave first.
+  * The others are in the sum only, which is that of all as long as so many are remembered. Of the driver's loop. */
+private[stagecrew] final class OperatorBook(limit: Int = OperatorBook.Limit, remembered: Int = OperatorBook.Remembered) {
   private val book = mutable.LinkedHashMap.empty[String, (Long, OperatorView)]
+  private val unlisted = mutable.LinkedHashMap.empty[String, (Long, OperatorView)] // numbers alone, for what is still told of them
+  private var folded = Option.empty[OperatorView]
+  private var past = 0
 
   /** What is in a frame with this number; an older one changes nothing. */
   def took(sequence: Long, node: JsonNode): Unit = node.properties.asScala.foreach { entry =>
-    if (book.get(entry.getKey).forall(_._1 < sequence)) book(entry.getKey) = sequence -> OperatorView.of(entry.getValue)
-    if (book.size > limit) book -= book.head._1
+    val (key, said) = (entry.getKey, OperatorView.of(entry.getValue))
+    if (unlisted.get(key).exists(_._1 < sequence)) unlisted(key) = sequence -> OperatorView.sum(Seq(said))
+    else if (!unlisted.contains(key) && book.get(key).forall(_._1 < sequence)) book(key) = sequence -> said
+    while (book.size > limit) leave()
   }
 
-  def views: Vector[OperatorView] = book.valuesIterator.map(_._2).toVector
+  private def leave(): Unit = {
+    def first(f: OperatorView => Boolean) = book.find(entry => entry._2._2.live == 0 && f(entry._2._2))
+    val (key, (sequence, view)) = first(_.state != "active").orElse(first(_ => true)).getOrElse(book.head)
+    book -= key
+    unlisted(key) = sequence -> OperatorView.sum(Seq(view))
+    if (unlisted.size > remembered) {
+      val (oldest, (_, numbers)) = unlisted.head
+      unlisted -= oldest
+      folded = Some(OperatorView.sum(folded.toSeq :+ numbers))
+      past += 1
+    }
+  }
+
+  /** How many are in the sum only. */
+  def forgotten: Int = past + unlisted.size
+
+  /** Those that are listed, and the sum of the others. */
+  def views: Vector[OperatorView] = book.valuesIterator.map(_._2).toVector ++
+    Option.when(forgotten > 0)(OperatorView.sum(folded ++ unlisted.valuesIterator.map(_._2)))
 }
 
 private[stagecrew] object OperatorBook {
-  /** How many uses of its operators are remembered of a topology: the last ones. */
+  /** How many uses of its operators are listed of a topology, and how many more are known by name. */
   val Limit = 500
+  val Remembered = 10000
 }
 
 /** The sums of each executor, as its reports said last. Of executors that are gone the last so many are known by themselves, the

@@ -1,0 +1,63 @@
+package org.apache.spark.stagecrew
+
+import org.scalatest.funsuite.AnyFunSuite
+import scala.util.Random
+
+class WatchedSuite extends AnyFunSuite {
+  import Views._
+
+  private def view(name: String, failed: Long, state: String = "active", live: Long = 1): OperatorView =
+    operator(name).copy(state = state, failed = failed, live = live)
+
+  private def told(book: OperatorBook, sequence: Long, views: OperatorView*): Unit = {
+    val node = Json.obj()
+    views.foreach(one => node.set[com.fasterxml.jackson.databind.node.ObjectNode](one.name, one.json))
+    book.took(sequence, node)
+  }
+
+  private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
+
+  test("of a coordinator the last word counts, whatever comes twice or late") {
+    val book = new OperatorBook
+    told(book, 2, view("a", 5))
+    told(book, 1, view("a", 3), view("b", 1))
+    told(book, 2, view("a", 9))
+    assert(book.views.map(one => one.name -> one.failed) == Vector("a" -> 5L, "b" -> 1L) && book.forgotten == 0)
+  }
+
+  test("of many uses those that are over are the first that are not listed, and their sums and number are") {
+    val book = new OperatorBook(limit = 3)
+    told(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
+    assert(names(book) == Vector("old", "leaving", "new", Topology.Forgotten) && book.forgotten == 1)
+    told(book, 2, view("newer", 1000))
+    assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
+    assert(book.views.map(_.failed).sum == 1116 && book.views.last.failed == 11 && book.views.last.finished == 4)
+    told(book, 3, view("old", 3), view("over", 10, "closed", live = 0)) // those that are not listed are told of still
+    assert(names(book) == Vector("leaving", "new", "newer", Topology.Forgotten) && book.forgotten == 2)
+    assert(book.views.map(_.failed).sum == 1118)
+    told(book, 2, view("old", 2)) // late
+    assert(book.views.map(_.failed).sum == 1118)
+  }
+
+  test("the book is bounded, and its sums are those of all that there were") {
+    val random = new Random(7)
+    val book = new OperatorBook(limit = 5, remembered = 10)
+    val failed = (1 to 200).map { i =>
+      val count = random.nextInt(10).toLong
+      told(book, i.toLong, view(s"o$i", count, if (random.nextInt(3) == 0) "active" else "closed", live = 0))
+      assert(book.views.size <= 6)
+      count
+    }
+    assert(book.views.map(_.failed).sum == failed.sum && book.forgotten == 195)
+  }
+
+  test("more uses than are listed: pages and JSON have the number and the failures of all") {
+    val topology = new Topology(Description("a", "a", None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+    (1 to OperatorBook.Limit + 100).foreach(i => told(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
+    val row = rows(page("", shown(topology.view)), "topologies").head
+    assert((row(8), row(9)) == (("600", "600")))
+    val html = page("topology", shown(topology.view), "id" -> "a")
+    assert(html.text.contains("Coordinators (600)") && html.text.contains("100, whose counts"))
+    assert(TopologyView.of(topology.view.json) == topology.view && topology.view.json.get("forgottenOperators").asInt == 100)
+  }
+}
