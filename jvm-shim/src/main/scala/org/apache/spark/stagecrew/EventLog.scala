@@ -23,7 +23,7 @@ private[stagecrew] object StagecrewState {
   val Topology = "topology"
   val Application = "application" // processes and the stored job
 
-  /** How large a body may be in UTF-8; one that cannot be made so small is not stored. */
+  /** How large a body may be in UTF-8: what is larger is stored with less. */
   val MaxBytes: Int = 256 * 1024
 }
 
@@ -47,7 +47,8 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
   def tick(snapshot: Snapshot): Unit = {
     changed(snapshot)
     store(snapshot, last = false)
-    topologies.filterInPlace((id, _) => snapshot.topologies.exists(_.id == id))
+    val known = snapshot.topologies.iterator.map(_.id).toSet
+    topologies.filterInPlace((id, _) => known(id))
   }
 
   /** At the end: all that has changed since it was stored. */
@@ -56,6 +57,7 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
   private def store(snapshot: Snapshot, last: Boolean): Unit = {
     snapshot.topologies.foreach { view =>
       val before = topologies.get(view.id)
+      before.filter(stored => withoutSpans(stored.what, view)).foreach(_.what = view) // what is stored has more
       if (before.forall(due(view, _, last))) store(view, snapshot.totals, before, last)
     }
     val rest = snapshot.copy(topologies = Vector.empty)
@@ -80,43 +82,79 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
   private def store(view: TopologyView, totals: Totals, before: Option[Stored[TopologyView]], last: Boolean = false): Unit =
     topologies(view.id) = send(StagecrewState.Topology, view.id, view, before, last || view.state == "closed")(EventLog.body(view, totals))
 
-  private def send[T](kind: String, id: String, what: T, before: Option[Stored[T]], ends: Boolean)(body: => Option[(String, Boolean)]): Stored[T] = {
+  private def send[T](kind: String, id: String, what: T, before: Option[Stored[T]], ends: Boolean)(body: => (String, Boolean)): Stored[T] = {
     val stored = new Stored(what, clock(), before.fold(0)(_.number) + 1, ends, before.exists(_.leftOut))
     val capped = if (ends) stored.leftOut else stored.number >= maxEvents
-    body.foreach { case (text, trimmed) => post(StagecrewState(Snapshot.Version, kind, id, stored.time, stored.number, capped, trimmed, text)) }
+    val (text, trimmed) = body
+    post(StagecrewState(Snapshot.Version, kind, id, stored.time, stored.number, capped, trimmed, text))
     stored
   }
 }
 
 private[stagecrew] object EventLog {
-  private final class Stored[T](val what: T, val time: Long, val number: Int, val ended: Boolean, var leftOut: Boolean)
+  private final class Stored[T](var what: T, val time: Long, val number: Int, val ended: Boolean, var leftOut: Boolean)
+
+  /** Whether a closed topology is as it was, but that its spans are not kept any more (`SpanBook.trim`). */
+  private def withoutSpans(before: TopologyView, view: TopologyView): Boolean = view.state == "closed" && view.spans.isEmpty &&
+    before.spans.nonEmpty && before.copy(spans = view.spans, spansDropped = view.spansDropped) == view
 
   /** The body of an event, and whether something was left out. With the sums of all topologies at this time: those of an application
     * that is killed are never older than what its topologies say. */
-  def body(view: TopologyView, totals: Totals): Option[(String, Boolean)] =
+  def body(view: TopologyView, totals: Totals): (String, Boolean) =
     smallest(view)(_.json.set[ObjectNode]("totals", totals.json), trimmed)
 
-  def body(rest: Snapshot): Option[(String, Boolean)] = smallest(rest)(_.json, (snapshot, step) =>
-    snapshot.copy(processes = snapshot.processes.map(p => p.copy(samples = p.samples.takeRight(if (step == 1) 10 else 1)))
-      .takeRight(if (step < 3) Int.MaxValue else 100), recovery = snapshot.recovery.map(r => r.copy(steps = r.steps.takeRight(1000 / step)))))
+  def body(rest: Snapshot): (String, Boolean) = smallest(rest)(_.json, trimmed)
 
-  private def smallest[T](what: T)(json: T => ObjectNode, less: (T, Int) => T): Option[(String, Boolean)] =
-    (0 to 4).iterator.map(step => Json.write(json(if (step == 0) what else less(what, step))) -> (step > 0))
-      .find(_._1.getBytes(UTF_8).length <= StagecrewState.MaxBytes)
+  /** The last step of what is left out. What it leaves is small, whatever it is of: it is stored in any case. */
+  private val Least = 5
 
-  /** Less of a topology: first its older spans, then all, then long texts, then what only some executors tell. */
+  private def smallest[T](what: T)(json: T => ObjectNode, less: (T, Int) => T): (String, Boolean) =
+    (0 until Least).iterator.map(step => Json.write(json(if (step == 0) what else less(what, step))) -> (step > 0))
+      .find(_._1.getBytes(UTF_8).length <= StagecrewState.MaxBytes).getOrElse(Json.write(json(less(what, Least))) -> true)
+
+  /** Less of the application: first older samples and steps, then processes, then all of them and long texts. */
+  private def trimmed(rest: Snapshot, step: Int): Snapshot =
+    if (step < Least) rest.copy(
+      processes = rest.processes.map(p => p.copy(samples = p.samples.takeRight(if (step == 1) 10 else 1))).takeRight(if (step < 3) Int.MaxValue else 100),
+      recovery = rest.recovery.map(r => r.copy(steps = r.steps.takeRight(1000 / step))))
+    else rest.copy(processes = Vector.empty, recovery = rest.recovery.map(r => RecoveryView(
+      r.facts.take(50).map { case (name, value) => Show.cut(name, 100) -> Show.cut(value, 200) },
+      r.steps.takeRight(100).map(one => one.copy(name = Show.cut(one.name, 100))))))
+
+  /** Less of a topology: first its older spans, then all, then long texts, then what only some executors tell, then all but sums.
+    * Of executors, listeners and coordinators that are left out the sums stay. */
   private def trimmed(view: TopologyView, step: Int): TopologyView = {
     val spans = view.spans.takeRight(if (step == 1) 500 else 0)
     val fewer = view.copy(spans = spans, spansDropped = view.spansDropped + view.spans.size - spans.size)
     if (step <= 2) fewer
     else {
-      val executors = if (step == 3) fewer.executors else fewer.executors.take(50)
-      fewer.copy(name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)), askedBy = view.askedBy.take(1000),
-        lostExecutors = view.lostExecutors.take(1000), operators = view.operators.take(100).map(o => o.copy(
-          name = Show.cut(o.name, 200), waitsFor = Show.cut(o.waitsFor, 200), lastError = Show.cut(o.lastError, 500), progress = o.progress.take(20))),
-        executors = executors.map { case (id, counts) => id -> counts.copy(deferred = Set.empty, listeners =
-          counts.listeners.toSeq.sortBy(_._1).take(if (step == 3) Int.MaxValue else 20).map { case (index, one) =>
-            index -> one.copy(name = Show.cut(one.name, 200), lastError = Show.cut(one.lastError, 500)) }.toMap) })
+      val (executors, listeners, operators) = if (step == 3) (Int.MaxValue, Int.MaxValue, 100) else if (step < Least) (50, 20, 100) else (0, 20, 0)
+      val (ids, length) = if (step < Least) (1000, 1000) else (500, 20)
+      val (sums, known) = fewer.operators.partition(_.name == Topology.Forgotten)
+      val (unlisted, listed) = known.splitAt(known.size - operators)
+      fewer.copy(
+        name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
+        askedBy = view.askedBy.take(ids).map(Show.cut(_, length)), lostExecutors = view.lostExecutors.take(ids).map(Show.cut(_, length)),
+        forgottenOperators = view.forgottenOperators + unlisted.size,
+        operators = listed.map(o => o.copy(name = Show.cut(o.name, 200), waitsFor = Show.cut(o.waitsFor, 200), lastError = Show.cut(o.lastError, 500),
+          progress = o.progress.take(20))) ++ Option.when(sums.nonEmpty || unlisted.nonEmpty)(OperatorView.sum(sums ++ unlisted)),
+        executors = some(fewer.executors, executors).map { case (id, counts) =>
+          id -> counts.copy(deferred = Set.empty, listeners = some(counts.listeners, listeners).map { case (index, one) =>
+            index -> one.copy(name = Show.cut(one.name, 200),
+              lastError = if (one.scope == "jvm") Show.cut(one.lastError, 500) else Show.end(one.lastError, 500)) }) })
     }
+  }
+
+  /** So many executors, and the sums of the others under one name. */
+  private def some(executors: Vector[(String, ExecutorCounts)], most: Int): Vector[(String, ExecutorCounts)] = {
+    val (sums, known) = executors.partition(_._1 == Topology.Forgotten)
+    val (listed, unlisted) = known.splitAt(most)
+    listed ++ (sums ++ unlisted).map(_._2).reduceOption(_ + _).map(Topology.Forgotten -> _)
+  }
+
+  /** So many listeners, and the sums of the others as one. */
+  private def some(listeners: Map[Int, ListenerCounts], most: Int): Map[Int, ListenerCounts] = {
+    val (listed, unlisted) = listeners.toSeq.sortBy(_._1).splitAt(most)
+    (listed ++ unlisted.map(_._2).reduceOption(_ + _).map(sum => -1 -> sum.copy(name = s"${unlisted.size} others"))).toMap
   }
 }

@@ -84,6 +84,6 @@ private[stagecrew] object History {
     if (!state.capped) None
     else if (ended) Some(s"So much happened that its event log has not all of it: what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
     else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),
-    if (state.trimmed) Some("It was too large for the event log: spans, texts or executors are left out.") else None,
+    if (state.trimmed) Some("It was too large for the event log: spans, texts, coordinators or executors are left out.") else None,
     if (state.version > Snapshot.Version) Some("A newer stagecrew has written this: what is new there is not shown.") else None).flatten
 }

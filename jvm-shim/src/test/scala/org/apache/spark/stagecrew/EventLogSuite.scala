@@ -180,4 +180,63 @@ class EventLogSuite extends AnyFunSuite {
     val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
     assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
   }
+
+  test("the end of what is large in each of its parts is stored, with its sums, and its page says what is left out") {
+    val failing = ExecutorCounts((0 until 8).map(i => i -> ListenerCounts(s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toMap)
+    val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).toVector
+    val all = Seq(
+      topology("executors").copy(executors = (1 to 50).map(i => s"$i" -> failing).toVector),
+      topology("operators").copy(operators = (1 to 100).map(i => operator(s"operator $i").copy(progress = progress)).toVector),
+      topology("both").copy(executors = (1 to 1000).map(i => s"$i" -> failing).toVector, askedBy = Vector.fill(1000)("x" * 1000),
+        lostExecutors = Vector.fill(1000)("\u0001" * 1000), unclosed = Vector.fill(1000)("u" * 1000), parent = Some("p" * 10000),
+        operators = (1 to 1000).map(i => operator(s"operator $i").copy(progress = Vector("\u0001" * 9000 -> "\u0001" * 9000))).toVector))
+    all.foreach { begun =>
+      val run = new Run()
+      val ended = begun.copy(state = "closed", ended = 31000)
+      run.log.changed(snapshot(begun))
+      run.log.changed(snapshot(ended))
+      assert(run.posted.map(_.trimmed) == Seq(true, true) && run.posted.forall(_.body.length <= StagecrewState.MaxBytes), begun.id)
+      val shown = history(run.posted.map(written).toSeq)
+      assert(shown.notes(begun.id).exists(_.contains("too large")))
+      val stored = shown.find(begun.id).get
+      assert(stored.state == "closed" && rows(page("", shown), "topologies").head(9) == rows(page("", Views.shown(ended)), "topologies").head(9))
+    }
+  }
+
+  test("of the application something is stored, whatever its processes and its stored job say") {
+    val run = new Run()
+    val long = "\u0001" * 5000
+    run.log.tick(Snapshot(Vector.empty, Totals(7), (1 to 100).map(i => ProcessView(long, long, i.toLong, long, 1, 0, Vector.empty)).toVector,
+      Some(RecoveryView((1 to 100).map(i => s"$i$long" -> long).toVector, Vector.fill(100)(StepView(long, "running", 1, 0))))))
+    assert(run.posted.map(_.trimmed) == Seq(true) && run.posted.head.body.length <= StagecrewState.MaxBytes)
+    assert(history(run.posted.map(written).toSeq).snapshot.totals.opens == 7)
+  }
+
+  test("a closed topology whose spans the driver no longer keeps is not stored again without them") {
+    val run = new Run()
+    val ended = busy("a", spans = 100)
+    run.log.changed(snapshot(ended))
+    val trimmed = ended.copy(spans = Vector.empty, spansDropped = 100)
+    (1 to 3).foreach { _ =>
+      run.now += 5000
+      run.log.tick(snapshot(trimmed))
+    }
+    run.log.flush(snapshot(trimmed))
+    assert(run.of("a").size == 1 && history(run.posted.map(written).toSeq).find("a").get.spans.size == 100)
+    run.now += 5000
+    run.log.tick(snapshot(trimmed.copy(jobs = 9)))
+    assert(run.of("a").map(jobs) == Seq(2, 9))
+  }
+
+  test("of a Python traceback that is cut the end is stored, which says what happened; of a JVM's error the beginning") {
+    def stored(scope: String, error: String): String = {
+      val run = new Run()
+      run.log.changed(snapshot(topology("a", listeners = 200, error = error, scope = scope)))
+      assert(run.of("a").exists(_.trimmed))
+      rows(page("", history(run.posted.map(written).toSeq)), "listeners").head.last
+    }
+    val frames = "  File \"x.py\", line 1, in open\n" * 250
+    assert(stored("worker", s"Traceback (most recent call last):\n${frames}ValueError: no pool\n") == "ValueError: no pool")
+    assert(stored("jvm", "java.io.IOException: no pool\n" + "\tat x.Y\n" * 900) == "java.io.IOException: no pool")
+  }
 }
