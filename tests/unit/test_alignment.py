@@ -188,6 +188,23 @@ def test_who_waits_is_not_idle():
         assert goes_on(quick)
 
 
+@pytest.mark.parametrize("says", ["idle", "finish"])
+def test_who_gives_up_waiting_and_says_so(aligned, says):
+    """A source whose `advance` timed out, and which then is idle or has finished, holds nobody, however often it is looked."""
+    slow, gives_up, quick = (aligned.evaluation(subtask) for subtask in range(3))
+    assert asks(slow, 0)
+    assert not asks(gives_up, 100)
+    gives_up.send((says, None))
+    slow.finish()
+    assert asks(quick, 120)
+    aligned.advance(10_000)
+    assert asks(quick, 200)
+    assert aligned.operators.progress()["operator/1"] == {"slowest": 200, "waiting": 0}
+    if says == "idle":
+        assert asks(gives_up, 195)  # and it takes part again
+        assert not asks(quick, 206)
+
+
 def test_several_sources_of_a_task(aligned):
     """Each is one of its own."""
     task = aligned.evaluation(0)

@@ -68,13 +68,11 @@ class Reader:
             self.waiting[source] = (number, at)
             if source not in self.finished:
                 self.heard[source], self.last[source] = max(at, self.heard.get(source, at)), now
-        elif what == "finish":
+            return
+        if what == "finish":
             self.finished.add(source)
-            self.heard.pop(source, None)
-        else:
-            self.heard.pop(source, None)
-            if source in self.waiting and source not in self.finished:  # who waits is not idle, whatever it says
-                self.heard[source] = self.waiting[source][1]
+        self.heard.pop(source, None)
+        self.waiting.pop(source, None)  # whose thread has given up
 
     def granted(self):
         """Which of its sources may read on: those do that still wait for this answer. Answers where they were."""

@@ -63,6 +63,7 @@ class AlignmentCoordinator(Coordinator):
         what, source = event
         key = (evaluation.id, source)
         self._of.setdefault(evaluation.id, set()).add(key)
+        self._waiting.pop(key, None)  # it has given up: nobody says so while it waits
         (self._group.finish if what == "finish" else self._group.remove)(key)
         self._let_go()
 
