@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pathlib
 import posixpath
 import re
 import urllib.parse
@@ -43,13 +44,20 @@ _AZURE: Final = ("blob_storage_authority", "dfs_storage_authority")
 
 
 def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """The file system and the path on it, of a URI or a local path."""
-    if filesystem is not None:
-        return filesystem, str(path).rstrip("/")
-    found, inner = (
-        pyarrow.fs.FileSystem.from_uri(str(path)) if "://" in str(path) else (pyarrow.fs.LocalFileSystem(), str(path))
-    )
-    return found, inner.rstrip("/")
+    """The file system and the path on it, of a URI or a local path: as that file system writes it, and absolute on a disk of this host."""
+    text = str(path)
+    if filesystem is None:
+        filesystem, text = (
+            pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
+        )
+    handler = getattr(filesystem, "handler", None)
+    if isinstance(handler, pyarrow.fs.FSSpecHandler):
+        text = handler.fs._strip_protocol(text)
+    elif isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
+        text = text.lstrip("/")
+    elif is_local(filesystem) and "://" not in text:
+        text = os.path.abspath(text)  # noqa: PTH100 (pathlib's would follow links)
+    return filesystem, text.rstrip("/")
 
 
 def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
@@ -129,8 +137,11 @@ def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
     filesystem.delete_dir(path)
 
 
-def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
-    """The files of a folder; none when there is no such folder."""
+def list_files(filesystem: pyarrow.fs.FileSystem, folder: str, hidden: bool = True) -> list[str]:
+    """The files of a folder, as the file system writes their paths; none when there is no such folder.
+
+    Those of folders in it whose names begin with an underscore, which readers skip, only if `hidden`.
+    """
     selector = pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
     try:
         infos = filesystem.get_file_info(selector)
@@ -138,7 +149,13 @@ def list_files(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[str]:
         infos = filesystem.get_file_info(selector)
     if not infos:
         exists(filesystem, folder)  # fsspec's shows nothing, too, of what it cannot reach; this raises
-    return [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
+    found = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
+    skipped = {
+        pathlib.PurePosixPath(info.path)
+        for info in infos
+        if not hidden and info.type == pyarrow.fs.FileType.Directory and info.base_name.startswith("_")
+    }
+    return [file for file in found if not skipped or skipped.isdisjoint(pathlib.PurePosixPath(file).parents)]
 
 
 def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:

@@ -35,8 +35,9 @@ class DatabaseSink:
     Readers see all rows of a commit or none: one transaction adds them, and the commit's id to `stagecrew_commits`. Two commits to one
     table both land. Tasks stage in a table of the run, `stagecrew_stage_…`, which is gone behind the commit.
 
-    `url` is `sqlite:///relative.db`, `sqlite:////absolute.db` (a file that all executors see: one host), or `postgresql://…` (with
-    `stagecrew[postgres]`). It is pickled to tasks and stands in no log; a password is better in `PGPASSFILE` or a service file.
+    `url` is `sqlite:///relative.db` (to the folder in which the sink is made), `sqlite:////absolute.db` (a file that all executors see:
+    one host), or `postgresql://…` (with `stagecrew[postgres]`). It is pickled to tasks and stands in no log; a password is better in
+    `PGPASSFILE` or a service file.
 
     Raises `OperatorMisused` for another url, or a table's name that is none.
     """
@@ -49,6 +50,8 @@ class DatabaseSink:
             raise OperatorMisused(f"a table is a name, or schema.name, not {table!r}")
         self._url, self._table = url, table
         self._lite = scheme == "sqlite"
+        # That of this process: tasks run in folders of their own.
+        self._file = os.path.abspath(urllib.parse.unquote(url.partition("sqlite:///")[2])) if self._lite else ""  # noqa: PTH100
 
     def __repr__(self) -> str:
         return f"<table {self._table} of {urllib.parse.urlsplit(self._url).scheme}>"
@@ -57,7 +60,7 @@ class DatabaseSink:
     def identity(self) -> str:
         """See `Committer`."""
         if self._lite:
-            return f"{self!r} in {os.path.abspath(self._path())}"  # noqa: PTH100 (pathlib's would follow links)
+            return f"{self!r} in {self._file}"
         from psycopg.conninfo import conninfo_to_dict
 
         known = conninfo_to_dict(self._url)
@@ -66,9 +69,6 @@ class DatabaseSink:
             known["search_path"] = path[1]
         where = ("service", "host", "hostaddr", "port", "dbname", "search_path")
         return f"{self!r} in {' '.join(f'{name}={known[name]}' for name in where if known.get(name))}"
-
-    def _path(self) -> str:
-        return urllib.parse.unquote(self._url.partition("sqlite:///")[2])
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
@@ -193,7 +193,7 @@ class DatabaseSink:
                 return found.fetchone() is not None
         except self._errors() as error:
             raise CommitFailed(
-                f"the database of table {self._table}{f', {self._path()},' if self._lite else ''} cannot be used: "
+                f"the database of table {self._table}{f', {self._file},' if self._lite else ''} cannot be used: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -245,7 +245,7 @@ class DatabaseSink:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
         if self._lite:
-            lite = sqlite3.connect(self._path(), timeout=_BUSY, isolation_level=None)
+            lite = sqlite3.connect(self._file, timeout=_BUSY, isolation_level=None)
             try:
                 yield lite
             finally:

@@ -99,8 +99,8 @@ class ParquetSink:
 
     def _schema(self) -> pa.Schema | None:
         """That of what is committed to a table."""
-        for file in list_files(self._filesystem, self._path):
-            if file.endswith(".parquet") and "/_" not in file[len(self._path) :]:
+        for file in list_files(self._filesystem, self._path, hidden=False):
+            if file.endswith(".parquet"):
                 return pq.read_schema(file, filesystem=self._filesystem)
         return None
 

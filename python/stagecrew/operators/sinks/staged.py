@@ -97,9 +97,11 @@ def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Mes
     if not kept:
         remove_folder(filesystem, folder)  # and not what is around it: another run may be there
         return
-    stay = {f"{folder}/{message['file']}" for message in kept}
+    stay = {message["file"] for message in kept}
     for file in list_files(filesystem, folder):
-        if file not in stay:
+        if (
+            posixpath.basename(file) not in stay
+        ):  # a run's folder has none below; its path may be listed in another form
             remove_file(filesystem, file)
 
 
