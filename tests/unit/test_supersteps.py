@@ -104,6 +104,14 @@ def test_other_differences():
         ("concat", [pa.record_batch({"a": [1]}), pa.record_batch({"a": [2]})], pa.table({"a": [1, 2]})),
         ("sum", [np.array([1]), np.array([2]), np.array([0.5]), np.array([1])], np.array([4.5])),
         ("max", [np.array([1, 5]), np.array([3, 4]), np.array([9, 1])], np.array([9, 5])),
+        ("sum", [np.True_, np.True_], 2),
+        ("sum", [np.False_, True, np.True_, np.array(True), 2.5], 5.5),
+        ("sum", [np.array([True, False]), np.array([True, True])], np.array([2, 1])),
+        ("sum", [np.array([True]), np.array([True]), np.array([5])], np.array([7])),
+        ("sum", [pa.array([True, None]), pa.array([True, True])], pa.array([2, None])),
+        ("sum", [pa.chunked_array([[True]]), pa.chunked_array([[True]])], pa.chunked_array([[2]])),
+        ("max", [np.False_, np.True_], True),
+        ("max", [np.array([True, False]), np.array([False, False])], np.array([True, False])),
         (lambda a, b: a * b, [2, None, 5], 10),
     ],
 )
@@ -113,6 +121,14 @@ def test_reducers(op, values, expected):
     result = reduced(described(op, {}), values)
     assert pickle.dumps(values) == pickle.dumps(before)
     assert np.array_equal(result, expected) if isinstance(expected, np.ndarray) else result == expected
+
+
+@pytest.mark.parametrize("one", [True, np.True_, np.array([True]), pa.array([True])])
+def test_the_sum_of_one_boolean(one):
+    """It is a number too, as with more tasks."""
+    assert type(reduced(SUM, [one])) is type(reduced(SUM, [one, one]))
+    assert getattr(reduced(SUM, [one]), "dtype", None) != bool
+    assert reduced(SUM, [one]) == (pa.array([1]) if isinstance(one, pa.Array) else 1)
 
 
 def test_sums_are_reproducible():

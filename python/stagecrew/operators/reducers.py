@@ -119,6 +119,8 @@ def _shape(value: Any) -> Any:
 
 def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) -> Callable[[Sequence[Any]], Any]:
     def reduce(values: Sequence[Any]) -> Any:
+        if numbers is _add:
+            values = [_counted(value) for value in values]
         if isinstance(values[0], pa.Array | pa.ChunkedArray):
             import pyarrow.compute as pc
 
@@ -132,6 +134,15 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
         return functools.reduce(numbers, values)
 
     return reduce
+
+
+def _counted(value: Any) -> Any:
+    """A boolean, or an array of them, as numbers: numpy's sum of two is their "or", and Arrow has none."""
+    if isinstance(value, pa.Array | pa.ChunkedArray):
+        return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
+    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) == bool:
+        return value.astype("int64") if value.shape else int(value)
+    return int(value) if isinstance(value, bool) else value
 
 
 def _folded(of_two: Any, values: Sequence[Any]) -> Any:

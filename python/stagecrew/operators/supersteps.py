@@ -234,7 +234,8 @@ class Steps:
 
         `op` is `"sum"`, `"min"`, `"max"` (of numbers; of numpy and Arrow arrays, element by element), `"concat"` (of arrays, tables,
         lists, text and bytes), or a function of two values. Values are reduced in the order of subtasks, so that a sum of floating
-        point numbers is the same each time. None takes no part. Values are picklable, and at most some hundreds of megabytes.
+        point numbers is the same each time. In a sum True counts as 1, in boolean arrays too. None takes no part. Values are picklable,
+        and at most some hundreds of megabytes.
 
         All tasks reduce by the same `op`. A function of an importable module is compared by its name; any other, such as a lambda, by
         its code and all that it holds: defaults, closure, the globals that it uses, the state of an object. Equal values make the
