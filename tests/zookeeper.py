@@ -187,10 +187,10 @@ class _Direction:
 class Proxy:
     """Stands before a server. It can keep what is sent in either direction, as a network does that stands still."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, listening: socket.socket | None = None) -> None:
         self._to = port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.hosts = f"127.0.0.1:{self._listening.getsockname()[1]}"
+        self._listening = listening or socket.create_server(("127.0.0.1", 0))
+        self.hosts = "{}:{}".format(*self._listening.getsockname())
         self._connections = []
         #: Directions in which new connections stand still too.
         self._still = set()

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import shutil
+import socket
 import threading
+import time
 
 import psycopg
 import pyarrow as pa
 import pyarrow.fs
 import pytest
 
+from networks import other_host
 from objectstore import s3_server
 from postgres import postgresql
 from schedules import (
@@ -321,6 +326,77 @@ def test_a_catalogue_whose_answer_is_lost(catalogue, what):
     lost[0].join()
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
+
+
+def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
+    """A network that stands still while rows are sent, without a word: an error in bounded time, nothing visible, nothing left."""
+    monkeypatch.setattr(database, "_SILENCE", 1)
+    monkeypatch.setattr(database, "_PATIENCE", 1)
+    trial, began = at_postgresql(server, tmp_path, 0), []
+    with Proxy(server.port) as proxy:
+        url = server.url.replace(f"127.0.0.1:{server.port}", proxy.hosts)
+        through = DatabaseSink(url, trial.make_sink()._table)
+        inserting = through._inserting
+
+        def stands_still(rows):
+            yield next(rows)
+            proxy.hold("to", "from")
+            began.append(time.monotonic())
+            yield from rows
+
+        def held(*args):
+            insert = inserting(*args)
+            return lambda rows: insert(stands_still(iter(rows)))
+
+        through._inserting = held
+        rows = pa.record_batch({"id": list(range(20)), "text": ["x" * 4_000_000] * 20}, schema=SCHEMA)
+        with pytest.raises(CommitFailed, match=r"rows for table \w+ could not be staged: OperationalError"):
+            commit(
+                trial.make_sink(), trial.decisions, "c", SCHEMA,
+                lambda staging: [through.stage(staging, 0, 1, iter([rows]))],
+            )  # fmt: skip
+        assert time.monotonic() - began[0] < 30
+    assert trial.visible() == []
+    assert trial.left() == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="only root makes networks, by iproute2")
+@pytest.mark.parametrize("what", ["COMMIT", "SELECT pg_sleep(60)"])
+def test_a_server_whose_host_vanishes(server, tmp_path, monkeypatch, what):
+    """Behind the question, or while it is at its answer, and nothing comes of it any more: an error in bounded time."""
+    monkeypatch.setattr(database, "_SILENCE", 2)
+    trial = at_postgresql(server, tmp_path, 0)
+    table = trial.make_sink()._table
+    with other_host(server.port) as host:
+        sink = DatabaseSink(server.url.replace(f"127.0.0.1:{server.port}", host.hosts), table)
+        gone = threading.Timer(0.5, host.vanish)
+        with pytest.raises(psycopg.OperationalError) as lost, sink._transaction() as connection:
+            connection.execute(f"INSERT INTO {table} VALUES (1, 'a')")
+            began = time.monotonic()
+            if what == "COMMIT":
+                host.vanish()
+            else:
+                gone.start()
+                connection.execute(what)
+        assert time.monotonic() - began < 30, lost
+        if what != "COMMIT":
+            gone.join(30)
+    assert trial.visible() in ([], [(1, "a")] if what == "COMMIT" else [])  # it was asked, and its answer is lost
+
+
+@pytest.mark.parametrize("own", ["", "keepalives_idle=7&tcp_user_timeout=9000"])
+def test_a_server_that_vanishes_is_found_out(server, tmp_path, own):
+    """A connection asks whether its server is there; who says how often in the url is heard."""
+    sink = DatabaseSink(f"{server.url}?{own}", at_postgresql(server, tmp_path, 0).make_sink()._table)
+    with sink._connected() as connection, socket.socket(fileno=os.dup(connection.fileno())) as there:
+
+        def option(name):
+            return there.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+
+        assert there.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert option("TCP_USER_TIMEOUT") == (9000 if own else 60_000)
+        assert option("TCP_KEEPIDLE") == (7 if own else 30)
+        assert option("TCP_KEEPINTVL") * option("TCP_KEEPCNT") == 30
 
 
 def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_reducers(op, values, expected):
 def test_the_sum_of_one_boolean(one):
     """It is a number too, as with more tasks."""
     assert type(reduced(SUM, [one])) is type(reduced(SUM, [one, one]))
-    assert getattr(reduced(SUM, [one]), "dtype", None) != bool
+    assert np.asarray(reduced(SUM, [one])).dtype.kind == "i"
     assert reduced(SUM, [one]) == (pa.array([1]) if isinstance(one, pa.Array) else 1)
 
 

@@ -140,7 +140,7 @@ def _counted(value: Any) -> Any:
     """A boolean, or an array of them, as numbers: numpy's sum of two is their "or", and Arrow has none."""
     if isinstance(value, pa.Array | pa.ChunkedArray):
         return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
-    if type(value).__module__ == "numpy" and getattr(value, "dtype", None) == bool:
+    if type(value).__module__ == "numpy" and _numpy().asarray(value).dtype.kind == "b":
         return value.astype("int64") if value.shape else int(value)
     return int(value) if isinstance(value, bool) else value
 

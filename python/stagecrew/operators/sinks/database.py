@@ -25,6 +25,8 @@ _COMMITS: Final = "stagecrew_commits"
 _ATTEMPT: Final = "stagecrew_attempt"
 #: How long one waits for another's transaction, in seconds.
 _BUSY: Final = 60
+#: And for the host of a server of which nothing comes, not even that it is there.
+_SILENCE: Final = 60
 #: And for a task that is over, and stages yet.
 _PATIENCE: Final = 5
 
@@ -38,6 +40,9 @@ class DatabaseSink:
     `url` is `sqlite:///relative.db` (to the folder in which the sink is made), `sqlite:////absolute.db` (a file that all executors see:
     one host), or `postgresql://…` (with `stagecrew[postgres]`). It is pickled to tasks and stands in no log; a password is better in
     `PGPASSFILE` or a service file.
+
+    A server whose host vanishes without a word is given up after 60 seconds, unless the url says otherwise by `tcp_user_timeout` or
+    `keepalives…` (what a service file says of them is not heard). Not promised: the same of one that stands still on a host that answers.
 
     Raises `OperatorMisused` for another url, or a table's name that is none.
     """
@@ -254,7 +259,7 @@ class DatabaseSink:
         import psycopg
 
         try:
-            connection = psycopg.connect(self._url, autocommit=True, connect_timeout=_BUSY)
+            connection = psycopg.connect(self._url, autocommit=True, **self._bounds())
         except psycopg.Error as error:  # whose text may have parts of the url
             raise CommitFailed(
                 f"the server of table {self._table} cannot be reached: {type(error).__name__}; is it there, and the url right?"
@@ -264,6 +269,21 @@ class DatabaseSink:
             database.execute(f"SET lock_timeout = '{_BUSY}s'")
             database.execute(f"SET idle_in_transaction_session_timeout = '{_BUSY}s'")
             yield database
+
+    def _bounds(self) -> dict[str, Any]:
+        """What ends a wait for a host that is gone, where the url does not say so."""
+        from psycopg.conninfo import conninfo_to_dict
+
+        said = conninfo_to_dict(self._url)
+        bounds = {
+            "connect_timeout": _BUSY,
+            "tcp_user_timeout": _SILENCE * 1000,
+            "keepalives": 1,
+            "keepalives_idle": max(_SILENCE // 2, 1),
+            "keepalives_interval": max(_SILENCE // 6, 1),
+            "keepalives_count": 3,
+        }
+        return {name: value for name, value in bounds.items() if name not in said}
 
     @contextlib.contextmanager
     def _within(self, database: Any) -> Iterator[None]:
