@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import re
+import shutil
+from pathlib import Path
 
 import fsspec
+import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.fs
 import pytest
 
-from sinks import SCHEMA, Tasks, files, sqlite
+from sinks import SCHEMA, SEED, Driver, Killed, Tasks, files, iceberg, sqlite, undisturbed
+from stagecrew.errors import CommitFailed
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.decisions import MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
@@ -128,3 +133,70 @@ def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
     assert commit(sink, MemoryDecisions(), "c", SCHEMA, run).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert files(tmp_path / "task") == []
+
+
+@pytest.mark.parametrize("make", [ObjectSink, lambda path: ParquetSink(path, "append")], ids=["objects", "appended"])
+def test_a_driver_that_died_in_an_empty_table(tmp_path, make):
+    """Who comes with another schema is told which folder to delete, and when; behind that its commit lands."""
+    dead = Staging("of nobody", "run", pa.schema([("other", pa.int64())]))
+    make(tmp_path / "t").begin(dead)
+    with pytest.raises(CommitFailed, match="commit 'of nobody', which is about to make") as told:
+        land(make(tmp_path / "t"), "c")
+    folder = re.search(r"its driver is dead.* nobody repeats it.* delete (\S+)$", str(told.value))[1]
+    assert files(tmp_path) == [f"{folder}/_open".removeprefix(f"{tmp_path}/")]
+    shutil.rmtree(folder)
+    land(make(tmp_path / "t"), "c")
+
+
+def test_a_table_at_an_address_that_is_none(tmp_path):
+    """An Iceberg table whose location has a space: an error of ours says so, before anything runs."""
+    (tmp_path / "a b").mkdir()
+    trial = iceberg(tmp_path / "a b")
+    with pytest.raises(CommitFailed, match="a b/warehouse/db/target/data/.* cannot be written: .*URI"):
+        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+    assert trial.visible() == []
+    assert trial.left() == []
+
+
+def test_a_table_with_its_schema(tmp_path):
+    """SQLite's main.target is the same as target."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    trial.make_sink = lambda: DatabaseSink(f"sqlite:///{tmp_path}/data.db", "main.target")
+    assert trial.drive(Driver(), tasks).rows == 40
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+    trial.repeat_changes_nothing()
+
+
+def unnamed(trial):
+    """The metadata files of an Iceberg table that nothing names which can be read of it."""
+    with trial.make_sink()._table() as table:
+        known = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
+        for snapshot in table.snapshots():
+            known |= {snapshot.manifest_list, *(one.manifest_path for one in snapshot.manifests(table.io))}
+        folder = Path(table.location().removeprefix("file://"))
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and f"file://{path}" not in known and path.parent.name == "metadata"
+    ]
+
+
+def test_metadata_of_an_iceberg_table_that_nobody_names(tmp_path):
+    """A driver that is killed before the catalogue's update leaves some, as the guide says; the table does not need them."""
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+    names = undisturbed(calm := iceberg(tmp_path / "undisturbed"))
+    assert unnamed(calm) == []
+    trial, tasks = iceberg(tmp_path / "killed"), Tasks(SEED, zombies=False)
+    with pytest.raises(Killed):
+        trial.drive(Driver(dies_at=names.index("before the update") + 1), tasks)
+    assert trial.drive(Driver(), tasks).repeated
+    left = unnamed(trial)
+    assert {"".join(path.suffixes[-2:]) for path in left} <= {".avro", ".metadata.json"}
+    assert 1 <= len(left) <= 3
+    for path in left:
+        path.unlink()
+    trial.drive(Driver(), Tasks(2), "other")
+    assert sorted(trial.visible()) == sorted(tasks.expected * 2)
+    assert trial.left() == []

@@ -97,7 +97,8 @@ class DatabaseSink:
         stage = self._stage_of(staging)
         if self._lite:
             # A strict table keeps SQLite from taking text for a number.
-            kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA table_xinfo({self._table})")}
+            schema, dot, table = self._table.rpartition(".")
+            kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA {schema}{dot}table_xinfo({table})")}
             columns = ", ".join(f'"{name}" {_strict(kinds[name])}' for name in staging.schema.names)
             database.execute(f"CREATE TABLE {stage} ({_ATTEMPT} INTEGER, {columns}) STRICT")
         else:

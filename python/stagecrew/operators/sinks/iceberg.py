@@ -35,6 +35,10 @@ class IcebergSink:
     both land. A commit is known as long as its snapshot is: do not expire snapshots of commits that may be repeated. One that the table
     refuses leaves a snapshot without files, behind which no other driver can add them.
 
+    Not promised: a driver that is killed, or loses its catalogue, before the catalogue's update leaves what pyiceberg wrote for it in the
+    table's `metadata` folder: a manifest, a manifest list, perhaps a `metadata.json`, which nothing names. Readers never see them, a
+    repeat writes its own, and what removes orphan files of Iceberg tables removes them.
+
     `identifier` is the table's, `catalog` its catalogue's name, and `properties` how to reach it, as in `pyiceberg.catalog.
     load_catalog`; they are pickled to no task. `options` are those of `pyarrow.parquet.ParquetWriter`.
     """
@@ -74,11 +78,16 @@ class IcebergSink:
                     f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: Spark's own writer "
                     f"for Iceberg knows where rows belong"
                 )
-        filesystem, path = file_system(self._location(staging), None)
+        location = self._location(staging)
         try:
+            filesystem, path = file_system(location, None)
             open_folder(filesystem, path, staging)
-        except (OSError, RuntimeError) as error:
-            raise CommitFailed(f"{self._location(staging)} cannot be written: {error}") from error
+        except (
+            OSError,
+            RuntimeError,
+            pa.ArrowInvalid,
+        ) as error:  # the last of a location that is no URI, such as with a space
+            raise CommitFailed(f"{location} cannot be written: {error}") from error
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]

@@ -71,7 +71,11 @@ def open_first(
         except ValueError:
             continue  # one that is being written, and looks at ours behind that
         if mark["commit"] != staging.commit_id:
-            _fit(staging, schema_of(mark["schema"]), f"commit {mark['commit']!r}, which is about to make {path}")
+            what = f"commit {mark['commit']!r}, which is about to make {path}"
+            if (error := differing(staging.schema, schema_of(mark["schema"]), what)) is not None:
+                raise CommitFailed(
+                    f"{error}. Where its driver is dead, and nobody repeats it with its id, delete {posixpath.dirname(file)}"
+                )
     if (there := committed()) is not None:
         _fit(staging, there, path)
 
