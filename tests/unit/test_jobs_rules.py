@@ -6,7 +6,7 @@ import pytest
 
 from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 from modelstore import ModelServer
-from stagecrew.errors import CommitPending, CommitSuperseded
+from stagecrew.errors import CommitPending, CommitSuperseded, JobError, StateStorageError
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery.decisions import StoredDecisions, finish_commits
@@ -186,6 +186,88 @@ def test_an_end_behind_a_decision(monkeypatch, how):
     ended = {"is given up": "failed", "raises": "failed", "returns": "succeeded"}
     assert driver.jobs.result("job-0").state == ended[how]
     assert (driver.jobs.read("job-0")[0].clean, world.sink.staged) == (True, {})
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_that_cannot_be_tended_for_long(cancelled):
+    """However often a job cannot be tended, the leader goes on: what runs is not ended by that, and a job that comes later is begun."""
+    world, driver = begun(24)
+    [beside] = world.processes
+    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    jobs.submit(JobSpec("bad.py", (), {}, {}, b"", 2), "bad")
+    asked = []
+
+    def prepare(spec, job):
+        if job == "bad":
+            asked.append(job)
+            raise JobError("there is no room for its files")
+
+    driver.prepare = prepare
+    if cancelled:
+        jobs.cancel("bad")
+    for _ in range(1100):
+        world.clock += 60.0
+        driver.act()
+    assert not driver.dead
+    assert len(asked) > 1090
+    jobs.submit(JobSpec("late.py", (), {}, {}, b"", 2), "late")
+    driver.act()
+    assert [(one.run.job, one.run.number, one.dead) for one in world.processes] == [
+        ("job-0", 1, False), ("late", 1, False),
+    ]  # fmt: skip
+    assert not beside.dead
+
+
+def looks(world, driver, seconds, how_often=5):
+    """The driver looks so often a second, and what it has begun runs. Answers how many processes that were."""
+    before = len(world.processes)
+    for _ in range(int(seconds * how_often)):
+        world.clock += 1.0 / how_often
+        driver.act()
+        for process in world.processes:
+            if not process.dead:
+                process.act()
+    return len(world.processes) - before
+
+
+def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
+    """A cancel is done at once, also in a pause behind a run that was lost. What ends and cannot be finished, as the sink is away, is tried
+    again with the pauses of any job, and not at each look; when the sink is back it is finished."""
+    monkeypatch.setattr(commits, "_TRIES", 1)
+    world, driver = begun(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
+    real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0
+    assert 5 <= looks(world, driver, 62) <= 7  # behind 1, 2, 4, 8, 16 and 31 s
+    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    jobs.cancel("job-0")
+    driver.act()
+    assert driver.jobs.read("job-0")[0].state == "ending"
+    assert 5 <= looks(world, driver, 62) <= 8
+    assert all(process.finishing for process in world.processes[-5:])
+    assert driver.jobs.read("job-0")[0].state == "ending"
+    world.sink.commit = real
+    assert looks(world, driver, 60) == 1
+    assert world.sink.visible == {"job-0/write/sink": ["make by run 1"]}
+    assert (driver.jobs.result("job-0").state, driver.jobs.read("job-0")[0].clean) == ("cancelled", True)
+
+
+def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
+    """What a cancelled job held, and the storage does not delete, is tried with pauses too, and gone when that can be done."""
+    world, driver = begun(26)
+    world.cancelled.add("job-0")
+    Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
+    real, tried = driver.jobs.clean, []
+
+    def clean(job):
+        tried.append(job)
+        raise StateStorageError("access denied")
+
+    monkeypatch.setattr(driver.jobs, "clean", clean)
+    looks(world, driver, 62)
+    assert driver.jobs.read("job-0")[0].state == "cancelled"
+    assert 5 <= len(tried) <= 8
+    monkeypatch.setattr(driver.jobs, "clean", real)
+    looks(world, driver, 60)
+    check(world, driver.jobs)
 
 
 def test_a_successor_waits_for_the_process_before():

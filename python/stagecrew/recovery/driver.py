@@ -200,8 +200,8 @@ class Tending:
         self._jobs, self._term, self._launcher, self._at_once, self._clock = jobs, term, launcher, at_once, clock
         self.processes: dict[str, Process] = {}
         self._done: set[str] = set()
-        #: Of a job that was lost, or could not be tended: how often, and when it is looked at again.
-        self._later: dict[str, tuple[int, float]] = {}
+        #: Of a job that was lost, or could not be tended: its last pause, and when it is looked at again.
+        self._later: dict[str, tuple[float, float]] = {}
         self._said: dict[str, str] = {}
         #: Since when a job has ended whose process lives, and another's process is waited for.
         self._ended: dict[str, float] = {}
@@ -241,10 +241,12 @@ class Tending:
 
     def _tend(self, job: str) -> None:
         mine = self._reaped(job)
-        due = self._later.get(job, (0, 0.0))[1]
-        if mine is None and self._clock() < due and not self._jobs.is_cancel_requested(job):
+        waits = mine is None and job in self._later and self._clock() < self._later[job][1]
+        if waits and not self._jobs.is_cancel_requested(job):
             return
         record, version = self._jobs.read(job)
+        if waits and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
+            return  # the cancel is done; what is left of it waits as any other job does
         if record.clean:
             self._done.add(job)
         elif record.state.is_terminal:
@@ -336,9 +338,8 @@ class Tending:
         return None
 
     def _put_off(self, job: str) -> float:
-        count, _ = self._later.get(job, (0, 0.0))
-        pause: float = min(_PAUSE[0] * 2**count, _PAUSE[1])
-        self._later[job] = (count + 1, self._clock() + pause)
+        pause = min(self._later[job][0] * 2, _PAUSE[1]) if job in self._later else _PAUSE[0]
+        self._later[job] = (pause, self._clock() + pause)
         return pause
 
 
