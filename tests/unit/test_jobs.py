@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -87,7 +89,7 @@ def test_the_digest_tells_jobs_apart(tmp_path):
     module = tmp_path / "etl.py"
     module.write_text("def load(day):\n    return day\n")
     spec = JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module])
-    assert spec.digest == JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module]).digest
+    assert spec.digests == JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module]).digests
     assert JobSpec.from_bytes(spec.to_bytes()) == spec
     others = [
         JobSpec.of_function("etl:load", {"day": "2"}, {"spark.x": "1"}, [module]),
@@ -96,7 +98,48 @@ def test_the_digest_tells_jobs_apart(tmp_path):
     ]
     module.write_text("def load(day):\n    return day + day\n")
     others.append(JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module]))
-    assert len({spec.digest, *(other.digest for other in others)}) == 5
+    assert len({*spec.digests, *(one for other in others for one in other.digests)}) == 10
+
+
+#: What one program makes in a process of one hash, and with strings that are one object or two.
+MADE = """if True:
+    import datetime, decimal, pathlib, sys
+    from stagecrew.recovery.specs import JobSpec
+    text = "".join(["ab", "c"]) if sys.argv[1] == "1" else "abc"
+    words = {f"word {number}" for number in range(20)}
+    scale = 3
+    print(JobSpec.of_function("json:loads", {
+        "set": words, "map": dict.fromkeys(words, 1), "two": ["abc", text], "date": datetime.date(2013, 1, 1),
+        "path": pathlib.PurePosixPath("/data"), "number": decimal.Decimal("1.50"), "function": lambda a: a in words and scale,
+    }).digests[0])
+"""
+
+
+def test_the_same_job_from_other_processes():
+    """Arguments that are equal make one digest in whatever process: hashes of sets, and which strings are one object, say nothing."""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", MADE, seed],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
+
+
+def test_what_other_arguments_are():
+    """Arguments that are not equal, or not of one type, make other jobs; so do those of another name."""
+    made = [
+        {"s": {1, 2}}, {"s": {1, 3}}, {"s": frozenset({1, 2})}, {"s": [1, 2]}, {"s": (1, 2)}, {"s": "1"}, {"s": b"1"}, {"s": 1},
+        {"s": True}, {"s": 1.0}, {"s": None}, {}, {"t": 1}, {"s": {"a": 1}}, {"s": {"a": 2}}, {"s": 1, "t": 1},
+        {"s": lambda: 1}, {"s": lambda: 2},
+    ]  # fmt: skip
+    digests = [JobSpec.of_function("json:loads", arguments).digests[0] for arguments in made]
+    assert len(set(digests)) == len(made)
 
 
 @pytest.mark.parametrize(

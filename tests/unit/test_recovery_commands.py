@@ -1,12 +1,16 @@
 """The commands of jobs, over a real SQLite store, without a driver."""
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import sqlite3
+from base64 import b64encode
 
 import pytest
 from click.testing import CliRunner
+from pyspark import cloudpickle
 
 from stagecrew.cli import main
 from stagecrew.errors import RecoveryMisused
@@ -14,6 +18,7 @@ from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
 from stagecrew.recovery.results import Result
+from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.recovery.stores.sqlite import FORMAT
 
@@ -58,6 +63,35 @@ def test_the_same_id_is_the_same_job(places):
     with jobs() as known:
         assert known.names() == ["nightly"]
         assert known.read("nightly")[0].state == "succeeded"
+
+
+def test_a_job_of_an_earlier_stagecrew(places):
+    """A job that is stored with the digest of its bytes is answered for the same bytes; other content is refused there too."""
+    run("submit", "--id", "old", "--arg", "day=1", "etl:load")
+    module = b"def load(day):\n    return day\n"
+    body = {
+        "format": 1,
+        "target": "etl:load",
+        "arguments": {"pickled": b64encode(cloudpickle.dumps({"day": "1"})).decode()},
+        "conf": {},
+        "files": [["etl.py", hashlib.sha256(module).hexdigest(), b64encode(module).decode()]],
+        "script": None,
+        "max_attempts": 10,
+    }
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    with jobs() as known:
+        record, version = known.read("old")
+        known._store.transact(Replace("jobs/old", dataclasses.replace(record, digest=digest).to_bytes(), version))
+    assert run("submit", "--id", "old", "--arg", "day=1", "etl:load").output == "old\n"
+    assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").exit_code == 1
+    assert JobSpec.from_bytes(json.dumps(body).encode()).arguments == cloudpickle.dumps({"day": "1"})
+
+
+def test_a_job_that_is_submitted_as_it_is_stored(places):
+    """What is read of a job and submitted again with its id is the same job."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        assert known.submit(known.spec("one"), "one") == "one"
 
 
 def test_the_longest_names(places):

@@ -1,4 +1,4 @@
-"""Whether a function is the same one in different processes: a digest of what it is. It runs nothing of it. No Spark."""
+"""Whether a function, or a value, is the same one in different processes: a digest of what it is. It runs nothing of it. No Spark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BESIDE: Final = frozenset(
 
 
 def fingerprint(function: Any, pickled: bytes) -> bytes:
-    """The same bytes for two evaluations of one function that hold equal values, in whatever processes; else others.
+    """The same bytes for two evaluations of one function that hold equal values, or for equal values, in whatever processes; else others.
 
     A function, or a class, that is found by its name in an importable module is that name. Any other is its code (but for
     where it stands), its defaults, the values of its closure and the globals that it uses; objects are what pickle would make of

@@ -8,7 +8,7 @@ import enum
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
@@ -184,11 +184,11 @@ class Jobs:
         job = id_ if id_ is not None else f"{spec.name[: _LONGEST_ID - 13]}-{uuid.uuid4().hex[:12]}"
         if not job or len(job) > _LONGEST_ID:
             raise RecoveryMisused(f"a job's id is a text of 1 to {_LONGEST_ID} characters, not of {len(job)}")
-        digest = spec.digest
-        if self._same(job, digest):
+        digests = spec.digests
+        if self._same(job, digests):
             return job
         key = key_of(job)
-        record = JobRecord(digest, spec.max_attempts, self._clock())
+        record = JobRecord(digests[0], spec.max_attempts, self._clock())
         also = (
             Create(key, record.to_bytes()),
             Create(f"{key}/claim"),
@@ -199,7 +199,7 @@ class Jobs:
         try:
             repeated(lambda: self._specs.add(job, state, also))
         except (HandleExists, StoreConflict):
-            if not self._same(job, digest):
+            if not self._same(job, digests):
                 raise
         except PossiblyInconsistentError as error:
             raise PossiblyInconsistentError(
@@ -207,13 +207,13 @@ class Jobs:
             ) from error
         return job
 
-    def _same(self, job: str, digest: str) -> bool:
+    def _same(self, job: str, digests: Collection[str]) -> bool:
         """Whether there is this job; raises `JobExists` for one of other content."""
         entry = self._store.read(key_of(job))
         if entry is None:
             return False
         known = self._record(job, entry.value)
-        if known.digest != digest:
+        if known.digest not in digests:
             raise JobExists(f"job {job!r} is there with other content, {known.state}: choose another id")
         return True
 

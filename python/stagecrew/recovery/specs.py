@@ -47,6 +47,8 @@ class JobSpec:
     script: bytes | None = None
     #: How many runs may be started, before the job is given up as failed.
     max_attempts: int = 10
+    #: Of a function's arguments, what they are, however they were pickled; empty where nobody has looked.
+    fingerprint: str = ""
 
     @property
     def name(self) -> str:
@@ -54,13 +56,27 @@ class JobSpec:
         return re.sub(r"[^A-Za-z0-9_.-]", "-", self.target.rpartition(":")[2] or self.target)[:60]
 
     def to_bytes(self) -> bytes:
-        """As bytes to be stored: the same for the same content."""
+        """As bytes to be stored."""
+        looked = {"fingerprint": self.fingerprint} if self.fingerprint else {}
+        return _json(self._body() | looked)
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """What tells two jobs apart: the same for the same content, in whatever process it was put together.
+
+        Jobs are stored with the first. The last is by what pickle made of the arguments: jobs of earlier versions have it.
+        """
+        body = self._body()
+        looked = [body | {"arguments": {"fingerprint": self.fingerprint}}] if self.fingerprint else []
+        return tuple(hashlib.sha256(_json(one)).hexdigest() for one in [*looked, body])
+
+    def _body(self) -> dict[str, Any]:
         arguments = (
             {"pickled": b64encode(self.arguments).decode()}
             if isinstance(self.arguments, bytes)
             else list(self.arguments)
         )
-        body = {
+        return {
             "format": _FORMAT,
             "target": self.target,
             "arguments": arguments,
@@ -72,12 +88,6 @@ class JobSpec:
             "script": None if self.script is None else b64encode(self.script).decode(),
             "max_attempts": self.max_attempts,
         }
-        return json.dumps(body, sort_keys=True).encode()
-
-    @property
-    def digest(self) -> str:
-        """What tells two jobs apart."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> JobSpec:
@@ -100,6 +110,7 @@ class JobSpec:
                 files=files,
                 script=None if found["script"] is None else b64decode(found["script"]),
                 max_attempts=found["max_attempts"],
+                fingerprint=found.get("fingerprint", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise JobUnreadable(f"it is not as it was written: {type(error).__name__}: {error}") from error
@@ -130,12 +141,16 @@ class JobSpec:
         try:
             from pyspark import cloudpickle
 
-            pickled = bytes(cloudpickle.dumps(dict(sorted(arguments.items()))))  # type: ignore[no-untyped-call]
+            given = dict(sorted(arguments.items()))
+            pickled = bytes(cloudpickle.dumps(given))  # type: ignore[no-untyped-call]
         except Exception as error:
             raise RecoveryMisused(
                 f"the arguments of {target} cannot be pickled: {type(error).__name__}: {error}"
             ) from error
-        return cls(target, pickled, _client(conf), files, None, _checked(max_attempts))
+        from stagecrew.operators.fingerprints import fingerprint
+
+        looked = fingerprint(given, pickled).hex()
+        return cls(target, pickled, _client(conf), files, None, _checked(max_attempts), looked)
 
     @classmethod
     def of_script(
@@ -156,6 +171,10 @@ class JobSpec:
         except (SyntaxError, ValueError) as error:
             raise RecoveryMisused(f"{path} is no Python script: {error}") from error
         return cls(name, tuple(arguments), _client(conf), _bytes_of(py_files), data, _checked(max_attempts))
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True).encode()
 
 
 def _client(conf: Mapping[str, str] | None) -> dict[str, str]:
