@@ -28,8 +28,11 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
+from stagecrew.recovery.contender import Questions
+from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.filesystems import filesystem, shared
+from stagecrew.recovery.stores.sessionfiles import alive
 from stagecrew.recovery.stores.sqlite import FORMAT, SQLiteStore
 from storeprocess import StoreProcess
 
@@ -192,6 +195,40 @@ def test_who_loses_its_file_loses_its_session_and_what_it_held(path, store):
         assert other.read("late") is None
 
 
+def test_who_was_buried_replaces_nothing_behind_a_check(path, store):
+    """A transaction that begins with a check, as each of a leader does, is none of a session that others have taken for dead."""
+    store.transact(Create("a"), Create("b", b"before"), Create("e", ephemeral=True))
+    with contextlib.closing(SQLiteStore(path)) as other:
+        (Path(f"{path}.sessions") / store.session).unlink()
+        assert other.read("e") is None  # by which it is buried
+        for operations in ((Check("a"), Replace("b", b"late", 0)), (Check("a", 0), Create("c")), (Check("a"),), ()):
+            with pytest.raises(SessionLost, match="is over"):
+                store.transact(*operations)
+        assert (other.read("b"), other.read("c")) == (Entry(b"before", 0, None), None)
+
+
+def test_a_disk_that_fails_is_an_error_of_the_store(tmp_path):
+    """Where the place of the database cannot be looked at, nothing is done, the store says so, and the session lasts until that can be."""
+    place = tmp_path / "place"
+    place.mkdir()
+    with contextlib.closing(SQLiteStore(place / "crew.db")) as store:
+        store.ensure("a")
+        place.rename(tmp_path / "away")
+        place.write_bytes(b"")  # in the way: the system answers ENOTDIR
+        for call in (lambda: store.read("a"), lambda: store.children("a"), lambda: store.transact(Create("b"))):
+            with pytest.raises(
+                StoreUnavailable, match=r"crew.db cannot be used: .*Not a directory.*; nothing was done"
+            ):
+                call()
+        assert isinstance(Questions(store, time.monotonic).ask(), Unanswered)
+        place.unlink()
+        (tmp_path / "away").rename(place)
+        assert store.transact(Create("b")) == [0]
+        place.rename(tmp_path / "away")
+        place.write_bytes(b"")
+    assert not alive(str(tmp_path / "away" / "crew.db.sessions"), store.session)
+
+
 def test_who_loses_the_database_writes_to_no_deleted_one(path, store):
     store.ensure("a")
     path.unlink()
@@ -346,7 +383,9 @@ FULL = """if True:
     import os, sys
     from stagecrew.errors import *
     from stagecrew.recovery.stores.contract import *
-    from stagecrew.recovery.stores.contract import Check
+    from stagecrew.recovery.contender import Questions
+from stagecrew.recovery.election import Unanswered
+from stagecrew.recovery.stores.contract import Check
     from stagecrew.recovery.stores.sqlite import SQLiteStore
     store = SQLiteStore(sys.argv[1] + "/crew.db")
     store.ensure("a")

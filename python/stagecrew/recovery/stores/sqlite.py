@@ -145,7 +145,7 @@ class SQLiteStore:
             if self._over == _CLOSED:
                 return
             if taken and self._over is None:
-                with contextlib.suppress(sqlite3.Error, StoreError):
+                with contextlib.suppress(sqlite3.Error, OSError, StoreError):
                     self._connection.execute(f"PRAGMA busy_timeout = {int(min(self._patience, _CLOSING) * 1000)}")
                     self._bury(self.session)
             self._over = _CLOSED
@@ -264,8 +264,10 @@ class SQLiteStore:
                 )
             if self._over is not None:
                 raise SessionLost(self._over)
-        except BaseException:
+        except BaseException as error:
             self._lock.release()
+            if isinstance(error, OSError):
+                raise self._translated(error) from error
             raise
 
     def _commit(self, unknown: type[StoreError]) -> None:
