@@ -1,5 +1,6 @@
 """Jobs that survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -13,11 +14,14 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
+from commands import command
 from crewtools import alive, standalone_cluster
 from hajobs import job_of, lines
-from haprocesses import QUICK, campaign, until
+from haprocesses import LONG, QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.stores import open_store
+from stagecrew.recovery.stores.zookeeper import FORMAT
 from webpages import fetched
 
 ODD = "a = b: c # d ! \\ é € 𝄞"
@@ -410,6 +414,52 @@ def test_a_stream_of_a_job_that_is_killed(drivers):
     (out / "go-1").touch()
     assert drivers.result("job").value() == {1: [3, 4], 2: [5, 6]}
     assert [lines(drivers, f"batch-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
+
+
+def test_a_driver_that_the_store_does_not_let_in(zookeeper, tmp_path):
+    """Without the credentials of the store's first user, or where a newer stagecrew has written it, a driver ends with a line that says so:
+    it would wait for ever."""
+    chroot = f"/refusing-{uuid.uuid4().hex}"
+    url = f"zookeeper://{zookeeper.hosts}{chroot}?timeout=4"
+    places = {"STAGECREW_STORE": url, "STAGECREW_STATE": str(tmp_path)}
+    with contextlib.closing(open_store(url, {"STAGECREW_STORE_CREDENTIALS": "crew:s3cret"})) as store:
+        store.ensure("a")
+        given = places | {"STAGECREW_STORE_CREDENTIALS": "crew:wrong"}
+        refused = command("driver", "--work", str(tmp_path / "work"), timeout=LONG, **given)
+        assert (refused.returncode, "STAGECREW_STORE_CREDENTIALS" in refused.stderr.splitlines()[-1]) == (1, True)
+        assert "Traceback" not in refused.stderr
+        assert "wrong" not in refused.stderr
+    newer = f"zookeeper://{zookeeper.hosts}{chroot}-newer?timeout=4"
+    with contextlib.closing(open_store(newer, {})) as store:
+        store.ensure("a")
+        store._session._kazoo.set(f"{chroot}-newer/entries", b"stagecrew store %d" % (FORMAT + 1))
+    refused = command("driver", "--work", str(tmp_path / "work"), timeout=LONG, **places | {"STAGECREW_STORE": newer})
+    assert (refused.returncode, f"has format {FORMAT + 1}" in refused.stderr.splitlines()[-1]) == (1, True)
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_store_that_comes_later(tmp_path):
+    """Drivers that are started before their store wait for it: when it comes one of them leads, and runs what is submitted then."""
+    from zookeeper import zookeeper
+
+    with zookeeper() as server:
+        server.kill()
+        with campaign(f"zookeeper://{server.hosts}/later?timeout=4", tmp_path) as drivers:
+            first, second = drivers.start(wait=False), drivers.start(wait=False)
+            for number in (0, 1):
+                log = tmp_path / f"driver-{number}.log"
+                until(lambda log=log: "no campaign, it is tried again" in log.read_text(), "a driver campaigns in vain")
+                assert "the store cannot be reached yet" in log.read_text()
+            assert (first.poll(), second.poll()) == (None, None)
+            server.start()
+            server.wait()
+            assert drivers.leader() in (first, second)
+            drivers.submit(job_of("steps", drivers, count=2), "job")
+            assert drivers.result("job").value() == 10
+            assert drivers.record("job").run == 1
+            drivers.nothing_left("job")
 
 
 @pytest.mark.long

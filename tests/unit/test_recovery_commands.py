@@ -145,6 +145,25 @@ def test_results_by_exit_code(places):
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
 
 
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_a_job_that_ends_while_its_result_is_asked_for(places, monkeypatch, behind):
+    """State, value and exit code that `result` shows are as of one moment, also when the job ends between two of its looks at the store."""
+    run("submit", "--id", "one", "--arg", "day=1", "etl:load")
+    real, seen = Jobs.read, []
+
+    def read(self, job):
+        found = real(self, job)
+        seen.append(job)
+        if len(seen) == behind:
+            end("one", Result.of_value(7))
+        return found
+
+    monkeypatch.setattr(Jobs, "read", read)
+    answer = run("result", "--json", "one")
+    body = json.loads(answer.output)
+    assert (answer.exit_code, body["state"], body.get("value")) in [(5, "submitted", None), (0, "succeeded", 7)]
+
+
 def test_the_result_of_a_cancelled_job(places):
     """Its exit code is 4, and it has a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
@@ -329,6 +348,8 @@ def test_a_sweep_that_cannot_look_at_everything(places):
         (("submit", "--conf", "spark.submit.deployMode=cluster", "etl:load"), 1, "client mode"),
         (("driver", "--store", "postgres://host/db"), 1, "sqlite:///path"),
         (("driver", "--state", "nowhere"), 1, "is no folder that is there"),
+        (("driver", "--work", "etl.py/work"), 1, "etl.py/work cannot be written"),
+        (("driver", "--work", "/proc"), 1, "/proc cannot be written"),
         (("submit",), 2, "Missing argument"),
     ],
 )

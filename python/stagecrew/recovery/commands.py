@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 
-from stagecrew.errors import RecoveryMisused, StoreUnavailable
+from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
 from stagecrew.terminal import table
 
 if TYPE_CHECKING:
@@ -135,12 +136,17 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
     Start one on each host; one leads, the others wait. SIGTERM and Ctrl-C hand over: the jobs of this one go on elsewhere.
     """
     from stagecrew.recovery.driver import Driver, Launcher
+    from stagecrew.recovery.election import TERM
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores import open_store
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("kazoo").setLevel(logging.WARNING)
-    work.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=work).close()
+    except OSError as error:
+        raise RecoveryMisused(f"the folder {work} cannot be written ({error}): name another with --work") from error
     stop = threading.Event()
 
     def told(number: int, _frame: FrameType | None) -> None:
@@ -149,8 +155,9 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
     signal.signal(signal.SIGTERM, told)
     signal.signal(signal.SIGINT, told)
     try:
-        open_store(store).close()
-    except StoreUnavailable as error:
+        with contextlib.closing(open_store(store)) as opened:
+            opened.read(TERM)  # by which one that is elsewhere is reached
+    except (StoreUnavailable, SessionLost) as error:
         logging.getLogger("stagecrew").warning("the store cannot be reached yet, and is tried again: %s", error)
     running = Driver(lambda: open_store(store), StateStorage(state), Launcher(store, state, work.resolve()), at_once)
     logging.getLogger("stagecrew").info("this driver campaigns, as process %d", os.getpid())
@@ -231,9 +238,9 @@ def result(
     """
     due, wait = (None, wait) if timeout is None else (time.monotonic() + timeout, True)
     with _opened(store, state) as jobs:
-        while (found := jobs.result(id_)) is None and wait and (due is None or time.monotonic() < due):
+        while not (record := jobs.read(id_)[0]).state.is_terminal and wait and (due is None or time.monotonic() < due):
             time.sleep(0.2)
-        record, _ = jobs.read(id_)
+        found = jobs.result(id_) if record.state.is_terminal else None
     if as_json:
         body = {"id": id_, "state": str(record.state), "run": record.run}
         if found is not None:
