@@ -360,6 +360,7 @@ def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
     assert trial.left() == []
 
 
+@pytest.mark.long  # it makes a network, which only root may
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="only root makes networks, by iproute2")
 @pytest.mark.parametrize("what", ["COMMIT", "SELECT pg_sleep(60)"])
 def test_a_server_whose_host_vanishes(server, tmp_path, monkeypatch, what):
