@@ -383,9 +383,7 @@ FULL = """if True:
     import os, sys
     from stagecrew.errors import *
     from stagecrew.recovery.stores.contract import *
-    from stagecrew.recovery.contender import Questions
-from stagecrew.recovery.election import Unanswered
-from stagecrew.recovery.stores.contract import Check
+    from stagecrew.recovery.stores.contract import Check
     from stagecrew.recovery.stores.sqlite import SQLiteStore
     store = SQLiteStore(sys.argv[1] + "/crew.db")
     store.ensure("a")
