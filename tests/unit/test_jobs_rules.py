@@ -250,6 +250,29 @@ def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
     assert (driver.jobs.result("job-0").state, driver.jobs.read("job-0")[0].clean) == ("cancelled", True)
 
 
+def test_a_cancel_of_a_run(caplog):
+    """Behind the cancel of a job that runs there is no pause: its run is ended, what it has decided is finished, and it is clean, a look each."""
+    world, driver = begun(27)
+    world.cancelled.add("job-0")
+    [process] = world.processes
+    Jobs(process.session, world.storage).take(
+        process.run, {"pid": 7, "host": "here"}
+    )  # and it is in the middle of something
+    process.busy = True
+    Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
+    for _ in range(5):
+        world.clock += 0.2
+        driver.act()
+        for one in world.processes:
+            if not one.dead and not one.busy:
+                one.act()
+        while world.doomed:
+            world.server.expire(world.doomed.pop())
+    assert [one.finishing for one in world.processes] == [False, True]
+    assert "looked at again" not in caplog.text
+    check(world, driver.jobs)
+
+
 def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
     """What a cancelled job held, and the storage does not delete, is tried with pauses too, and gone when that can be done."""
     world, driver = begun(26)

@@ -202,6 +202,8 @@ class Tending:
         self._done: set[str] = set()
         #: Of a job that was lost, or could not be tended: its last pause, and when it is looked at again.
         self._later: dict[str, tuple[float, float]] = {}
+        #: Jobs that were ended while their run lives: that it ends then is no loss.
+        self._stopped: set[str] = set()
         self._said: dict[str, str] = {}
         #: Since when a job has ended whose process lives, and another's process is waited for.
         self._ended: dict[str, float] = {}
@@ -268,6 +270,8 @@ class Tending:
         elif self._jobs.is_cancel_requested(job):
             self._jobs.end(job, (record, version), JobState.CANCELLED, "somebody has cancelled it")
             self._later.pop(job, None)
+            if mine is not None:
+                self._stopped.add(job)
         elif mine is None:
             claim = self._jobs.claim(job)
             if self._is_alone(job):
@@ -327,7 +331,8 @@ class Tending:
             return process
         del self.processes[job]
         process.kill()  # what it left
-        if code == 0:
+        if code == 0 or job in self._stopped:
+            self._stopped.discard(job)
             self._later.pop(job, None)
         else:
             pause = self._put_off(job)
