@@ -304,7 +304,7 @@ def partitions(topologies: int, rounds: int, megabytes: int):
 def supersteps():
     """Steps of two tasks, and PageRank."""
     driver = Driver("driver.py", "on", MASTER)
-    driver("supersteps", count=2000, size=8)  # the JVMs are new
+    driver("supersteps", count=10_000, size=8)  # the JVMs are new, and compile what runs often only then
     found = {
         "number": percentiles(driver("supersteps", count=3000, size=8)["seconds"], 1e6),
         "megabyte": percentiles(driver("supersteps", count=100, size=1_000_000)["seconds"], 1e6),
