@@ -379,6 +379,7 @@ def large(spark):
 
 def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
     """Outputs that are on their way between executors at the exit go when they have arrived; what uses a shuffle again stays."""
+    sessions.stop()  # one that has lost no executor
     spark = sessions.get(TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **DECOMMISSIONING)
     crew = stagecrew.crew(spark)
     eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
@@ -409,6 +410,7 @@ def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
 @pytest.mark.long
 def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
     """With dynamic allocation an executor to which another one sent outputs while their topology ended goes when it is idle."""
+    sessions.stop()  # one that has lost no executor
     spark = sessions.get(
         TWO,
         spark__storage__decommission__shuffleBlocks__maxThreads="1",
