@@ -371,6 +371,16 @@ def sent_away(spark, places):
     return min(pids)
 
 
+def two_of_whom_one_may_leave(sessions, tmp_path, **settings):
+    """A session of two executors that send their outputs away one by one, none of them gone yet, and their folders."""
+    sessions.stop()  # one that has lost no executor
+    spark = sessions.get(
+        TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **settings, **DECOMMISSIONING
+    )
+    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    return spark, set(folders(spark, tmp_path))
+
+
 def large(spark):
     """An RDD whose 16 map outputs have 16 MB each."""
     many = spark.sparkContext.parallelize(range(16), 16)
@@ -379,13 +389,9 @@ def large(spark):
 
 def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
     """Outputs that are on their way between executors at the exit go when they have arrived; what uses a shuffle again stays."""
-    sessions.stop()  # one that has lost no executor
-    spark = sessions.get(TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **DECOMMISSIONING)
-    crew = stagecrew.crew(spark)
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
-    places = set(folders(spark, tmp_path))
+    spark, places = two_of_whom_one_may_leave(sessions, tmp_path)
     many = large(spark)
-    with crew.topology("t"):
+    with stagecrew.crew(spark).topology("t"):
         assert many.count() == 16
         (shuffle,) = outputs(spark)
         again = counted(spark, 8)
@@ -410,21 +416,16 @@ def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
 @pytest.mark.long
 def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
     """With dynamic allocation an executor to which another one sent outputs while their topology ended goes when it is idle."""
-    sessions.stop()  # one that has lost no executor
-    spark = sessions.get(
-        TWO,
-        spark__storage__decommission__shuffleBlocks__maxThreads="1",
+    spark, places = two_of_whom_one_may_leave(
+        sessions,
+        tmp_path,
         spark__dynamicAllocation__enabled="true",
         spark__dynamicAllocation__minExecutors="0",
         spark__dynamicAllocation__initialExecutors="2",
         spark__dynamicAllocation__executorIdleTimeout="8s",
-        **DECOMMISSIONING,
     )
-    crew = stagecrew.crew(spark)
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
-    places = set(folders(spark, tmp_path))
     many = large(spark)
-    with crew.topology("t"):
+    with stagecrew.crew(spark).topology("t"):
         assert many.count() == 16
         leaver = sent_away(spark, places)
     assert psutil.pid_exists(leaver)

@@ -171,13 +171,7 @@ def test_cancel_behind_a_decision():
     world.cancelled.add("job-0")
     world.server.expire(world.doomed.pop())
     for _ in range(5):  # the sink is away: the job is not cancelled yet, and nothing of it is deleted
-        world.clock += 60
-        driver.act()
-        for process in world.processes:
-            if not process.dead:
-                process.act()
-        while world.doomed:
-            world.server.expire(world.doomed.pop())
+        world.turn(driver, 60)
         assert driver.jobs.read("job-0")[0].state == "ending"
     world.sink.commit = real
     jobs = world.settle()

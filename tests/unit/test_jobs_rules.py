@@ -117,13 +117,7 @@ def begun(seed, spec=SPEC):
 def goes_on(world, driver, turns):
     """The driver looks, and what it has begun runs."""
     for _ in range(turns):
-        world.clock += 60.0
-        driver.act()
-        for process in world.processes:
-            if not process.dead:
-                process.act()
-        while world.doomed:
-            world.server.expire(world.doomed.pop())
+        world.turn(driver, 60.0)
 
 
 def test_a_run_sees_what_was_decided_before(monkeypatch):

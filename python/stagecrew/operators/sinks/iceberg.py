@@ -82,11 +82,7 @@ class IcebergSink:
         try:
             filesystem, path = file_system(location, None)
             open_folder(filesystem, path, staging)
-        except (
-            OSError,
-            RuntimeError,
-            pa.ArrowInvalid,
-        ) as error:  # the last of a location that is no URI, such as with a space
+        except (OSError, RuntimeError, pa.ArrowInvalid) as error:  # the last of what is no URI: one with a space
             raise CommitFailed(f"{location} cannot be written: {error}") from error
 
     def stage(

@@ -102,10 +102,9 @@ def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Mes
         remove_folder(filesystem, folder)  # and not what is around it: another run may be there
         return
     stay = {message["file"] for message in kept}
+    # By name: a run's folder has none below, and its path may be listed in another form.
     for file in list_files(filesystem, folder):
-        if (
-            posixpath.basename(file) not in stay
-        ):  # a run's folder has none below; its path may be listed in another form
+        if posixpath.basename(file) not in stay:
             remove_file(filesystem, file)
 
 

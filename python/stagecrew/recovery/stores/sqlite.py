@@ -257,18 +257,14 @@ class SQLiteStore:
             raise StoreUnavailable(
                 f"for {self._patience:g} s other threads have used the session at {self._path}: nothing was done"
             )
-        try:
-            if self._over is None and self._found() != self._identity:
-                self._over = (
-                    f"{self._path} was deleted or replaced: the session is over, and what it wrote is there no more"
-                )
-            if self._over is not None:
-                raise SessionLost(self._over)
-        except BaseException as error:
-            self._lock.release()
-            if isinstance(error, OSError):
-                raise self._translated(error) from error
-            raise
+
+    def _look(self) -> None:
+        if self._over is None and self._found() != self._identity:
+            self._over = (
+                f"{self._path} was deleted or replaced: the session is over, and what it wrote is there no more"
+            )
+        if self._over is not None:
+            raise SessionLost(self._over)
 
     def _commit(self, unknown: type[StoreError]) -> None:
         try:
@@ -396,6 +392,11 @@ class _Turn(_Translating):
 
     def __enter__(self) -> None:
         self._store._enter()
+        try:
+            self._store._look()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._store._lock.release()
