@@ -9,20 +9,26 @@ import scala.collection.mutable
 class OutletSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
-  /** What was written: each message is one byte here, but for those that are made large. */
+  /** What was written, and by whom: each message is one byte here, but for those that are made large. */
   private final class Socket(blocksAfter: Int = Int.MaxValue) {
-    val bytes = mutable.Buffer.empty[Byte]
-    val threads = mutable.Set.empty[Thread]
+    private val bytes = mutable.Buffer.empty[Byte]
+    private val writers = mutable.Set.empty[Thread]
+    val blocked = new CountDownLatch(1)
     val room = new CountDownLatch(1)
 
     def write(some: Array[Byte]): Unit = {
-      if (synchronized(bytes.size) >= blocksAfter) room.await(10, TimeUnit.SECONDS)
+      if (synchronized(bytes.size) >= blocksAfter) {
+        blocked.countDown()
+        room.await(10, TimeUnit.SECONDS)
+      }
       synchronized {
         bytes ++= some
-        threads += Thread.currentThread
+        writers += Thread.currentThread
       }
     }
     def all: Seq[Byte] = synchronized(bytes.toSeq)
+    def threads: Set[Thread] = synchronized(writers.toSet)
+    def forgetThreads(): Unit = synchronized(writers.clear())
   }
 
   private def message(n: Int) = Array(n.toByte)
@@ -52,15 +58,15 @@ class OutletSuite extends AnyFunSuite with Eventually {
     val outlet = new Outlet(socket.write)
     (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
     eventually(assert(socket.all.size == Outlet.AtOnce + 1))
-    socket.threads.clear()
+    socket.forgetThreads()
     outlet.put(message(33))
     eventually(assert(socket.all.size == Outlet.AtOnce + 2))
     assert(!socket.threads(Thread.currentThread))
     eventually {
-      outlet.wasRead(Outlet.AtOnce + 2)
-      socket.synchronized(socket.threads.clear())
+      outlet.wasRead(socket.all.size)
+      socket.forgetThreads()
       outlet.put(message(34)) // once its thread has nothing more to do
-      assert(socket.synchronized(socket.threads(Thread.currentThread)))
+      assert(socket.threads(Thread.currentThread))
     }
     outlet.close()
   }
@@ -70,7 +76,7 @@ class OutletSuite extends AnyFunSuite with Eventually {
     val outlet = new Outlet(socket.write)
     outlet.put(new Array[Byte](Outlet.AtOnceBytes))
     assert(socket.threads == Set(Thread.currentThread))
-    socket.threads.clear()
+    socket.forgetThreads()
     outlet.put(message(1))
     eventually(assert(socket.all.size == Outlet.AtOnceBytes + 1))
     assert(!socket.threads(Thread.currentThread))
@@ -81,11 +87,13 @@ class OutletSuite extends AnyFunSuite with Eventually {
     val socket = new Socket(blocksAfter = Outlet.AtOnce)
     val outlet = new Outlet(socket.write)
     (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
-    eventually(assert(Thread.getAllStackTraces.keySet.stream.anyMatch(_.getName == "stagecrew-coordination")))
+    assert(socket.blocked.await(10, TimeUnit.SECONDS), "its thread has not begun to write")
+    outlet.put(message(98)) // behind the one that its thread writes
     outlet.close()
     outlet.put(message(99))
     socket.room.countDown()
     eventually(assert(socket.all.size == Outlet.AtOnce + 1))
-    assert(!socket.all.contains(99.toByte))
+    eventually(assert(!(socket.threads - Thread.currentThread).exists(_.isAlive)))
+    assert(socket.all == (0 to Outlet.AtOnce).map(_.toByte))
   }
 }
