@@ -152,6 +152,29 @@ def test_a_run_of_the_old_leader_does_not_decide():
     assert jobs.read("job-0")[0].run > 1
 
 
+def test_a_leader_that_is_replaced_while_it_prepares_a_run(tmp_path):
+    """A leader that loses its leadership while it writes a run's files counts no run, starts none, and deletes them."""
+    world = World(4, jobs=1, faults=0)
+    session_of(world).submit(SPEC, "job-0")
+    files = tmp_path / "run"
+
+    class Replaced(SimDriver):
+        def prepare(self, spec, job):
+            files.mkdir()
+            world.server.entries.pop("leader/holder")
+            leading(world)
+            return files
+
+    one = Replaced(world)
+    one.act()
+    assert one.dead
+    assert not files.exists()
+    [process] = world.processes
+    assert (process.term, process.run.number) == (world.drivers[-1].tending._term, 1)
+    check(world, world.settle())
+    assert world.over == {"job-0": "succeeded"}
+
+
 def test_cancel_behind_a_decision():
     """A commit that is decided is done, though its job is cancelled before it was applied; only then is the job cancelled."""
     world = World(3, jobs=1, faults=0)
