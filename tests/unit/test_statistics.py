@@ -128,6 +128,38 @@ def test_only_what_changed_is_told_and_a_repeat_changes_nothing():
         assert harness._host.statistics() is None, "nobody does anything"
 
 
+def test_what_a_coordinator_has_not_handled_is_queued():
+    """What evaluations have sent counts until it is handled, also when they are over and when nothing else happens."""
+    known, seen = {}, []
+
+    def queued():
+        for _ in range(5):
+            if (frame := harness._host.statistics()) is not None:
+                taken(frame, known, {})
+        return known[FROM_HARNESS]["queued"]
+
+    class Slow(Echo):
+        def handle_event(self, evaluation, event):
+            if event == "first":  # these are enqueued behind it
+                for task in (one, one, two):
+                    task.send("more")
+                one.finish()
+                two.fail()
+            seen.append(queued())
+
+    with CoordinatorHarness(Slow) as harness:
+        one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
+        one.send("first")
+        assert seen == [4, 3, 2, 1]
+        assert queued() == 0
+        seen.clear()
+        one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
+        harness.coordinator.handle_event = lambda *_: (one.send("dropped"), harness.reset())
+        one.send("first")
+        assert queued() == 0
+    assert last(harness)[0]["queued"] == 0
+
+
 def test_acknowledgements_take_their_time_and_late_ones_are_waited_for():
     """An acknowledgement counts from the oldest event's sending; while it is out, its executor is named, with the time since."""
     with CoordinatorHarness(Echo) as harness:

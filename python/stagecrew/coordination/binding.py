@@ -89,6 +89,8 @@ class Instance:
         #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
         self.shown: tuple[str, str, dict[str, str]] = (Coordinator.kind, "", {})
         self.asked: float | None = None
+        #: Evaluations that it has not yet heard the end of: they may be over, and wait for its thread with all that they sent.
+        self._heard: dict[int, Live] = {}
         self._is_silent = False
         self.loop = threads.loop(binding.operator, self._failed, owner)
 
@@ -114,6 +116,23 @@ class Instance:
     def call(self, method: str, *args: Any) -> None:
         """Enqueues a call of one of the coordinator's methods."""
         self.loop.call(self._call, method, args)
+
+    def ready(self, live: Live) -> None:
+        """An evaluation has begun."""
+        self._heard[live.evaluation.id] = live
+        self.call("ready", live.evaluation, live.gateway)
+
+    def over(self, live: Live, outcome: str, *reason: str) -> None:
+        """It is over."""
+        self.call(outcome, live.evaluation, *reason)
+        self.loop.call(self._heard.pop, live.evaluation.id, None)
+
+    @property
+    def queued(self) -> int:
+        """How many messages it has not handled, of evaluations that are over too."""
+        if self.context.state == "closed":
+            return 0
+        return sum(max(0, one.expected - 1 - one.handled) for one in list(self._heard.values()))
 
     def checkpoint(self, pending: Pending, cut: Callable[[Binding, Pending, bytes | None], None]) -> None:
         """On its thread: asks the coordinator for its state. The cut is made where that is there."""

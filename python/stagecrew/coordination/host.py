@@ -292,7 +292,7 @@ class Host:
                 # With the lock: an instance hears only of evaluations that began under it.
                 if anew:
                     binding.instance.call("subtask_reset", subtask, NO_CHECKPOINT)
-                binding.instance.call("ready", evaluation, gateway)
+                binding.instance.ready(live)
         if binding is None:
             reason = self._removed.get(frame["binding"], "its topology has ended")
             self._poison(executor, frame["evaluation"], reason)
@@ -336,10 +336,7 @@ class Host:
             binding, live = known
             binding.live.pop(id_, None)
             binding.statistics.over[outcome] += 1
-            if outcome == "failed":
-                binding.instance.call("failed", live.evaluation, reason)
-            else:
-                binding.instance.call(outcome, live.evaluation)
+            binding.instance.over(live, outcome, *([reason] if outcome == "failed" else []))
         live.gateway.over(reason or outcome)
         binding.statistics.ended(live.gateway)
 

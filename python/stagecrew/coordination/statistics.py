@@ -163,7 +163,7 @@ class Teller:
             "eventsIn": counts.events_in,
             "eventsOut": counts.events_out,
             "requests": counts.requests,
-            "queued": sum(max(0, one.expected - 1 - one.handled) for one in live),
+            "queued": binding.instance.queued,
             "replies": counts.replies.percentiles(),
             "acknowledgements": counts.acknowledgements.percentiles(),
             "waitsFor": f"{waits}, since {known.since}" if waits else "",
@@ -202,7 +202,7 @@ class _Known:
         counts, instance = binding.statistics, binding.instance
         mark = (
             *(counts.events_in, counts.requests, counts.resets, *counts.over.values(), counts.state, counts.error),
-            *(counts.events_out, counts.replies.count, id(instance), id(instance.context.progress)),
+            *(counts.events_out, counts.replies.count, instance.queued, id(instance), id(instance.context.progress)),
         )
         self._same = self._same + 1 if mark == self._mark and not live and binding.pending is None else 0
         self._mark = mark
