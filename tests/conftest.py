@@ -15,9 +15,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long ones have half an hour each."""
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Those that are long on clusters are; the long ones have half an hour each."""
     for item in items:
+        if item.get_closest_marker("long_on_clusters") and not item.callspec.params["master"].startswith("local["):
+            item.add_marker(pytest.mark.long)
         if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
 

@@ -278,7 +278,7 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
 
 @pytest.mark.parametrize(
     "anywhere",
-    ["local[4]", pytest.param("local-cluster[1,4,1024]", marks=pytest.mark.long), "standalone"],
+    ["local[4]", *(pytest.param(one, marks=pytest.mark.long) for one in ("local-cluster[1,4,1024]", "standalone"))],
     indirect=True,
 )
 def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, anywhere):
@@ -390,6 +390,7 @@ def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
     sessions.stop()
 
 
+@pytest.mark.long
 def test_sigterm_of_an_executor_with_a_task_that_cannot_be_interrupted(
     sessions: Sessions, journal, jvm_listeners, jvm_journal
 ):

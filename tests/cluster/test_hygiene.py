@@ -341,7 +341,11 @@ FAULTS, MEMORY, PROFILE = (
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [(UNIX, "true"), (PIPELINED, "true"), (FAULTS, "true"), (MEMORY, "2g"), (PROFILE, "true")]
+    ("key", "value"),
+    [
+        *((key, "true") for key in (UNIX, PIPELINED, FAULTS)),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in ((MEMORY, "2g"), (PROFILE, "true"))),
+    ],
 )
 def test_ways_of_running_python(sessions: Sessions, journal, key, value):
     """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect, and listeners open and close."""

@@ -77,6 +77,7 @@ def test_configure_in_a_submitted_script(tmp_path, journal, ours):
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 1
 
 
+@pytest.mark.long
 def test_sessions_one_after_the_other_in_one_process(tmp_path, journal):
     """What the JVM was started with (PYSPARK_SUBMIT_ARGS, the first builder) and ours are there in each session, once; and
     `create` starts one as `getOrCreate` does."""

@@ -186,6 +186,7 @@ def test_a_missing_jar(monkeypatch):
         stagecrew.configure(SparkSession.builder)
 
 
+@pytest.mark.long
 def test_a_first_session_without_stagecrew(tmp_path):
     """In a process whose JVM was started by a plain session, a later session with stagecrew works all the same."""
     done = run("""

@@ -108,6 +108,7 @@ def test_nothing_is_left(submitted):
     assert ours == []
 
 
+@pytest.mark.long
 def test_without_the_jar_spark_says_so(tmp_path):
     """With the sample and no jar, the session fails and names the plugin's class: nothing runs without its listeners."""
     shutil.copytree(ROOT / "conf", tmp_path / "conf")

@@ -7,6 +7,8 @@ import platform
 import re
 import sys
 
+import pytest
+
 import stagecrew
 from commands import command
 
@@ -40,6 +42,7 @@ def test_as_people_read_it():
     assert lines[-1] == f"stagecrew {stagecrew.__version__} can run here."
 
 
+@pytest.mark.long
 def test_executors_without_a_python():
     """When workers cannot start, the check of Python fails and says what to set; the exit code is 1."""
     ran = command("doctor", "--json", PYSPARK_PYTHON="/nowhere/python3")

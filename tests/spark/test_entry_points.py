@@ -183,6 +183,7 @@ ENTRY_POINTS: list[Callable[..., Any]] = [
 ]
 
 
+@pytest.mark.long_on_clusters
 @pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.__name__)
 def test_entry_point(spark, journal, entry):
     """Its function runs with the listeners open and decorated, and they close at the exit."""

@@ -96,6 +96,7 @@ def test_a_later_attempt_may_open_again(spark, crew, journal, tmp_path):
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 2
 
 
+@pytest.mark.long_on_clusters
 @pytest.mark.parametrize("hang", ["open", "open in C"])
 def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
     """A hanging open ends with an error that names listener and executor, also in C code that no signal interrupts."""
@@ -126,6 +127,7 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
     assert "listener 'bad' failed" in caplog.text
 
 
+@pytest.mark.long_on_clusters
 @pytest.mark.parametrize("hang", ["close", "close in C"])
 def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, hang, caplog):
     """The exit ends at the close timeout and names who has not closed; a hang in C code costs its process."""
