@@ -233,6 +233,7 @@ def test_speculation(sessions, standalone, tmp_path, journal):
 
 def test_each_of_sparks_writers(sessions, tmp_path):
     """Nothing is left of what the bypass writer, the sort writer and the unsafe one, with several spills, have written."""
+    sessions.stop()  # the stages of this one are counted from 0
     spark = sessions.get(
         LOCAL,
         spark__shuffle__sort__bypassMergeThreshold="2",
