@@ -437,6 +437,7 @@ def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
 def test_the_old_fetch_protocol(sessions, tmp_path):
     """Where map outputs are named by partition and not by attempt, what is computed again has the names of what was released:
     such shuffles are not tracked, so nobody loses what was computed again."""
+    sessions.stop()  # what others of its session left would be counted
     spark = sessions.get(TWO, spark__shuffle__useOldFetchProtocol="true")
     crew = stagecrew.crew(spark)
     with crew.topology("t") as topology:
