@@ -144,27 +144,37 @@ def tls_zookeeper(folder: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def ensemble() -> Iterator[list[Server]]:
-    """Three servers, of which one leads."""
+def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
+    """Three servers, of which one leads.
+
+    Given a list, the first never leads at the beginning, and hears from those that may through the two proxies that are put into it.
+    """
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
-    ports = _free_ports(9)
-    peers = [f"server.{number}=127.0.0.1:{ports[3 * number]}:{ports[3 * number + 1]}" for number in range(3)]
-    servers = [
-        Server(folder / str(number), ports[3 * number + 2], ["initLimit=20", "syncLimit=10", *peers], "quorum.QuorumPeerMain",
-               ["-Dzookeeper.forceSync=no"])
-        for number in range(3)
-    ]  # fmt: skip
-    try:
+    with contextlib.ExitStack() as ending:
+        listening = [] if network is None else [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        free = iter(_free_ports(9))
+        quorum, elections, clients = ([next(free) for _ in range(3)] for _ in range(3))
+        known = [list(quorum) for _ in range(3)]
+        if network is not None:
+            network += [ending.enter_context(Proxy(port, own)) for port, own in zip(quorum[1:], listening, strict=True)]
+            known[0][1:] = [own.getsockname()[1] for own in listening]
+        servers = [
+            Server(folder / str(number), clients[number],
+                   ["initLimit=20", "syncLimit=10" if network is None else "syncLimit=40",
+                    *(f"server.{peer}=127.0.0.1:{port}:{elections[peer]}" for peer, port in enumerate(known[number]))],
+                   "quorum.QuorumPeerMain", ["-Dzookeeper.forceSync=no"])
+            for number in range(3)
+        ]  # fmt: skip
+        ending.callback(shutil.rmtree, folder)
         for number, server in enumerate(servers):
             (folder / str(number) / "data" / "myid").write_text(str(number))
-            server.start()
-        for server in servers:
-            server.wait()
+            ending.callback(server.kill)
+        for some in [servers] if network is None else [servers[1:], servers[:1]]:
+            for server in some:
+                server.start()
+            for server in some:
+                server.wait()
         yield servers
-    finally:
-        for server in servers:
-            server.kill()
-        shutil.rmtree(folder)
 
 
 class _Direction:

@@ -16,6 +16,7 @@ import uuid
 import pytest
 from kazoo.client import KazooClient
 from kazoo.exceptions import NoAuthError
+from kazoo.protocol.serialization import Transaction
 from kazoo.security import OPEN_ACL_UNSAFE
 
 from crewtools import eventually
@@ -528,6 +529,42 @@ def test_when_the_leader_of_an_ensemble_is_killed_each_transaction_is_done_once_
             there = {int(name) for name in other.children("n")}
             assert set(done) <= there <= {*done, *unknown}
             assert other.read("e") == Entry(b"", 0, one.session)
+
+
+@pytest.mark.long
+def test_behind_its_transaction_a_session_at_a_server_that_lags_sees_what_was_there_before(chroot):
+    """It reads old entries until then: who leads has to read behind the transaction that made it the leader."""
+    network = []
+    with ensemble(network) as servers, contextlib.ExitStack() as closing:
+        near, far = (
+            closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, patience=20)))
+            for server in (servers[1], servers[0])
+        )
+        near.ensure("jobs", "leader")
+        far.transact(Check("jobs"))
+        assert far.children("jobs") == []
+        for proxy in network:
+            proxy.hold("from")
+        near.transact(Create("jobs/one"))
+        near.transact(Replace("leader", b"gone", 0))
+        assert (far.children("jobs"), far.read("leader")) == ([], Entry(b"", 0, None))
+        with meanwhile(far.transact, Create("granted", ephemeral=True)) as granted:
+            eventually(lambda: near.read("granted"), 10, "those that may lead have it")
+            for proxy in network:
+                proxy.heal()
+            granted()
+            assert (far.children("jobs"), far.read("leader")) == (["one"], Entry(b"gone", 1, None))
+        # The version that a check reads there is an old one: it is looked for again, not told as a conflict.
+        for proxy in network:
+            proxy.hold("from")
+        near.transact(Replace("leader", b"another", 1))
+        assert far.read("leader").version == 1
+        with meanwhile(far.transact, Check("leader"), Create("jobs/two")) as checked:
+            sent = far._session._kazoo._pending
+            eventually(lambda: any(isinstance(one, Transaction) for one, *_ in tuple(sent)), 10, "it is on its way")
+            for proxy in network:
+                proxy.heal()
+            assert checked() == [2, 0]
 
 
 def over_a_bad_network(seed, seconds, zookeeper, direct, chroot):
