@@ -22,6 +22,7 @@ from stagecrew.recovery.election import HOLDER, Fenced, fence
 from stagecrew.recovery.job import current_job, set_current
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.run import Claimed, carry_out
+from stagecrew.recovery.writes import PATIENCE
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
@@ -83,6 +84,7 @@ class World:
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
         self.clock = 0.0
+        self.patience = PATIENCE
         self.faults = faults
         self.depth = 0
         self.current = None
@@ -340,6 +342,7 @@ class SimProcess(Actor):
                 self.finishing,
                 lambda spec: self._program(current_job()),
                 lambda: "killed" if self.killed else None,
+                patience=world.patience,
             )
         except StagecrewError:
             done = False

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 from pyspark import cloudpickle
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import functions as f
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, eventually
+from crewtools import LOCAL, LOCAL_CLUSTER, eventually
 from drivers import driver
 from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
+from stagecrew.recovery.run import _no_fault_of_its_own
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -183,6 +184,21 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
     assert again["there"] == repeat["there"]
     assert place.visible() == ROWS
     assert place.left() == []
+
+
+@pytest.mark.parametrize("pending", [True, False])
+def test_a_sink_that_is_away_in_a_stream(sessions, pending):
+    """What foreachBatch raised comes back as text alone: a job has not failed when a commit in there could not be done yet."""
+
+    def each(frame, batch):
+        raise stagecrew.CommitPending("it waits") if pending else ValueError("mine")
+
+    stream = sessions.get(LOCAL).readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
+    query = stream.writeStream.foreachBatch(each).start()
+    with pytest.raises(StreamingQueryException) as raised:
+        query.awaitTermination(120)
+    why = _no_fault_of_its_own(raised.value)
+    assert why == ("CommitPending: it waits" if pending else None)
 
 
 def test_two_topologies_at_once(cluster, place):

@@ -11,7 +11,14 @@ from modelstore import ModelServer
 from stagecrew import session
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
-from stagecrew.errors import JobError, JobStepReused, PossiblyInconsistentError, RecoveryMisused, StateStorageError
+from stagecrew.errors import (
+    JobError,
+    JobStepReused,
+    PossiblyInconsistentError,
+    RecoveryMisused,
+    StateCorrupt,
+    StateStorageError,
+)
 from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
@@ -32,9 +39,9 @@ class Place:
         self.steps = StateHandleStore(self.store, self.storage, "steps")
         self.runs = 0
 
-    def run(self, patience=0.0):
+    def run(self, patience=0.0, id_="job"):
         self.runs += 1
-        return Job("job", self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), patience)
+        return Job(id_, self.runs, self.steps, StateHandleStore(self.store, self.storage, "commits"), patience)
 
 
 class FakeOperators:
@@ -374,6 +381,46 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
     with pytest.raises(StateStorageError, match="no space"):
         place.run().step("b", lambda: 1)
+
+
+@pytest.mark.parametrize("what", ["read", "discard"])
+def test_a_storage_that_is_away_for_a_while(place, operators, monkeypatch, what):
+    """A run waits for what is stored to be read, and for old batches to be removed; what is corrupt is an error at once."""
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    real, tried = getattr(StateStorage, what), []
+
+    def away(self, *arguments):
+        tried.append(1)
+        if len(tried) % 5:
+            raise StateStorageError("no route")
+        return real(self, *arguments)
+
+    for number in range(3):
+        assert place.run().batch("b", number, lambda number=number: number) == number
+    monkeypatch.setattr(StateStorage, what, away)
+    assert place.run(patience=60.0).batch("b", 3, lambda: 3) == 3
+    assert tried
+    monkeypatch.setattr(StateStorage, what, real)
+    assert set(place.steps.names()) == {"b/batch-2", "b/batch-3"}
+    assert place.run().batch("b", 3, lambda: 4) == 3
+
+    def corrupt(self, *_):
+        tried.append(1)
+        raise StateCorrupt("cut short")
+
+    tried.clear()
+    monkeypatch.setattr(StateStorage, "read", corrupt)
+    with pytest.raises(StateCorrupt):
+        place.run(patience=60.0).batch("b", 3, lambda: 4)
+    assert len(tried) == 1
+
+
+def test_commits_of_two_jobs_are_never_of_one_id(place):
+    """Also where one's id ends as the other's steps begin."""
+    ids = [place.run(id_="x/y").commit_id("sink"), place.run(id_="x%2Fy").commit_id("sink")]
+    job = place.run(id_="x")
+    job.step("y", lambda: ids.append(job.commit_id("sink")))
+    assert len(set(ids)) == 3, ids
 
 
 def test_what_people_see_of_a_job(place, operators, monkeypatch):

@@ -6,9 +6,11 @@ import pytest
 
 from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 from modelstore import ModelServer
-from stagecrew.errors import CommitPending, CommitSuperseded, JobError, StateStorageError
+from stagecrew.errors import CommitPending, CommitSuperseded, JobError, StateCorrupt, StateStorageError
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
+from stagecrew.recovery import decisions as decisions_module
+from stagecrew.recovery import writes
 from stagecrew.recovery.decisions import StoredDecisions, finish_commits
 from stagecrew.recovery.election import Fenced, fence
 from stagecrew.recovery.handles import StateHandleStore
@@ -97,6 +99,41 @@ def test_an_abort_that_comes_behind_a_decision(two, monkeypatch):
     assert (two.sink.visible, two.sink.staged) == ({"c": ["row"]}, {})
 
 
+@pytest.mark.parametrize("away", ["the sink", "the storage", "for ever", "corrupt"])
+def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
+    """What is decided is done by the run that finds its sink or its storage away, when that is back; what is corrupt is not waited for."""
+    monkeypatch.setattr(commits, "_TRIES", 1)
+    waits = []
+    monkeypatch.setattr(decisions_module, "_PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(two.sink, "commit", lambda *_: 1 / 0)
+        with pytest.raises(CommitPending):
+            two.commit(two.one)
+    real = two.sink.commit if away in ("the sink", "for ever") else StateStorage.read
+
+    def fails(*arguments):
+        waits.append(1)
+        if away == "corrupt":
+            raise StateCorrupt("it was truncated")
+        if len(waits) < 7 or away == "for ever":
+            raise OSError("no route") if away in ("the sink", "for ever") else StateStorageError("no route")
+        return real(*arguments)
+
+    if away in ("the sink", "for ever"):
+        two.sink.commit = fails
+    else:
+        monkeypatch.setattr(StateStorage, "read", fails)
+    if away in ("the sink", "the storage"):
+        finish_commits(two.other, ending=True, patience=60.0)
+        assert (two.sink.visible, two.sink.staged, len(waits) >= 7) == ({"c": ["row"]}, {}, True)
+    else:
+        with pytest.raises(CommitPending if away == "for ever" else StateCorrupt):
+            finish_commits(two.other, ending=True, patience=0.5 if away == "for ever" else 60.0)
+        assert (len(waits) > 2) == (away == "for ever")
+        assert len(two.sink.staged) == 1
+
+
 # -- Of whole jobs
 
 
@@ -150,6 +187,7 @@ def test_an_end_behind_a_decision(monkeypatch, how):
     lost, though its code raises, and though it returns; when the sink is back it ends, with its rows there."""
     monkeypatch.setattr(commits, "_TRIES", 1)
     world, driver = begun(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if how == "is given up" else 50))
+    world.patience = 0.0
 
     def program(self, job):
         def execute(staging):
@@ -229,6 +267,7 @@ def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
     again with the pauses of any job, and not at each look; when the sink is back it is finished."""
     monkeypatch.setattr(commits, "_TRIES", 1)
     world, driver = begun(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
+    world.patience = 0.0
     real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0
     assert 5 <= looks(world, driver, 62) <= 7  # behind 1, 2, 4, 8, 16 and 31 s
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)

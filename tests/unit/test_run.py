@@ -9,6 +9,7 @@ import time
 
 import pyarrow.fs
 import pytest
+from pyspark.errors import PySparkException
 
 from modelstore import ModelServer
 from stagecrew.errors import CommitUnknown, ConfigurationError, JobError, LeadershipLost, StoreUnavailable
@@ -192,6 +193,16 @@ def test_a_process_whose_threads_do_not_end():
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
 
 
+def test_a_run_that_leaves_is_gone(tmp_path):
+    """A lost run ends itself though its output's disk is full and its files hang, and lets go of its session before."""
+    code = "import sys, time, pathlib\nfrom stagecrew.recovery import run\nrun._CLOSE = 1.0\n"
+    code += "run.leave_behind(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
+    code += f"pathlib.Path({str(tmp_path / 'closed')!r}).touch)"
+    with open("/dev/full", "wb", buffering=0) as full:
+        ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, stderr=full)
+    assert (ended.returncode, (tmp_path / "closed").exists()) == (LOST, True)
+
+
 def test_a_watch_that_is_stopped():
     """What a watch finds behind its stop ends nothing; what it found before does."""
     for stopped in (False, True):
@@ -222,6 +233,8 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
             time.sleep(0.01)
         said = argv.read_text().split("\n")
         assert not [one for one in said if "s3cret" in one]
+        # The run is the job's driver, whatever the defaults of this host's Spark say.
+        assert said[said.index("--deploy-mode") + 1] == "client"
         assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(said)
         [properties] = (tmp_path / "work").rglob("spark.properties")
         assert "spark.password=s3cret\\ \\=\\ \\u00fc\\#\\!\\\\\n" in properties.read_text()
@@ -260,6 +273,17 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
         Launcher("sqlite:///x", "/y", tmp_path)
 
 
+def test_what_killed_runs_left(tmp_path, monkeypatch):
+    """The files of a run that was killed with its driver, a configuration among them, go when the job is run here again; logs stay."""
+    monkeypatch.setattr(driver, "found_spark_submit", lambda: "spark-submit")
+    launcher = Launcher("sqlite:///x", "/y", tmp_path)
+    [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
+    (first.parent / "run-1.log").touch()
+    again = launcher.prepare(JobSpec("a.py"), "job")
+    assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
+    assert other.exists()
+
+
 def test_what_is_no_fault_of_a_job():
     """A job has not failed when what it raised, or wraps, is that the store or its commit's outcome was away; otherwise it has."""
 
@@ -275,6 +299,20 @@ def test_what_is_no_fault_of_a_job():
     assert "away" in _no_fault_of_its_own(wrapped(StoreUnavailable("away")))
     assert "CommitUnknown" in _no_fault_of_its_own(CommitUnknown("lost"))
     assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
+    # As Spark tells what foreachBatch raised: tests/spark/test_commits.py has a real one.
+    for text, told in (
+        (
+            "Return Message: Traceback:\n  raise E\nstagecrew.errors.CommitPending: it waits\n SQLSTATE: 39000",
+            "it waits",
+        ),
+        ("Traceback:\nstagecrew.errors.StateCorrupt: cut", "StateCorrupt: cut"),
+        ("Traceback:\nstagecrew.errors.CommitConflict: two schemas", None),
+        ("Traceback:\nstagecrew.errors.NoSuch: x", None),
+        ("it said that stagecrew.errors.CommitPending: it waits", None),
+    ):
+        why = _no_fault_of_its_own(wrapped(PySparkException(text)))
+        assert told in why if told else why is None
+    assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
 def test_a_claim_that_is_renewed():

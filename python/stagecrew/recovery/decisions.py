@@ -6,10 +6,12 @@ import base64
 import json
 import logging
 import pickle
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
     CommitConflict,
+    CommitPending,
     CommitSuperseded,
     CommitUnknown,
     HandleExists,
@@ -18,13 +20,18 @@ from stagecrew.errors import (
     PossiblyInconsistentError,
     RecoveryError,
     SessionLost,
+    StateCorrupt,
+    StateStorageError,
     StoreConflict,
+    StoreUnavailable,
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
 from stagecrew.recovery.writes import patient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stagecrew.operators.commits import Committer
     from stagecrew.operators.decisions import Record
     from stagecrew.recovery.handles import StateHandleStore
@@ -32,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["StoredDecisions", "finish_commits", "is_over"]
 
 _log = logging.getLogger("stagecrew")
+
+#: Between two looks at a sink that is away, in seconds.
+_PAUSE: Final = 2.0
 
 
 class StoredDecisions:
@@ -91,19 +101,31 @@ def is_over(handles: StateHandleStore, name: str) -> bool:
 def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.0) -> None:
     """Goes forward with every commit of a job that is decided, from its record alone. `ending`: what is not decided is aborted.
 
-    Raises `CommitPending` and what else a commit raises that could not be done; the others are done first.
+    Waits `patience` seconds for sinks, a storage and a store that are away. Raises `CommitPending` and what else a commit raises that
+    could not be done; the others are done first.
     """
-    failed: Exception | None = None
-    for name in handles.names():
+    due = time.monotonic() + patience
+    while failed := list(_not_finished(handles, ending, patience)):
+        if time.monotonic() >= due or not all(map(_passes, failed)):
+            raise failed[0]
+        time.sleep(_PAUSE)
+
+
+def _passes(error: Exception) -> bool:
+    """Whether it is worth trying again, in the same run."""
+    corrupt = isinstance(error, StateCorrupt) or isinstance(error.__cause__, StateCorrupt)
+    return isinstance(error, CommitPending | CommitUnknown | StateStorageError | StoreUnavailable) and not corrupt
+
+
+def _not_finished(handles: StateHandleStore, ending: bool, patience: float) -> Iterator[Exception]:
+    for name in patient(handles.names, "a run waits for what its job has decided", patience):
         try:
             _finish(handles, name, ending, patience)
         except CommitConflict as error:
             _log.warning("commit %r, which was decided, can never be done: %s", name, error)
         except Exception as error:
             _log.warning("commit %r could not be finished: %s: %s", name, type(error).__name__, error)
-            failed = failed or error
-    if failed is not None:
-        raise failed
+            yield error
 
 
 def _finish(handles: StateHandleStore, name: str, ending: bool, patience: float) -> None:

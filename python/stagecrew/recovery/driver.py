@@ -93,10 +93,15 @@ class Launcher:
         self._spark_submit = found_spark_submit()
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
-        """Writes a job's files for a run into a folder of its own, which `start` takes. Raises `JobError` when it cannot."""
+        """Writes a job's files for a run into a folder of its own, which `start` takes. Raises `JobError` when it cannot.
+
+        No other run of the job may live: what was left here by those that were killed is deleted.
+        """
         try:
             logs = self._work / quoted(job)
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for left in logs.glob("run-*/"):
+                shutil.rmtree(left, ignore_errors=True)
             folder = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
         except OSError as error:
             raise JobError(f"the files of job {job!r} cannot be written into {self._work}: {error}") from error
@@ -127,7 +132,7 @@ class Launcher:
         if finish:
             command = [python, program, *arguments, "--finish"]
         else:
-            command = [self._spark_submit, "--load-spark-defaults", "--properties-file", str(folder / _PROPERTIES)]
+            command = [self._spark_submit, "--deploy-mode", "client", "--load-spark-defaults", "--properties-file", str(folder / _PROPERTIES)]  # fmt: skip
             if files := sorted((folder / FILES).iterdir()):
                 command += ["--py-files", ",".join(map(str, files))]
             command += [program, *arguments]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import pickle
 import threading
@@ -74,7 +75,9 @@ class Job:
     ) -> None:
         self.id, self.attempt = id_, attempt
         self._steps, self._commits, self._patience = steps, commits, patience
-        self.restored = bool(steps.names())
+        #: Of each commit's id. A job's id may have slashes, and is not taken for another's with a step.
+        self._commits_begin = f"{id_.replace('%', '%25').replace('/', '%2F')}/"
+        self.restored = bool(self._read(steps.names))
         self.shown = Shown({"job": id_, "run": str(attempt), **(facts or {})})
         self._lock = threading.Lock()
         self._over = False
@@ -160,7 +163,7 @@ class Job:
                 f"job {self.id!r} has ended, and commits nothing more: wait for its threads and queries before you return"
             )
         key = "/".join((*POSITION.get(), name))
-        id_ = f"{self.id}/{key}"
+        id_ = f"{self._commits_begin}{key}"
         if len(id_) > _LONGEST:
             raise RecoveryMisused(
                 f"the id of a commit, {id_!r}, has {len(id_)} characters, and {_LONGEST} at most: give the sink, or the steps that it is in, "
@@ -187,22 +190,31 @@ class Job:
 
     def _batches(self, parent: str) -> set[int]:
         """The batches of a stream that are stored."""
-        parts = (name[len(parent) + 1 :] for name in self._steps.names() if name.startswith(f"{parent}/batch-"))
+        parts = (
+            name[len(parent) + 1 :] for name in self._read(self._steps.names) if name.startswith(f"{parent}/batch-")
+        )
         return {int(part.removeprefix("batch-")) for part in parts if part.removeprefix("batch-").isdigit()}
 
     def _forget(self, batch: str) -> None:
         """An old batch with its steps, and what it committed: Spark's log is past it."""
-        for name in self._steps.names():
+        for name in self._read(self._steps.names):
             if name == batch or name.startswith(f"{batch}/"):
-                self._steps.remove(name)
-        for name in self._commits.names():
-            if name.startswith(f"{self.id}/{batch}/") and is_over(self._commits, name):
-                self._commits.remove(name)
+                self._remove(self._steps, name)
+        for name in self._read(self._commits.names):
+            of_it = name.startswith(f"{self._commits_begin}{batch}/")
+            if of_it and self._read(functools.partial(is_over, self._commits, name)):
+                self._remove(self._commits, name)
+
+    def _read(self, read: Callable[[], T]) -> T:
+        return patient(read, f"job {self.id!r} waits for what its runs have stored", self._patience)
+
+    def _remove(self, handles: StateHandleStore, name: str) -> None:
+        patient(lambda: handles.remove(name), f"job {self.id!r} waits for an old batch to be removed", self._patience)
 
     def _known(self, key: str) -> tuple[Any] | None:
         """What a run before has stored of a step; the coordinators have their states back then."""
         try:
-            stored = self._steps.get(key)
+            stored = self._read(lambda: self._steps.get(key))
         except HandleMissing:
             return None
         value, checkpoints = pickle.loads(stored.data)

@@ -377,17 +377,18 @@ class Jobs:
         """
         key, mine = f"{key_of(job)}/claim", _unique({})
 
-        def write() -> int | None:
+        def write() -> int:
             try:
-                return self._store.transact(Replace(key, mine, claim))[0]
+                version = self._store.transact(Replace(key, mine, claim))[0]
+                assert version is not None
+                return version
             except (StoreConflict, LeadershipLost):
                 known = self._store.read(key)
                 if known is None or known.value != mine:
                     raise
                 return known.version  # it had been done, and its answer was lost
 
-        version: int = patient(write, f"job {job!r} is done, and waits for its claim to be renewed", patience)
-        return version
+        return patient(write, f"job {job!r} is done, and waits for its claim to be renewed", patience)
 
     def finish(
         self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, patience: float = 0.0

@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import pickle
+import re
 import runpy
 import shutil
 import signal
@@ -22,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from stagecrew import errors
 from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
@@ -171,12 +173,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     def leave(reason: str) -> NoReturn:
         """Nothing that this process writes from now on would be done."""
-        print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True)
-        shutil.rmtree(given.folder, ignore_errors=True)  # nobody may be left to do it
-        closing = threading.Thread(target=store.close, daemon=True)  # so that the next need not wait for its time-out
-        closing.start()
-        closing.join(_CLOSE)
-        os._exit(LOST)
+        # The store is closed so that the next run need not wait for a time-out; of the files nobody else may be left to take care.
+        leave_behind(
+            lambda: print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True),
+            lambda: shutil.rmtree(given.folder, ignore_errors=True),
+            store.close,
+        )
 
     signal.signal(signal.SIGTERM, lambda *_: leave("it was told to"))
     run = Run(given.job, given.run, given.claim)
@@ -210,6 +212,19 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def leave_behind(*last: Callable[[], object]) -> NoReturn:
+    """This process ends as a lost run within `_CLOSE` seconds, whatever it does last: a disk may be full, and a server hang."""
+    try:
+        threads = [threading.Thread(target=one, daemon=True) for one in last]
+        for thread in threads:
+            thread.start()
+        due = time.monotonic() + _CLOSE
+        for thread in threads:
+            thread.join(max(0.0, due - time.monotonic()))
+    finally:
+        os._exit(LOST)
+
+
 def ends_within(seconds: float, code: int) -> None:
     """This process ends by then, whatever threads and exit hooks the job's code has left to it."""
     timer = threading.Timer(seconds, os._exit, (code,))
@@ -236,19 +251,20 @@ def carry_out(
     call: Callable[[JobSpec], Any],
     look: Callable[[], str | None],
     facts: Mapping[str, str] | None = None,
+    patience: float = PATIENCE,
 ) -> bool:
     """What a process does that has claimed a run. Answers whether the job is at its end; else it is lost, and runs again.
 
-    `call` calls the job's own code; `look` says why the process may not go on.
+    `call` calls the job's own code; `look` says why the process may not go on. What is away is waited for `patience` seconds.
     """
     run, jobs = claimed.run, claimed.jobs
     known = jobs.read(run.job)
-    finish_commits(jobs.below(run.job, "commits"), ending=finish, patience=PATIENCE)
+    finish_commits(jobs.below(run.job, "commits"), ending=finish, patience=patience)
     if finish:
         result = Result(str(known[0].outcome), known[0].reason)
     else:
         spec = jobs.spec(run.job)
-        job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"), facts=facts)
+        job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"), patience, facts)
         set_current(job)
         try:
             result = Result.of_value(call(spec))
@@ -265,8 +281,8 @@ def carry_out(
         # What threads of the job still do from now on decides nothing: the claim has moved on.
         claimed.renew()
         jobs = claimed.jobs
-        finish_commits(jobs.below(run.job, "commits"), ending=True, patience=PATIENCE)
-    jobs.finish(run.job, known, JobState(result.state), result, PATIENCE)
+        finish_commits(jobs.below(run.job, "commits"), ending=True, patience=patience)
+    jobs.finish(run.job, known, JobState(result.state), result, patience)
     return True
 
 
@@ -287,8 +303,20 @@ def _no_fault_of_its_own(error: BaseException) -> str | None:
         seen.add(id(one))
         if isinstance(one, ours):
             return f"{type(one).__name__}: {one}"
+        if (said := _said_across_a_jvm(one, ours)) is not None:
+            return said
         waiting += [one.__cause__, one.__context__]
     return _jvm_gone()
+
+
+def _said_across_a_jvm(error: BaseException, ours: tuple[type[BaseException], ...]) -> str | None:
+    """What one of our errors says that was raised where a JVM called Python, as `foreachBatch` is: it comes back as text alone."""
+    if type(error).__module__.partition(".")[0] not in ("pyspark", "py4j"):
+        return None
+    for name, text in re.findall(r"^stagecrew\.errors\.(\w+): (.*)$", str(error), re.MULTILINE):
+        if issubclass(getattr(errors, name, object), ours):
+            return f"{name}: {text}"
+    return None
 
 
 def _jvm_gone() -> str | None:

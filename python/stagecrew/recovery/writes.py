@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from stagecrew.errors import (
     LeadershipLost,
@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 _log = logging.getLogger("stagecrew")
+
+T = TypeVar("T")
 
 #: Moves with each sweep; its value names the store, so that stores which share a storage leave each other's states alone.
 GENERATION: Final = "sweep/generation"
@@ -135,7 +137,7 @@ def repeated(write: Callable[[], Any]) -> Any:
     return patient(write, "", 0.0)
 
 
-def patient(write: Callable[[], Any], waits: str, seconds: float) -> Any:
+def patient(write: Callable[[], T], waits: str, seconds: float) -> T:
     """`repeated`, and again while storage or store are away or full, for so long; `waits` says in the log what waits for what."""
     due = time.monotonic() + seconds
     unknown: PossiblyInconsistentError | None = None
@@ -151,7 +153,7 @@ def patient(write: Callable[[], Any], waits: str, seconds: float) -> Any:
                 continue
         except (StateStorageError, *_DEFINITE) as error:
             last = error
-        if not isinstance(last, _PASSING) or time.monotonic() >= due:
+        if not isinstance(last, _PASSING) or isinstance(last, StateCorrupt) or time.monotonic() >= due:
             if unknown is None or last is unknown:
                 raise last
             raise PossiblyInconsistentError(f"{unknown}; then: {last}") from last
