@@ -22,10 +22,10 @@ from stagecrew.recovery.election import HOLDER, Fenced, fence
 from stagecrew.recovery.job import current_job, set_current
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.run import Claimed, carry_out
-from stagecrew.recovery.writes import PATIENCE
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
+from stagecrew.recovery.writes import PATIENCE
 
 SCHEMA = pa.schema([("id", pa.int64())])
 writes._PAUSE = 0.0  # no time passes but the world's own
