@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from stagecrew.errors import OperatorMisused
+from stagecrew.errors import OperatorMisused, SplitsFailed
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSource, InputPartition
@@ -38,35 +38,83 @@ class _Arrow:
     """What reads by `pyarrow.dataset`."""
 
     def __init__(
-        self, source: str | Sequence[str], file_format: str, columns: Sequence[str] | None, filesystem: Any
+        self,
+        source: str | Sequence[str],
+        file_format: str,
+        columns: Sequence[str] | None,
+        filesystem: Any,
+        schema: pa.Schema | None,
     ) -> None:
         self.source, self.file_format = source, file_format
         self.columns = None if columns is None else tuple(columns)
         self.filesystem = filesystem
+        self._given = schema
 
     @functools.cached_property
     def _dataset(self) -> Any:
         import pyarrow.dataset as ds
 
         source = list(self.source) if not isinstance(self.source, str) else self.source
-        return ds.dataset(source, format=self.file_format, filesystem=self.filesystem)
+        return ds.dataset(source, self._given, self.file_format, self.filesystem)
+
+    @functools.cached_property
+    def _arrow(self) -> pa.Schema:
+        """The schema as Spark has it in Arrow: it takes the columns of a batch by their place, and looks at no name or type."""
+        from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
+        found = self._dataset.schema
+        if self.columns is not None:
+            if unknown := [name for name in self.columns if name not in found.names]:
+                raise OperatorMisused(f"{self._shown()} has no column {unknown[0]!r}: it has {', '.join(found.names)}")
+            found = pa.schema([found.field(name) for name in self.columns])
+        return to_arrow_schema(from_arrow_schema(found))
 
     @property
     def schema(self) -> StructType:
         """The schema of the rows, for Spark."""
         from pyspark.sql.pandas.types import from_arrow_schema
 
-        found = self._dataset.schema
-        if self.columns is not None:
-            found = pa.schema([found.field(name) for name in self.columns])
-        return from_arrow_schema(found)
+        return from_arrow_schema(self._arrow)
 
     def __getstate__(self) -> dict[str, Any]:
+        assert self._arrow is not None  # found here: tasks have it with them
         return {key: value for key, value in vars(self).items() if key != "_dataset"}
+
+    def _read(self, path: str, row_group: int | None = None) -> Iterator[pa.RecordBatch]:
+        import pyarrow.dataset as ds
+
+        (fragment,) = ds.dataset(path, self._arrow, self.file_format, self.filesystem).get_fragments()
+        try:
+            if row_group is not None:
+                fragment = fragment.subset(row_group_ids=[row_group])
+            yield from fragment.to_batches(schema=self._arrow)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            raise SplitsFailed(
+                f"{path} cannot be read by the schema of {self._shown()}{self._differing(fragment)}: {error}. Give a schema= that "
+                f"holds what is in all files"
+            ) from error
+
+    def _shown(self) -> str:
+        return self.source if isinstance(self.source, str) else f"{self.source[0]} and others"
+
+    def _differing(self, fragment: Any) -> str:
+        try:
+            has = fragment.physical_schema
+        except (pa.ArrowException, OSError):  # then the file itself is broken, as the error says
+            return ""
+        found = [
+            f"column {field.name!r} is {has.field(field.name).type} in the file, and {field.type} in the schema"
+            for field in self._arrow
+            if has.get_field_index(field.name) >= 0 and has.field(field.name).type != field.type
+        ]
+        return f" ({'; '.join(found)})" if found else ""
 
 
 class ParquetRowGroups(_Arrow):
     """The row groups of Parquet files: a file, a folder, or several files, of any filesystem of `pyarrow.fs`.
+
+    All rows are of one schema, that of the first file unless one is given: columns are found by their names, one that a file does
+    not have is null there, and what does not fit its type without loss is `SplitsFailed`, which names file and column.
 
     `largest_first` reads all footers first, and gives row groups by their size: the last ones are small then, and tasks end
     together. Without it footers are read as they are needed.
@@ -78,8 +126,9 @@ class ParquetRowGroups(_Arrow):
         columns: Sequence[str] | None = None,
         filesystem: Any = None,
         largest_first: bool = True,
+        schema: pa.Schema | None = None,
     ) -> None:
-        super().__init__(source, "parquet", columns, filesystem)
+        super().__init__(source, "parquet", columns, filesystem, schema)
         self.largest_first = largest_first
 
     def splits(self) -> Iterable[RowGroup]:
@@ -95,14 +144,14 @@ class ParquetRowGroups(_Arrow):
 
     def read(self, split: RowGroup) -> Iterator[pa.RecordBatch]:
         """The rows of a row group."""
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(split.path, filesystem=self.filesystem) as file:
-            yield from file.iter_batches(row_groups=[split.index], columns=self.columns and list(self.columns))
+        return self._read(split.path, split.index)
 
 
 class Files(_Arrow):
-    """Whole files of any format that `pyarrow.dataset` reads: `parquet`, `orc`, `csv`, `json`, `feather`."""
+    """Whole files of any format that `pyarrow.dataset` reads: `parquet`, `orc`, `csv`, `json`, `feather`.
+
+    Their rows are of one schema, and they are of any filesystem, as of `ParquetRowGroups`.
+    """
 
     def __init__(
         self,
@@ -110,8 +159,9 @@ class Files(_Arrow):
         file_format: str,
         columns: Sequence[str] | None = None,
         filesystem: Any = None,
+        schema: pa.Schema | None = None,
     ) -> None:
-        super().__init__(source, file_format, columns, filesystem)
+        super().__init__(source, file_format, columns, filesystem, schema)
 
     def splits(self) -> Iterable[str]:
         """One per file: its path."""
@@ -119,10 +169,7 @@ class Files(_Arrow):
 
     def read(self, split: str) -> Iterator[pa.RecordBatch]:
         """The rows of a file."""
-        import pyarrow.dataset as ds
-
-        columns = self.columns and list(self.columns)
-        yield from ds.dataset(split, format=self.file_format, filesystem=self.filesystem).to_batches(columns=columns)
+        return self._read(split)
 
 
 class KeyRanges:

@@ -1,0 +1,90 @@
+"""Enumerators of files: what is read is of the schema that is stated."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stagecrew.errors import OperatorMisused, SplitsFailed
+from stagecrew.operators.enumerators import Files, ParquetRowGroups
+
+SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.int64())])
+
+
+def written(folder: Path, *tables: dict[str, Any]) -> str:
+    for number, columns in enumerate(tables):
+        pq.write_table(pa.table(columns), folder / f"{number}.parquet")
+    return str(folder)
+
+
+def read(enumerator: Any) -> list[pa.RecordBatch]:
+    """As tasks do, which have a copy."""
+    copy = pickle.loads(pickle.dumps(enumerator))
+    return [batch for split in enumerator.splits() for batch in copy.read(split)]
+
+
+@pytest.fixture(params=[ParquetRowGroups, lambda *args, **more: Files(args[0], "parquet", *args[1:], **more)])
+def reader(request):
+    """Both that read files."""
+    return request.param
+
+
+def test_columns_are_those_of_the_schema(reader, tmp_path):
+    """Files whose columns are in another order, of narrower types, or missing are read as the schema says, by names."""
+    folder = written(
+        tmp_path, {"a": [1], "b": [2]}, {"b": [20], "a": pa.array([10], pa.int32()), "c": ["more"]}, {"b": [200]}
+    )
+    batches = read(reader(folder, **({"largest_first": False} if reader is ParquetRowGroups else {})))
+    assert [batch.schema for batch in batches] == [SCHEMA] * 3
+    assert [batch.to_pylist() for batch in batches] == [
+        [{"a": 1, "b": 2}],
+        [{"a": 10, "b": 20}],
+        [{"a": None, "b": 200}],
+    ]
+    chosen = read(reader(folder, ["b", "a"]))
+    assert {tuple(batch.schema.names) for batch in chosen} == {("b", "a")}
+    assert sum(sum(batch.column("b").to_pylist()) for batch in chosen) == 222
+
+
+def test_what_does_not_fit_names_file_and_column(reader, tmp_path):
+    """A value that the schema's type cannot hold is an error that names file and column; a schema that holds all reads all."""
+    folder = written(tmp_path, {"a": [1], "b": [2]}, {"b": [0.5], "a": [10]})
+    with pytest.raises(SplitsFailed, match=r"1\.parquet cannot be read .*column 'b' is double in the file, and int64"):
+        read(reader(folder))
+    wide = reader(folder, schema=pa.schema([("a", pa.int64()), ("b", pa.float64())]))
+    assert sorted(row["b"] for batch in read(wide) for row in batch.to_pylist()) == [0.5, 2.0]
+    with pytest.raises(OperatorMisused, match="has no column 'd': it has a, b"):
+        reader(folder, ["a", "d"]).schema  # noqa: B018
+
+
+def test_the_schema_in_spark_s_types(reader, tmp_path):
+    """What Arrow has more types for than Spark comes in the one that Spark reads, as the stated schema says."""
+    folder = written(
+        tmp_path, {"at": pa.array([10**9], pa.timestamp("ns")), "text": pa.array(["x"]).dictionary_encode()}
+    )
+    reads = reader(folder)
+    assert reads.schema.simpleString() == "struct<at:timestamp_ntz,text:string>"
+    assert [batch.schema.types for batch in read(reads)] == [[pa.timestamp("us"), pa.string()]]
+
+
+def test_csv_of_several_types(tmp_path):
+    """Integers in one CSV file and fractions in another are an error by name, and are read by a schema that holds both."""
+    (tmp_path / "0.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "1.csv").write_text("b,a\n0.5,10\n")
+    with pytest.raises(SplitsFailed, match=r"1\.csv cannot be read .*column 'b' is double in the file"):
+        read(Files(str(tmp_path), "csv"))
+    rows = read(Files(str(tmp_path), "csv", schema=pa.schema([("a", pa.int64()), ("b", pa.float64())])))
+    assert [row for batch in rows for row in batch.to_pylist()] == [{"a": 1, "b": 2.0}, {"a": 10, "b": 0.5}]
+
+
+def test_a_file_that_is_broken(tmp_path):
+    """A file that is no Parquet is an error that names it."""
+    written(tmp_path, {"a": [1]})
+    (tmp_path / "1.parquet").write_bytes(b"no parquet at all")
+    with pytest.raises(SplitsFailed, match=r"1\.parquet cannot be read"):
+        read(Files(str(tmp_path), "parquet"))
