@@ -250,7 +250,7 @@ def test_locations(cluster):
 
 
 def test_parquet_row_groups_and_files(cluster, tmp_path):
-    """Every row of every row group, of a folder with several files, their columns in any order; the largest first; a choice of columns."""
+    """Every row of every row group, of a folder or URI with several files, their columns in any order; the largest first; a choice of columns."""
     folder = tmp_path / "table"
     folder.mkdir()
     for number, sizes in enumerate([(10, 500, 20), (300,), (1, 2, 3, 4)]):
@@ -273,7 +273,7 @@ def test_parquet_row_groups_and_files(cluster, tmp_path):
         assert sorted(map(tuple, topology.splits(some, some.read, some.schema).collect())) == [
             (n,) for n, _ in expected
         ]
-        files = Files(str(folder), "parquet")
+        files = Files(folder.as_uri(), "parquet")
         assert sorted(map(tuple, topology.splits(files, files.read, files.schema).collect())) == expected
         for file_format, options in (("csv", {"header": True}), ("orc", {})):
             other = tmp_path / file_format

@@ -1,7 +1,8 @@
-"""Enumerators of files: what is read is of the schema that is stated."""
+"""Enumerators of files: what is read is of the schema that is stated, from wherever it was listed."""
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,24 @@ def test_a_file_that_is_broken(tmp_path):
     (tmp_path / "1.parquet").write_bytes(b"no parquet at all")
     with pytest.raises(SplitsFailed, match=r"1\.parquet cannot be read"):
         read(Files(str(tmp_path), "parquet"))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_uri_is_read_where_it_was_listed(reader, tmp_path, several):
+    """Splits of a URI are read from its file system, in tasks too, of one URI and of several."""
+    written(tmp_path, {"a": [1], "b": [2]})
+    uri = (tmp_path / "0.parquet").as_uri()
+    assert [batch.to_pylist() for batch in read(reader([uri] if several else uri))] == [[{"a": 1, "b": 2}]]
+    with pytest.raises(OperatorMisused, match="on one file system"):
+        reader([uri, "mock:///there"])
+
+
+def test_a_relative_path_is_that_of_the_driver(reader, tmp_path, monkeypatch):
+    """A path is that of the process that made the enumerator, also where another reads it."""
+    written(tmp_path, {"a": [1], "b": [2]})
+    monkeypatch.chdir(tmp_path)
+    enumerator = reader("0.parquet")
+    data = pickle.dumps(enumerator)
+    (split,) = enumerator.splits()
+    os.chdir("/")
+    assert [batch.num_rows for batch in pickle.loads(data).read(split)] == [1]

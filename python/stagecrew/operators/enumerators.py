@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
@@ -48,13 +49,15 @@ class _Arrow:
         self.source, self.file_format = source, file_format
         self.columns = None if columns is None else tuple(columns)
         self.filesystem = filesystem
+        if filesystem is None:
+            self.source, self.filesystem = _resolved(source)
         self._given = schema
 
     @functools.cached_property
     def _dataset(self) -> Any:
         import pyarrow.dataset as ds
 
-        source = list(self.source) if not isinstance(self.source, str) else self.source
+        source = self.source if isinstance(self.source, str) else list(self.source)
         return ds.dataset(source, self._given, self.file_format, self.filesystem)
 
     @functools.cached_property
@@ -95,7 +98,7 @@ class _Arrow:
             ) from error
 
     def _shown(self) -> str:
-        return self.source if isinstance(self.source, str) else f"{self.source[0]} and others"
+        return ", ".join([*_several(self.source)][:3])
 
     def _differing(self, fragment: Any) -> str:
         try:
@@ -110,11 +113,27 @@ class _Arrow:
         return f" ({'; '.join(found)})" if found else ""
 
 
+def _resolved(source: str | Sequence[str]) -> tuple[str | list[str], Any]:
+    """The paths, and the file system they are on, which tasks have too: a path alone does not say where it is."""
+    from stagecrew.files import file_system
+
+    found = [file_system(Path(one).expanduser() if one.startswith("~") else one, None) for one in _several(source)]
+    if any(filesystem != found[0][0] for filesystem, _ in found):
+        raise OperatorMisused("the files of one enumerator are on one file system: make an enumerator for each")
+    paths = [path for _, path in found]
+    return (paths[0] if isinstance(source, str) else paths), found[0][0] if found else None
+
+
+def _several(source: str | Sequence[str]) -> Sequence[str]:
+    return [source] if isinstance(source, str) else source
+
+
 class ParquetRowGroups(_Arrow):
     """The row groups of Parquet files: a file, a folder, or several files, of any filesystem of `pyarrow.fs`.
 
     All rows are of one schema, that of the first file unless one is given: columns are found by their names, one that a file does
-    not have is null there, and what does not fit its type without loss is `SplitsFailed`, which names file and column.
+    not have is null there, and what does not fit its type without loss is `SplitsFailed`, which names file and column. `source` is
+    a path or a URI, or a path on `filesystem`.
 
     `largest_first` reads all footers first, and gives row groups by their size: the last ones are small then, and tasks end
     together. Without it footers are read as they are needed.

@@ -1,0 +1,23 @@
+"""Splits of files on an S3 server."""
+
+from __future__ import annotations
+
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from objectstore import s3_server
+from stagecrew.operators.enumerators import Files, ParquetRowGroups
+
+
+def test_a_uri_of_s3():
+    """Row groups and files that a URI names are read there, also by a copy as tasks have it; splits do not show the secret."""
+    with s3_server() as (filesystem, uri):
+        pq.write_table(pa.table({"n": range(10)}), "bucket/states/n.parquet", filesystem=filesystem, row_group_size=4)
+        for enumerator in (ParquetRowGroups(uri), Files(uri, "parquet")):
+            splits, copy = list(enumerator.splits()), pickle.loads(pickle.dumps(enumerator))
+            assert sorted(n for split in splits for batch in copy.read(split) for n in batch["n"].to_pylist()) == [
+                *range(10)
+            ]
+            assert "very-secret" not in repr(splits)
