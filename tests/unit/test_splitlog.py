@@ -136,6 +136,18 @@ def test_a_host_is_given_what_it_reads_best():
     assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
 
 
+def test_reading_ahead_ends_when_a_task_would_wait():
+    """Where there is no time, one split is enough: what was read ahead is still given to its host first."""
+    time_for = iter([True, True, False, False, False])
+    numbers = Homes(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
+    log = SplitLog(numbers, "operator 'x'", lambda: next(time_for))
+    read = []
+    for index in range(5):
+        read.append((pickle.loads(log.at(0, index, "a")), numbers.read))
+    assert read == [(2, 3), (3, 4), (0, 5), (1, 5), (4, 5)]
+    assert log.at(0, 5, "a") is None
+
+
 class Timed(Homes):
     def event_time(self, split):
         return 10 * split

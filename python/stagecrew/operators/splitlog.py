@@ -32,13 +32,15 @@ class SplitLog:
     enumerator has no more, all logs are sealed. Splits are pickled once, and known again by those bytes, and by equality
     where they can be hashed.
 
-    The enumerator (see `Enumerator`), or the iterable that stands for it, is begun when the first split is taken.
+    The enumerator (see `Enumerator`), or the iterable that stands for it, is begun when the first split is taken. `came` is
+    called for each split that it gives, and says whether there is time to read ahead.
     """
 
-    def __init__(self, enumerator: Any, name: str) -> None:
+    def __init__(self, enumerator: Any, name: str, came: Callable[[], bool] = lambda: True) -> None:
         #: For messages.
         self.name = name
-        self._enumerator = enumerator
+        self._enumerator, self._came = enumerator, came
+        self._has_time = True
         self._splits: Iterator[Any] | None = None
         self._event_time: Callable[[Any], Any] | None = getattr(enumerator, "event_time", None)
         self._locations: Callable[[Any], Iterable[str]] | None = getattr(enumerator, "locations", None)
@@ -98,6 +100,8 @@ class SplitLog:
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
+            if not self._has_time:  # a task waits
+                break
         if not self._ahead:
             return None
         first = None if reading is None else self.event_time(self._ahead[0][0])
@@ -129,6 +133,7 @@ class SplitLog:
                             f"enumerated again; an enumerator has to give the same splits again"
                         )
                     return None
+                self._has_time = self._came()
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
                 hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
                 if self._is_new(split, packed):

@@ -29,6 +29,8 @@ __all__ = ["Enumerator", "SplitCoordinator", "read_splits"]
 
 #: How often it is looked whether the enumerator is late, in seconds.
 _WATCH: Final = 1.0
+#: How long one request reads ahead where the enumerator knows locations, in seconds.
+_AHEAD: Final = 1.0
 #: How often it is looked who is idle, where splits have event times.
 _LOOK: Final = 0.2
 #: How long a request for a split that may not be given yet is held before its task asks again: far below its time-out.
@@ -67,7 +69,9 @@ class SplitCoordinator(Coordinator):
         self._is_there = isinstance(enumerator, Sequence)
         self._splits = len(enumerator) if self._is_there else None
         self._read: dict[int, int] = {}  # subtask -> how many splits of its log were read
-        self._log = SplitLog(enumerator, f"operator {context.operator!r}")
+        self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._came)
+        #: While a split is looked for: when that began, and since when none has come.
+        self._asked = 0.0
         self._since: float | None = None
         #: Where splits have event times: what evaluations are reading, and those that wait for the slowest of them.
         self._reading: WatermarkGroup[int] | None = None
@@ -122,7 +126,7 @@ class SplitCoordinator(Coordinator):
         self, evaluation: Evaluation, index: int, host: str, reading: WatermarkGroup[int] | None = None
     ) -> bytes | None:
         assert evaluation.subtask is not None
-        self._since = time.monotonic()
+        self._asked = self._since = time.monotonic()
         try:
             if reading is None:
                 return self._log.at(evaluation.subtask, index, host)
@@ -135,6 +139,10 @@ class SplitCoordinator(Coordinator):
             raise
         finally:
             self._since = None
+
+    def _came(self) -> bool:
+        self._since = now = time.monotonic()
+        return now - self._asked < min(_AHEAD, self._patience / 4)
 
     def _let_go(self) -> None:
         """Gives those that wait what they may have now."""

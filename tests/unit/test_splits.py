@@ -1,0 +1,33 @@
+"""The coordinator of splits, without Spark."""
+
+from __future__ import annotations
+
+import time
+
+from stagecrew.operators.splits import SplitCoordinator
+from stagecrew.testing import CoordinatorHarness
+
+
+class Slow:
+    """Each of its splits comes in time, and all of them together do not."""
+
+    def splits(self):
+        for number in range(30):
+            time.sleep(0.1)
+            yield number
+
+    def locations(self, split):
+        return ["h"]
+
+
+def test_a_slow_enumerator_with_locations():
+    """It is late when no split comes in time, and not while it is read ahead; a task waits for one split and not for all."""
+    with CoordinatorHarness(lambda context: SplitCoordinator(context, Slow(), 1.2)) as harness:
+        task = harness.evaluation(subtask=0)
+        started = time.monotonic()
+        task.request((0, "h"))
+        assert time.monotonic() - started < 2
+        for index in range(1, 30):
+            assert task.request((index, "h")) is not None
+        assert task.request((30, "h")) is None
+        assert harness.failure is None
