@@ -380,8 +380,9 @@ class Topology:
         from stagecrew.operators.alignment import align
 
         self._require_active("align sources")
-        self.operators.name_operator(name)
-        return align(self, name, drift, idle_after)
+        alignment = align(self, name, drift, idle_after)
+        self.operators.name_operator(name)  # behind all that may be refused: the name is free then
+        return alignment
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:

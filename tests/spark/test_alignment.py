@@ -236,6 +236,25 @@ def test_the_example_of_a_stream_starts_again(sessions, tmp_path):
             assert max(ends.values()) - min(ends.values()) <= example["DRIFT"]
 
 
+def test_a_call_that_was_refused(cluster):
+    """It has used nothing: the right call with the same name, or on the same alignment, is done. The next is one too many."""
+    with stagecrew.crew(cluster).topology("t") as topology:
+        with pytest.raises(stagecrew.OperatorMisused, match="idle_after"):
+            topology.align("a", DRIFT, idle_after=0)
+        alignment = topology.align("a", DRIFT)
+
+        def work(aligner, batches):
+            yield from batches
+
+        with pytest.raises(stagecrew.OperatorMisused, match="maps a DataFrame, not int"):
+            alignment.map(7, work, "id long")
+        with pytest.raises(Exception, match="PARSE_SYNTAX_ERROR"):
+            alignment.map(cluster.range(2), work, "no schema at all")
+        assert alignment.map(cluster.range(2), work, "id long").count() == 2
+        with pytest.raises(stagecrew.OperatorMisused, match="one dataset"):
+            alignment.map(cluster.range(2), work, "id long")
+
+
 def test_bad_input(cluster):
     """What is no function, no time, no mapping."""
     with stagecrew.crew(cluster).topology("t") as topology:

@@ -177,8 +177,9 @@ class Alignment:
             )
         if not callable(work):
             raise OperatorMisused(f"an alignment maps a function work(aligner, batches), not {type(work).__name__}")
-        self._used = True
-        return self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
+        mapped = self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
+        self._used = True  # a call that was refused has used nothing
+        return mapped
 
 
 def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alignment:
