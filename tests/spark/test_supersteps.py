@@ -126,6 +126,19 @@ def test_large_values(cluster):
         assert [row.value for row in rows] == [6.0, 6.0]
 
 
+def test_a_small_limit(sessions):
+    """Values are as large as they like where `spark.stagecrew.event.maxSize` is small: it bounds the pieces."""
+    spark = sessions.get(LOCAL, **{"spark.stagecrew.event.maxSize": "1k"})
+    with stagecrew.crew(spark).topology("t") as topology:
+
+        def work(steps, batches):
+            both = steps.reduce(np.full(10_000, steps.subtask + 1, np.int64))
+            yield batch(steps.subtask, float(both.sum()))
+
+        rows = topology.supersteps(spark.range(0, 2, 1, 2), work, SCHEMA).collect()
+        assert [row.value for row in rows] == [30_000.0, 30_000.0]
+
+
 def failing(path: str, how: str, times: int) -> Any:
     """Work of which subtask 1 fails in its third step, the first so many times."""
 

@@ -141,9 +141,7 @@ def test_reading_ahead_ends_when_a_task_would_wait():
     time_for = iter([True, True, False, False, False])
     numbers = Homes(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
     log = SplitLog(numbers, "operator 'x'", lambda: next(time_for))
-    read = []
-    for index in range(5):
-        read.append((pickle.loads(log.at(0, index, "a")), numbers.read))
+    read = [(pickle.loads(log.at(0, index, "a")), numbers.read) for index in range(5)]
     assert read == [(2, 3), (3, 4), (0, 5), (1, 5), (4, 5)]
     assert log.at(0, 5, "a") is None
 

@@ -31,8 +31,10 @@ __all__ = ["Steps", "SuperstepCoordinator", "run_supersteps"]
 
 #: The column by which the rows of a subtask stay together behind the stage.
 _TOGETHER: Final = "__stagecrew_together"
-#: Values travel in pieces of at most so many bytes.
+#: Values travel in pieces of at most so many bytes, and of less where `spark.stagecrew.event.maxSize` is small.
 _PIECE: Final = 4 << 20
+#: How many bytes of that size a piece leaves for what stands around it.
+_AROUND: Final = 64
 #: How a reply begins that is the result, and one that says in how many pieces it comes.
 _WHOLE: Final = b"\0"
 _PIECES: Final = b"\1%d"
@@ -50,9 +52,11 @@ class SuperstepCoordinator(Coordinator):
 
     kind = "supersteps"
 
-    def __init__(self, context: CoordinatorContext, stop_when: StopWhen | None, timeout: float) -> None:
+    def __init__(
+        self, context: CoordinatorContext, stop_when: StopWhen | None, timeout: float, piece: int = _PIECE
+    ) -> None:
         super().__init__(context)
-        self._stop_when, self._timeout = stop_when, timeout
+        self._stop_when, self._timeout, self._piece = stop_when, timeout, piece
         self._groups: dict[tuple[int, int], _Group] = {}
         self._pieces: dict[Evaluation, list[bytes]] = {}
 
@@ -135,7 +139,7 @@ class SuperstepCoordinator(Coordinator):
             self._fail(group, failure)
             raise failure from error
         self.context.report(step=step + 1, **({"stopped": True} if group.stopped else {}))
-        group.answer(result)
+        group.answer(result, self._piece)
 
     def _contained(self, group: _Group, change: Callable[..., Any], evaluation: Evaluation, *args: Any) -> Any:
         """What it answers; what it raises fails the topology: all attempts at the stage would go the same way."""
@@ -188,12 +192,12 @@ class _Group:
         self.over: str | None = None
         self._pieces: list[Packed] = []
 
-    def answer(self, result: bytes) -> None:
+    def answer(self, result: bytes, piece: int) -> None:
         """All get the result, or how many pieces it has. It is kept once for all of them, until the next."""
         self._pieces = []
         reply = packed(_WHOLE, result)
-        if len(result) > _PIECE:
-            self._pieces = [packed(memoryview(result)[at : at + _PIECE]) for at in range(0, len(result), _PIECE)]
+        if len(result) > piece:
+            self._pieces = [packed(memoryview(result)[at : at + piece]) for at in range(0, len(result), piece)]
             reply = packed(_PIECES % len(self._pieces))
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
@@ -218,8 +222,8 @@ class Steps:
     so of the last result: for all tasks alike. Of one thread.
     """
 
-    def __init__(self, gateway: TaskGateway, members: int, timeout: float) -> None:
-        self._gateway, self._timeout = gateway, timeout
+    def __init__(self, gateway: TaskGateway, members: int, timeout: float, piece: int = _PIECE) -> None:
+        self._gateway, self._timeout, self._piece = gateway, timeout, piece
         assert gateway.subtask is not None
         self.subtask, self.subtasks = gateway.subtask, members
         self.step = 0
@@ -234,8 +238,8 @@ class Steps:
 
         `op` is `"sum"`, `"min"`, `"max"` (of numbers; of numpy and Arrow arrays, element by element), `"concat"` (of arrays, tables,
         lists, text and bytes), or a function of two values. Values are reduced in the order of subtasks, so that a sum of floating
-        point numbers is the same each time. In a sum True counts as 1, in boolean arrays too. None takes no part. Values are picklable,
-        and at most some hundreds of megabytes.
+        point numbers is the same each time. In a sum True counts as 1, in boolean arrays too. None takes no part. Values are picklable;
+        64 MB of each task are tested, and the driver holds those of all tasks at once.
 
         All tasks reduce by the same `op`. A function of an importable module is compared by its name; any other, such as a lambda, by
         its code and all that it holds: defaults, closure, the globals that it uses, the state of an object. Equal values make the
@@ -245,8 +249,8 @@ class Steps:
         Raises `SuperstepsFailed` when another task reduces otherwise or has ended, or `timeout` seconds are over; `OperatorMisused`.
         """
         request = _pickled(("reduce", self.step, self.subtasks, tuple(described(op, self._known)), value))
-        if len(request) > _PIECE:
-            pieces = [request[at : at + _PIECE] for at in range(0, len(request), _PIECE)]
+        if len(request) > self._piece:
+            pieces = [request[at : at + self._piece] for at in range(0, len(request), self._piece)]
             request = pieces.pop()
             for piece in pieces:
                 self._gateway.send(piece)
@@ -312,14 +316,15 @@ def run_supersteps(
     # Where executors have not come yet, Spark refuses a stage at once that it would run a second later. AQE may make fewer of
     # these partitions: so this is no reason to refuse.
     await_slots(dataset._jdf.queryExecution().executedPlan().outputPartitioning().numPartitions())
-    operator = Operator(scope, name, lambda context: SuperstepCoordinator(context, stop_when, timeout))
+    piece = max(1, min(_PIECE, scope.host().limit - _AROUND))
+    operator = Operator(scope, name, lambda context: SuperstepCoordinator(context, stop_when, timeout, piece))
     wait = timeout + scope.request_timeout  # the coordinator says first who is late
 
     def stepped(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import BarrierTaskContext
 
         members = len(BarrierTaskContext.get().getTaskInfos())
-        for batch in work(Steps(gateway, members, wait), batches):
+        for batch in work(Steps(gateway, members, wait, piece), batches):
             yield from _together(batch, gateway.subtask)
 
     bound = operator.bound(stepped, subtask=PARTITION)
