@@ -226,7 +226,10 @@ class CheckpointCorrupt(CoordinationError):
 
 
 class SplitsFailed(CoordinationError):
-    """The enumerator of splits raised, is late, or gave one split twice. The message names it and the remedy."""
+    """The enumerator of splits raised, is late, or gave one split twice; or a file of one does not fit its schema.
+
+    The message names it and the remedy.
+    """
 
 
 class SuperstepsFailed(CoordinationError):

@@ -270,10 +270,11 @@ class Topology:
 
         `enumerator` is an iterable of picklable splits, or has `splits()` that answers one, and may have `locations(split)`, a
         list of host names that are preferred when free. It is read lazily, on the driver. `read(split)` runs in the tasks and
-        yields `pyarrow.RecordBatch`es of `schema`. `parallelism` is the number of tasks, by default Spark's. See
+        yields `pyarrow.RecordBatch`es of `schema`. `parallelism` is the number of tasks, by default `sparkContext.defaultParallelism`. See
         `stagecrew.operators.splits` for enumerators of files, row groups, key ranges and a DataSource reader's partitions.
 
-        Raises `OperatorMisused` and `TopologyClosed`; its actions fail by `SplitsFailed` when the enumerator does.
+        Raises `OperatorMisused` and `TopologyClosed`. When the enumerator fails, so does the topology: an action raises Spark's own error,
+        and the `with` `CoordinatorFailed`, whose `__cause__` is `SplitsFailed`.
         """
         from stagecrew.operators.splits import read_splits
 
@@ -305,7 +306,8 @@ class Topology:
         output of it that Spark lost. All partitions need a slot at the same time: Spark refuses more, and dynamic allocation.
         A shuffle follows, which keeps the rows of a subtask together and in order.
 
-        Raises `OperatorMisused` and `TopologyClosed`; its actions fail by `SuperstepsFailed` when tasks reduce differently.
+        Raises `OperatorMisused` and `TopologyClosed`. When tasks reduce differently, the topology fails: an action raises Spark's own
+        error, and the `with` `CoordinatorFailed`, whose `__cause__` is `SuperstepsFailed`.
 
         Source: Flink's iterations with supersteps (PR #10483); Spark's barrier execution.
         """

@@ -198,8 +198,11 @@ class InEventTime:
     behind its event time, which `event_time(split)` tells. A split is given when all that are still being read lie at most `drift`
     behind it. So a subtask's rows are in the order of events, but for the drift and what one split spans, and with
     `parallelism=1` all rows are. Tasks that have ended hold nobody, nor does one that has read at a split for `idle_after` seconds.
+    Without `idle_after` one that hangs while it reads holds all others for ever: nothing times out then, and `waits_for` in the
+    topology's report says it. Give `idle_after`, or let `read` have a time-out of its own.
 
-    A task's splits are `(name, split)`. Raises `SplitsFailed` in the action when a source goes back in time.
+    A task's splits are `(name, split)`. When a source goes back in time, the topology fails: the `with` raises `CoordinatorFailed`, whose
+    `__cause__` is `SplitsFailed`.
     """
 
     def __init__(
