@@ -80,8 +80,8 @@ class _Arrow:
         return from_arrow_schema(self._arrow)
 
     def __getstate__(self) -> dict[str, Any]:
-        assert self._arrow is not None  # found here: tasks have it with them
-        return {key: value for key, value in vars(self).items() if key != "_dataset"}
+        with_schema = {**vars(self), "_arrow": self._arrow}  # found here: tasks have it with them
+        return {key: value for key, value in with_schema.items() if key != "_dataset"}
 
     def _read(self, path: str, row_group: int | None = None) -> Iterator[pa.RecordBatch]:
         import pyarrow.dataset as ds
