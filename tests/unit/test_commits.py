@@ -904,6 +904,39 @@ def test_a_refusal_that_is_not_written(trial):
     assert trial.left() == []
 
 
+def test_a_refusal_of_a_driver_that_lost_its_session(trial):
+    """The record stays decided then, though it is said to be another's: what was staged stays, and whoever goes on brings all."""
+    tasks, plain = Tasks(1), trial.make_sink()
+
+    class Refused:
+        """A sink that says never."""
+
+        identity = plain.identity
+
+        def __getattr__(self, name):
+            return getattr(plain, name)
+
+        def commit(self, staging, messages):
+            raise CommitConflict("never")
+
+    class Lost:
+        """Decisions that take nothing more from this driver."""
+
+        read = staticmethod(trial.decisions.read)
+
+        def write(self, key, record, version):
+            if record["state"] == "refused":
+                raise CommitSuperseded("the session is lost")
+            return trial.decisions.write(key, record, version)
+
+    with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
+        commit(Refused(), Lost(), "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    assert trial.decisions.read("c")[1]["state"] == "decided"
+    assert trial.drive(Driver(), Tasks(2), "c").repeated
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
 def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
     """Behind the decision nobody can say then whether it is done: what was staged stays, for a repeat."""
     trial, tasks = sqlite(tmp_path), Tasks(1)

@@ -232,7 +232,10 @@ def _forward(
                 # Where this is not written, another may go forward, or have done: nothing is deleted then that it may show.
                 try:
                     _refuse(decisions, commit_id, record, version, error)
-                except CommitSuperseded:
+                except CommitSuperseded as unwritten:
+                    # So too who lost its session: then it is decided still, and whoever goes on needs all that was staged.
+                    if not _is_ended(decisions, commit_id, version):
+                        raise _unrefused(commit_id, error, unwritten) from error
                     _discard(sink, staging, messages)
                     raise
             _discard(sink, staging, ())
@@ -323,10 +326,14 @@ def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, 
     except CommitSuperseded:
         raise
     except CommitFailed as unwritten:
-        raise CommitPending(
-            f"commit {commit_id!r} is decided, and the sink refuses it: {error}. That could not be written down: {unwritten}. What was "
-            f"staged stays; committing with this id and the same decisions again goes on with it"
-        ) from error
+        raise _unrefused(commit_id, error, unwritten) from error
+
+
+def _unrefused(commit_id: str, error: CommitConflict, unwritten: CommitFailed) -> CommitPending:
+    return CommitPending(
+        f"commit {commit_id!r} is decided, and the sink refuses it: {error}. That could not be written down: {unwritten}. What was "
+        f"staged stays; committing with this id and the same decisions again goes on with it"
+    )
 
 
 def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
