@@ -62,7 +62,7 @@ from stagecrew.errors import (
     OperatorMisused,
 )
 from stagecrew.files import exists, list_files, remove_folder
-from stagecrew.operators.commits import Staging, commit, resume
+from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
@@ -902,6 +902,54 @@ def test_a_refusal_that_is_not_written(trial):
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
+
+
+def restored(trial, tasks):
+    """The decisions as they were when the commit, which is done, was not decided: a copy that was brought back."""
+    copy = MemoryDecisions()
+
+    def run(staging):
+        version, record = trial.decisions.read("c")
+        assert copy.write("c", record, 0) == version
+        return tasks.run(trial.make_sink(), staging)
+
+    commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
+    trial.decisions = copy
+    return sorted(trial.visible()), trial.state()
+
+
+@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "at once"])
+def test_what_is_done_is_not_abandoned(trial, repeated):
+    """A copy of the decisions, from before this one: what the sink shows stays as it is, and is written down as done."""
+    before = restored(trial, Tasks(1))
+    if repeated:
+        assert trial.drive(Driver(), Tasks(2), "c").repeated
+        assert trial.decisions.read("c")[1]["state"] == "applied"
+    for _ in range(2):
+        abandon(trial.make_sink(), trial.decisions, "c")
+        assert trial.decisions.read("c")[1]["state"] == "applied"
+        assert resume(trial.make_sink(), trial.decisions, "c")
+        assert (sorted(trial.visible()), trial.state()) == before
+    assert before[0] == Tasks(1).expected
+    trial.repeat_changes_nothing("c")
+
+
+def test_what_may_be_done_is_not_abandoned(trial):
+    """Where the sink does not say whether it is done, it is aborted, so that its job may end, and nothing is deleted."""
+    before = restored(trial, Tasks(1))
+
+    def away(*_):
+        raise CommitFailed("it is away")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(trial.make_sink()), "done", away)
+        for _ in range(2):
+            abandon(trial.make_sink(), trial.decisions, "c")
+    assert trial.decisions.read("c")[1]["state"] == "aborted"
+    assert (sorted(trial.visible()), trial.state()) == before
+    abandon(trial.make_sink(), trial.decisions, "c")
+    assert trial.decisions.read("c")[1]["state"] == "applied"
+    assert (sorted(trial.visible()), trial.state()) == before
 
 
 def test_a_refusal_of_a_driver_that_lost_its_session(trial):

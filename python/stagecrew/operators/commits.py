@@ -123,7 +123,8 @@ class _States:
            |   \\--another driver: open(its run)     \\--> refused (it can never be)
            \\--> aborted
 
-    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after.
+    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after. What the sink shows though
+    its record says otherwise (that is a copy, from before the decision) becomes applied, without messages.
     """
 
     OPEN = "open"
@@ -159,6 +160,8 @@ def commit(
     if known is not None and known[1]["state"] in (_States.DECIDED, _States.APPLIED):
         return _forward(sink, decisions, commit_id, known, sleep)
     if sink.done(commit_id):  # the sink remembers longer than the decisions
+        if known is not None:  # a copy of a record, from before the decision
+            _written(decisions, commit_id, known[1] | {"state": _States.APPLIED}, known[0])
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging = Staging(commit_id, uuid.uuid4().hex, schema)
     # None of the runs before can decide any more. One may be paused and stage yet: it is cleaned up by whoever comes behind.
@@ -192,13 +195,26 @@ def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callabl
 
 
 def abandon(sink: Committer, decisions: Decisions, commit_id: str) -> None:
-    """Aborts a commit that is not decided, for good, and deletes what was staged. Raises what writing that down raises."""
+    """Aborts a commit that is not decided, for good, and deletes what was staged. Raises what writing that down raises.
+
+    What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, nothing is deleted.
+    """
     known = decisions.read(commit_id)
     if known is None or known[1]["state"] not in (_States.OPEN, _States.ABORTED):
         return
     version, record = known
-    if record["state"] == _States.OPEN:
+    try:
+        done = sink.done(commit_id)
+    except Exception:
+        done = None
+        _log.warning("whether commit %r is done is not known: what was staged stays", commit_id, exc_info=True)
+    if done:
+        decisions.write(commit_id, record | {"state": _States.APPLIED}, version)
+        return
+    if record["state"] == _States.OPEN:  # behind this nobody decides, so that what is not done never will be
         decisions.write(commit_id, record | {"state": _States.ABORTED, "reason": "its job has ended"}, version)
+    if done is None:
+        return
     _clean(sink, commit_id, record)
     _discard(sink, _staging_of(commit_id, record), ())
 
@@ -208,6 +224,8 @@ def _forward(
 ) -> CommitReport:
     """Has what was decided done, as often as it takes."""
     version, record = known
+    if "messages" not in record:  # it was found done, and which files are its own is not known
+        return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging, messages = _staging_of(commit_id, record), record["messages"]
     report = CommitReport(
         commit_id,
