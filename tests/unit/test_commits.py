@@ -33,8 +33,10 @@ from schedules import (
 )
 from sinks import (
     SCHEMA,
+    SEED,
     SINKS,
     Driver,
+    Killed,
     Tasks,
     appended,
     files,
@@ -869,6 +871,73 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
     assert not other.is_alive()
     assert sorted(trial.visible()) in ([], tasks.expected)
     trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
+def expire(trial, commit_id):
+    """The snapshot of a commit, as maintenance of the table does it when there is a later one."""
+    from pyiceberg.catalog import load_catalog
+
+    trial.drive(Driver(), Tasks(2), "later")
+    with contextlib.closing(load_catalog("default", **trial.make_sink()._properties)) as catalog:
+        table = catalog.load_table("db.target")
+        (id_,) = [
+            snapshot.snapshot_id
+            for snapshot in table.snapshots()
+            if snapshot.summary.additional_properties["stagecrew.commit-id"] == commit_id
+        ]
+        table.maintenance.expire_snapshots().by_id(id_).commit()
+    assert not trial.make_sink().done(commit_id)
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["the same", "changed"])
+def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
+    """A driver dies when the catalogue knows of its commit, and the record does not: the table's own files say that it is done."""
+    trial, made = iceberg(tmp_path), making(iceberg, tmp_path)
+    dies = Driver(dies_at=undisturbed(made("undisturbed")).index("after commit") + 1)
+    with pytest.raises(Killed):
+        trial.drive(dies, Tasks(SEED, zombies=False), "c")
+    expire(trial, "c")
+    if not fits:
+        rename(trial.make_sink(), "text", "other")
+    assert trial.drive(Driver(), Tasks(1), "c").repeated
+    assert trial.decisions.read("c")[1]["state"] == "applied"
+    if not fits:
+        rename(trial.make_sink(), "other", "text")
+    assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
+    assert trial.left() == []
+
+
+def test_an_iceberg_snapshot_that_expires_is_not_abandoned(tmp_path):
+    """A copy of the decisions, from before this one, and a snapshot that is gone: what the table shows stays, whoever cleans up."""
+    trial = iceberg(tmp_path)
+    restored(trial, Tasks(1))
+    expire(trial, "c")
+    abandon(trial.make_sink(), trial.decisions, "c")
+    assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
+
+
+@pytest.mark.parametrize("effect", ["before", "after"])
+def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
+    """What cannot be read of it is no refusal: nobody knows what was done, so that it is tried again."""
+    from pydantic import TypeAdapter
+    from pyiceberg.catalog.sql import SqlCatalog
+
+    trial, tasks, commit_table = iceberg(tmp_path), Tasks(1), SqlCatalog.commit_table
+
+    def answers(self, *args):
+        monkeypatch.undo()
+        if effect == "after":
+            commit_table(self, *args)
+        TypeAdapter(int).validate_json("<html>")
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        monkeypatch.setattr(SqlCatalog, "commit_table", answers)
+        return messages
+
+    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import posixpath
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.files import address, file_system, quoted
+from stagecrew.files import address, file_system, list_files, quoted
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
@@ -32,12 +33,13 @@ class IcebergSink:
     """Rows of an Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`).
 
     Readers see all rows of a commit or none: one snapshot adds its files, with the commit's id in its properties. Two commits at once
-    both land. A commit is known as long as its snapshot is: do not expire snapshots of commits that may be repeated. One that the table
-    refuses leaves a snapshot without files, behind which no other driver can add them.
+    both land. A commit is known as long as its snapshot is, or the table shows files of it. One that the table refuses leaves a snapshot
+    without files, behind which no other driver can add them.
 
-    Not promised: a driver that is killed, or loses its catalogue, before the catalogue's update leaves what pyiceberg wrote for it in the
-    table's `metadata` folder: a manifest, a manifest list, perhaps a `metadata.json`, which nothing names. Readers never see them, a
-    repeat writes its own, and what removes orphan files of Iceberg tables removes them.
+    Not promised: a repeat knows a commit whose snapshot has expired and whose files were rewritten since: do not expire snapshots of
+    commits that may be repeated. A driver that is killed, or loses its catalogue, before the catalogue's update leaves what pyiceberg
+    wrote for it in the table's `metadata` folder: a manifest, a manifest list, perhaps a `metadata.json`, which nothing names. Readers
+    never see them, a repeat writes its own, and what removes orphan files of Iceberg tables removes them.
 
     `identifier` is the table's, `catalog` its catalogue's name, and `properties` how to reach it, as in `pyiceberg.catalog.
     load_catalog`; they are pickled to no task. `options` are those of `pyarrow.parquet.ParquetWriter`.
@@ -114,11 +116,17 @@ class IcebergSink:
             raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
         # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
         table.metadata.properties["commit.retry.num-retries"] = "0"
+        transaction = table.transaction()
         try:
-            table.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id})
+            transaction.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id})
         except ValueError as error:
+            if _shown(table, files):
+                return  # by this commit, whose snapshot has expired
+            if not _misfit(table, files):
+                raise
             _refuse(table, staging)
             raise CommitConflict(f"table {self._identifier} does not take the rows: {error}") from error
+        transaction.commit_transaction()  # a catalogue whose answer is no answer raises a ValueError too: nobody knows then
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
@@ -126,8 +134,14 @@ class IcebergSink:
             return _has(table, _PROPERTY, commit_id)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer`."""
-        keep_only(*file_system(self._location(staging), None), kept)
+        """See `Committer`. What the table shows stays in any case, also where its snapshot has expired and nobody knows of the commit."""
+        location = self._location(staging)
+        filesystem, path = file_system(location, None)
+        if not kept and (names := [posixpath.basename(file) for file in list_files(filesystem, path)]):
+            with self._table() as table:
+                shown = _shown(table, [f"{location}/{name}" for name in names])
+            kept = [{"file": posixpath.basename(file)} for file in shown]
+        keep_only(filesystem, path, kept)
 
     def _location(self, staging: Staging) -> str:
         if self._folder is None:
@@ -161,6 +175,25 @@ def _has(table: Table, name: str, value: str) -> bool:
         snapshot.summary is not None and snapshot.summary.additional_properties.get(name) == value
         for snapshot in table.snapshots()
     )
+
+
+def _shown(table: Table, files: Sequence[str]) -> set[str]:
+    """Those of these files that readers of the table see."""
+    if (snapshot := table.current_snapshot()) is None:
+        return set()
+    entries = (entry for manifest in snapshot.manifests(table.io) for entry in manifest.fetch_manifest_entry(table.io))
+    return set(files).intersection(entry.data_file.file_path for entry in entries)
+
+
+def _misfit(table: Table, files: Sequence[str]) -> bool:
+    """Whether it is a file that the table, as it is, does not take. Nothing but the files is asked."""
+    from pyiceberg.io.pyarrow import parquet_files_to_data_files
+
+    try:
+        list(parquet_files_to_data_files(table.io, table.metadata, iter(files)))
+    except ValueError as error:
+        return type(error) is ValueError  # and none of those that say that something could not be read
+    return False
 
 
 def _refuse(table: Table, staging: Staging) -> None:
