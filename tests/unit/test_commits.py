@@ -1081,6 +1081,64 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
     assert trial.left() == []
 
 
+class Away:
+    """A sink that cannot be asked to delete so often."""
+
+    def __init__(self, sink, times):
+        self._sink, self._times, self.identity = sink, times, sink.identity
+
+    def __getattr__(self, name):
+        return getattr(self._sink, name)
+
+    def discard(self, staging, kept):
+        if self._times:
+            self._times -= 1
+            raise CommitFailed("the server is gone")
+        self._sink.discard(staging, kept)
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["done", "failed"])
+def test_a_sink_that_is_away_for_a_moment_when_it_is_over(trial, lands):
+    """It is asked again, as often as for a commit: nothing is left."""
+    tasks, pauses = Tasks(SEED), []
+
+    def run(staging):
+        messages = tasks.run(trial.make_sink(), staging)
+        if not lands:
+            raise ValueError("the job failed")
+        return messages
+
+    with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
+        commit(Away(trial.make_sink(), 3), trial.decisions, "c", SCHEMA, run, sleep=pauses.append)
+    assert pauses == [0.2, 0.4, 0.8]
+    assert sorted(trial.visible()) == (tasks.expected if lands else [])
+    assert trial.left() == []
+
+
+@pytest.mark.parametrize("lands", [True, False], ids=["done", "failed"])
+def test_a_sink_that_is_away_when_it_is_over(tmp_path, caplog, lands):
+    """The log says what stays, and how it goes away: by hand only what nobody sees. A repeat with the id deletes it."""
+    trial, tasks, runs = sqlite(tmp_path), Tasks(SEED), []
+
+    def run(staging):
+        runs.append(staging.run)
+        messages = tasks.run(trial.make_sink(), staging)
+        if not lands:
+            raise ValueError("the job failed")
+        return messages
+
+    with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
+        commit(Away(trial.make_sink(), 9), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    assert trial.left() == [f"stagecrew_stage_{runs[0]}"]
+    [said] = [record.message for record in caplog.records if "could not be deleted" in record.message]
+    assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in said
+    assert runs[0] in said
+    assert ("delete them when the sink is back" in said) is not lands
+    trial.drive(Driver(), Tasks(1), "c")
+    assert sorted(trial.visible()) == tasks.expected
+    assert trial.left() == []
+
+
 def test_an_id_of_another_sink(tmp_path):
     """One id for two places: with decisions it is refused, and a table never takes another's commit for its own."""
     (tmp_path / "one").mkdir()

@@ -51,7 +51,8 @@ _log = logging.getLogger("stagecrew")
 #: What a task says of what it staged: what JSON can say. `rows` and `bytes` are summed up for the report.
 Message = dict[str, Any]
 
-#: How often what is decided is tried, and how many seconds lie before the second try; twice as many before each further one.
+#: How often what is decided is tried, and what is over is deleted, and how many seconds lie before the second try; twice as many before
+#: each further one.
 _TRIES: Final = 4
 _PAUSE: Final = 0.2
 
@@ -174,13 +175,13 @@ def commit(
         messages = list(execute(staging))
         quiet()
     except BaseException as error:
-        _abort(sink, decisions, staging, opened, version, error, quiet)
+        _abort(sink, decisions, staging, opened, version, error, quiet, sleep)
         raise
     decided = opened | {"state": _States.DECIDED, "messages": messages}
     try:
         version = decisions.write(commit_id, decided, version)
     except CommitFailed:  # it is not written, and so nobody will ever commit it
-        _discard(sink, staging, ())
+        _discard(sink, staging, (), sleep)
         raise
     return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
 
@@ -194,7 +195,7 @@ def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callabl
     return True
 
 
-def abandon(sink: Committer, decisions: Decisions, commit_id: str) -> None:
+def abandon(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> None:
     """Aborts a commit that is not decided, for good, and deletes what was staged. Raises what writing that down raises.
 
     What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, nothing is deleted.
@@ -216,7 +217,7 @@ def abandon(sink: Committer, decisions: Decisions, commit_id: str) -> None:
     if done is None:
         return
     _clean(sink, commit_id, record)
-    _discard(sink, _staging_of(commit_id, record), ())
+    _discard(sink, _staging_of(commit_id, record), (), sleep)
 
 
 def _forward(
@@ -236,7 +237,7 @@ def _forward(
     )
     _clean(sink, commit_id, record)
     if record["state"] == _States.APPLIED:
-        _discard(sink, staging, messages)
+        _discard(sink, staging, messages, sleep)
         return report
     pause = _PAUSE
     for number in range(1, _TRIES + 1):
@@ -254,20 +255,20 @@ def _forward(
                     # So too who lost its session: then it is decided still, and whoever goes on needs all that was staged.
                     if not _is_ended(decisions, commit_id, version):
                         raise _unrefused(commit_id, error, unwritten) from error
-                    _discard(sink, staging, messages)
+                    _discard(sink, staging, messages, sleep)
                     raise
-            _discard(sink, staging, ())
+            _discard(sink, staging, (), sleep)
             raise
         except Exception as error:
             if _is_refused(decisions, commit_id, staging):  # what this try has made anew is not left there
-                _discard(sink, staging, ())
+                _discard(sink, staging, (), sleep)
                 raise CommitSuperseded(
                     f"commit {commit_id!r} was refused for another driver meanwhile, and what was staged is deleted: this one changes "
                     f"nothing. Committing with this id again begins anew"
                 ) from error
             if number == _TRIES:
                 if _is_ended(decisions, commit_id, version):
-                    _discard(sink, staging, messages)
+                    _discard(sink, staging, messages, sleep)
                     raise CommitSuperseded(
                         f"another driver has ended commit {commit_id!r} meanwhile, and this one changed nothing: "
                         f"{type(error).__name__}: {error}"
@@ -279,7 +280,7 @@ def _forward(
             _log.warning("commit %r is decided and will be tried again: %s: %s", commit_id, type(error).__name__, error)
             sleep(pause)
             pause *= 2
-    _discard(sink, staging, messages)
+    _discard(sink, staging, messages, sleep)
     _written(decisions, commit_id, record | {"state": _States.APPLIED}, version)
     return report
 
@@ -292,6 +293,7 @@ def _abort(
     version: int,
     error: BaseException,
     quiet: Callable[[], None],
+    sleep: Callable[[float], None],
 ) -> None:
     """An abort is a write: only behind it is anything deleted. It never hides why."""
     try:
@@ -304,7 +306,7 @@ def _abort(
         return
     with contextlib.suppress(Exception):
         quiet()
-    _discard(sink, staging, ())
+    _discard(sink, staging, (), sleep)
 
 
 def _is_done(sink: Committer, commit_id: str) -> bool:
@@ -364,16 +366,36 @@ def _written(decisions: Decisions, commit_id: str, record: Record, version: int)
 
 
 def _clean(sink: Committer, commit_id: str, record: Record) -> None:
-    """Deletes what runs before have left."""
+    """Deletes what runs before have left. Once: each repeat does, and where the sink is away the caller finds out."""
     for run in record["before"]:
-        _discard(sink, Staging(commit_id, run, _schema_of(record)), ())
+        _discard(sink, Staging(commit_id, run, _schema_of(record)), (), None)
 
 
-def _discard(sink: Committer, staging: Staging, kept: Sequence[Message]) -> None:
-    try:
-        sink.discard(staging, kept)
-    except Exception:
-        _log.warning("what commit %r has staged could not be deleted", staging.commit_id, exc_info=True)
+def _discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: Callable[[float], None] | None) -> None:
+    """Deletes what was staged, in as many tries as a commit has; in one without `sleep`. What stays is said in the log."""
+    pause = _PAUSE
+    for left in reversed(range(_TRIES if sleep else 1)):
+        try:
+            sink.discard(staging, kept)
+            return
+        except Exception:
+            if sleep is None or not left:
+                _log.warning(_STAYS if kept else _ORPHANS, staging.commit_id, _named(sink), staging.run, exc_info=True)
+                return
+        sleep(pause)
+        pause *= 2
+
+
+#: What stays of a commit that is done, among what is visible: nothing to delete by hand.
+_STAYS: Final = "what commit %r has staged for %s, and is not part of it, could not be deleted: that of run %s. A repeat with its id deletes it"
+_ORPHANS: Final = (
+    "what commit %r has staged for %s could not be deleted, and stays: the folders or the table with %s in their names, which nobody will "
+    "commit. A repeat with its id deletes them; where there will be none, delete them when the sink is back"
+)
+
+
+def _named(sink: Committer) -> str:
+    return str(getattr(sink, "identity", type(sink).__name__))
 
 
 def _text(schema: pa.Schema) -> str:
