@@ -405,6 +405,30 @@ def test_decisions(tmp_path):
     assert FileDecisions(tmp_path / "log").read("a/b") == (2, {"state": "decided"})
 
 
+@pytest.mark.parametrize("key", ["ä" * 200, " " * 84, "\U0001f600" * 200, "a" * 250, "a" * 251, "a/" * 100])
+def test_decisions_about_ids_of_any_length(tmp_path, key):
+    """Each id has a record of its own, whatever it is made of: also two that differ at their ends only."""
+    decisions = FileDecisions(tmp_path)
+    for one in (key, f"{key[:-1]}b"):
+        assert decisions.read(one) is None
+        assert decisions.write(one, {"id": one}, 0) == 1
+    assert [decisions.read(one) for one in (key, f"{key[:-1]}b")] == [
+        (1, {"id": key}),
+        (1, {"id": f"{key[:-1]}b"}),
+    ]
+
+
+def test_decisions_of_before(tmp_path):
+    """A record that an older version wrote is found, and one of another id is not taken for its own."""
+    (tmp_path / "a%2Fb.json").write_text('{"version": 3, "record": {"state": "decided"}}')
+    decisions = FileDecisions(tmp_path)
+    assert decisions.read("a/b") == (3, {"state": "decided"})
+    assert decisions.write("a/b", {"state": "applied"}, 3) == 4
+    (tmp_path / "a%2Fb.json").rename(tmp_path / "A%2Fb.json")
+    with pytest.raises(CommitUnknown, match="A%2Fb.json is the record of commit 'a/b'. Give it another id"):
+        decisions.read("A/b")
+
+
 def test_many_writers_of_decisions(tmp_path):
     """Of many that write at once, one wins each version."""
     won = []

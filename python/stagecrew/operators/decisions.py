@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import json
 import os
@@ -90,13 +91,18 @@ class FileDecisions:
         path = self._path(key)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            return stored["version"], stored["record"]
+            version, record, of = stored["version"], stored["record"], stored.get("key", key)  # older ones do not say
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CommitUnknown(
                 f"what was decided about commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}"
             ) from error
+        if of != key:
+            raise CommitUnknown(
+                f"what was decided about commit {key!r} is not known: {path} is the record of commit {of!r}. Give it another id"
+            )
+        return version, record
 
     def write(self, key: str, record: Record, version: int) -> int:
         """See `Decisions`."""
@@ -106,7 +112,7 @@ class FileDecisions:
                 if known and known[0] == version + 1 and known[1] == record:
                     return version + 1  # our own write, whose outcome was not known
                 raise CommitSuperseded(_superseded(key))
-            self._put(key, json.dumps({"version": version + 1, "record": record}))
+            self._put(key, json.dumps({"version": version + 1, "key": key, "record": record}))
         return version + 1
 
     def _put(self, key: str, text: str) -> None:
@@ -144,7 +150,10 @@ class FileDecisions:
         )
 
     def _path(self, key: str) -> pathlib.Path:
-        return self._folder / f"{urllib.parse.quote(key, safe='')}{_SUFFIX}"
+        name = urllib.parse.quote(key, safe="")
+        if len(name) + len(_SUFFIX) > _LONGEST:
+            name = f"{name[:_SHOWN]}={hashlib.sha256(key.encode()).hexdigest()}"  # no other name has a = in it
+        return self._folder / f"{name}{_SUFFIX}"
 
     @contextlib.contextmanager
     def _alone(self, key: str) -> Iterator[None]:
@@ -169,6 +178,9 @@ class FileDecisions:
 
 
 _SUFFIX: Final = ".json"
+#: How long the name of a file may be, in bytes, and how much of a name is shown that is longer.
+_LONGEST: Final = 255
+_SHOWN: Final = 120
 #: A record that is being written, by whoever holds the lock.
 _DRAFT: Final = ".record.tmp"
 #: The states of a record behind which nothing is left to do, and how many of them are kept in memory.
