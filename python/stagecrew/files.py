@@ -20,6 +20,7 @@ __all__ = [
     "is_local",
     "is_store",
     "list_files",
+    "make_folder",
     "move",
     "place",
     "quoted",
@@ -120,6 +121,15 @@ def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
         return False
     protocol = handler.fs.protocol
     return not _PROTOCOLS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
+
+
+def make_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
+    """A folder, and those that it is in; what is made of them is on the disk where that is local."""
+    folder = pathlib.Path(path)
+    missing = [one for one in (folder, *folder.parents) if not one.exists()] if is_local(filesystem) else []
+    filesystem.create_dir(path)
+    for one in missing:
+        sync(one.parent)
 
 
 def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:

@@ -453,6 +453,40 @@ def test_many_writers_of_decisions(tmp_path):
     ]
 
 
+@pytest.fixture
+def synced(monkeypatch):
+    """The files and folders that were brought to the disk so far, by the names that they had then."""
+    names, fsync = [], os.fsync
+
+    def noting(descriptor):
+        names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    return names
+
+
+@pytest.mark.parametrize("rows", [0, 40])
+@pytest.mark.parametrize("mode", ["create", "append"])
+def test_what_is_committed_has_reached_the_disk(tmp_path, synced, mode, rows):
+    """Each file, also one without rows, in the folder that appears; and each folder that was made, in the one that it is in."""
+    target, tasks = tmp_path / "new" / "er" / "table", Tasks(1, rows=rows)
+    sink = ParquetSink(target, mode)
+    commit(sink, MemoryDecisions(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))
+    folder = target if mode == "create" else target / "stagecrew_commit=c"
+    moved = {name.rpartition("/")[2].partition(".json.")[0] for name in synced}
+    assert {path.name.removesuffix(".json") for path in folder.iterdir()} <= moved
+    assert [name for name in synced if name.endswith("-whole")]
+    for made in (tmp_path / "new", tmp_path / "new" / "er", target, folder):
+        assert str(made.parent) in synced
+
+
+def test_the_folder_of_decisions_has_reached_the_disk(tmp_path, synced):
+    """With those that it is in."""
+    FileDecisions(tmp_path / "new" / "er").write("c", {}, 0)
+    assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "er")} <= set(synced)
+
+
 def test_a_zombie_makes_no_folder(tmp_path):
     """An attempt that stages for a run that is over fails, and leaves nothing."""
     sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)

@@ -16,8 +16,10 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
+import pyarrow.fs
+
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown
-from stagecrew.files import sync
+from stagecrew.files import make_folder, sync
 
 __all__ = ["Decisions", "FileDecisions", "MemoryDecisions"]
 
@@ -82,7 +84,7 @@ class FileDecisions:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = pathlib.Path(folder)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folder(pyarrow.fs.LocalFileSystem(), os.path.abspath(folder))  # noqa: PTH100 (pathlib's would follow links)
         except OSError as error:
             raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
 

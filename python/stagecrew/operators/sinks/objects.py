@@ -11,7 +11,7 @@ import pyarrow.dataset
 import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
-from stagecrew.files import file_system, list_files, place, quoted, read_whole, write_whole
+from stagecrew.files import file_system, list_files, make_folder, place, quoted, read_whole, write_whole
 from stagecrew.operators.sinks.staged import keep_only, open_first, schema_of, schema_text, write_part
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ObjectSink:
             open_first(
                 self._filesystem, folder, staging, self._path, below, lambda: _schema(self._filesystem, self._path)
             )
-            self._filesystem.create_dir(f"{self._path}/{_MANIFESTS}")
+            make_folder(self._filesystem, f"{self._path}/{_MANIFESTS}")
         except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
             raise CommitFailed(f"{self._path} cannot be written: {error}") from error
 

@@ -13,7 +13,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from stagecrew.errors import CommitFailed
-from stagecrew.files import exists, is_local, list_files, read_whole, remove_file, remove_folder, sync
+from stagecrew.files import exists, is_local, list_files, make_folder, read_whole, remove_file, remove_folder, sync
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -37,7 +37,7 @@ _OPEN: Final = "_open"
 
 def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str, staging: Staging) -> None:
     """Makes the folder of a run."""
-    filesystem.create_dir(folder)
+    make_folder(filesystem, folder)
     mark = {"commit": staging.commit_id, "schema": schema_text(staging.schema)}
     with filesystem.open_output_stream(f"{folder}/{_OPEN}") as stream:
         stream.write(json.dumps(mark).encode())
@@ -139,6 +139,7 @@ def write_part(
             return None
         if is_local(filesystem):
             sync(path)
+            sync(folder)
         message = {"file": name, "rows": rows, "bytes": filesystem.get_file_info(path).size}
         if not exists(filesystem, f"{folder}/{_OPEN}"):
             raise FileNotFoundError(f"{folder}/{_OPEN}")
@@ -163,9 +164,11 @@ def _take_back(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> boo
 
 
 def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema) -> None:
-    """A file without rows, for readers to know the schema by."""
+    """A file without rows, for readers to know the schema by; whole on the disk where that is local."""
     with filesystem.open_output_stream(path) as stream, pq.ParquetWriter(stream, schema):
         pass
+    if is_local(filesystem):
+        sync(path)
 
 
 def differing(schema: pa.Schema, table: pa.Schema, what: str) -> CommitFailed | None:
