@@ -44,8 +44,8 @@ from sinks import (
     watch_files,
     watch_transactions,
 )
-from stagecrew.errors import CommitFailed, CommitPending
-from stagecrew.operators.commits import Staging, commit
+from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitUnknown
+from stagecrew.operators.commits import Staging, commit, resume
 from stagecrew.operators.decisions import FileDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from zookeeper import Proxy
@@ -442,6 +442,82 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
     assert "rows for table" in str(ended[0])
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+@pytest.mark.parametrize("last", ["one", "other"])
+def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, isolation):
+    """One is refused for a row, which is gone when another adds the same rows, before the one has said so: all is there, or it is refused."""
+    trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
+    table = trial.make_sink()._table
+    url = f"{server.url}{'&' if '?' in server.url else '?'}options=-c%20default_transaction_isolation%3D" + (
+        isolation.replace(" ", "%5C%20")
+    )
+    entered, goes_on, refuses, outcome = threading.Event(), threading.Event(), threading.Event(), []
+
+    def change(text):
+        with psycopg.connect(server.url, autocommit=True) as database:
+            database.execute(text)
+
+    change(f"CREATE UNIQUE INDEX ON {table} (id)")
+
+    class Other(DatabaseSink):
+        """It has written that it is done, in its transaction, and stands still before it looks whether it was refused."""
+
+        def _is_free(self, database, id_, target):
+            entered.set()
+            assert goes_on.wait(30)
+            return super()._is_free(database, id_, target)
+
+    class One(DatabaseSink):
+        def _refuse(self, database, staging):
+            if not refuses.is_set():
+                refuses.set()
+                change(f"DELETE FROM {table}")
+                if last == "one":  # the other has written first, and each waits for the other
+                    thread.start()
+                    assert entered.wait(30)
+                    threading.Timer(0.3, goes_on.set).start()
+                else:
+                    goes_on.set()
+            free = super()._refuse(database, staging)
+            if last == "other":
+                thread.start()
+                assert entered.wait(30)
+            return free
+
+    class Dies:
+        """The other does not get to writing down how it ended."""
+
+        read = staticmethod(trial.decisions.read)
+
+        def write(self, key, record, version):
+            raise CommitUnknown("it was killed")
+
+    def other():
+        try:
+            outcome.append(resume(Other(url, table), Dies(), "c", sleep=lambda _: None))
+        except (CommitUnknown, CommitFailed) as error:
+            outcome.append(error)
+
+    def run(staging):
+        change(f"INSERT INTO {table} VALUES (7, 'there')")
+        return tasks.run(trial.make_sink(), staging)
+
+    thread = threading.Thread(target=other)
+    trial.make_sink = lambda: DatabaseSink(url, table)
+    try:
+        report = commit(One(url, table), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    except CommitConflict:
+        report = None
+    thread.join(60)
+    assert outcome
+    assert sorted(trial.visible()) == (tasks.expected if report else [])
+    assert report is None or last == "one"
+    assert trial.decisions.read("c")[1]["state"] == ("applied" if report else "refused")
+    assert trial.left() == []
+    trial.drive(Driver(), tasks, "c")
+    assert sorted(trial.visible()) == tasks.expected
 
 
 def test_a_schema_that_does_not_fit(make, request):

@@ -268,6 +268,53 @@ def test_an_old_driver_goes_on_behind_a_refusal_of_a_table(tmp_path, stays):
     going_on_behind_a_refusal(making(unique, tmp_path), refuse, stays)
 
 
+def test_a_table_that_takes_the_rows_again(tmp_path):
+    """One driver is refused for a row, which is gone when another goes forward with the same, before the refusal is written: it is final."""
+    trial, tasks = sqlite(tmp_path), Tasks(1)
+    outcome = []
+
+    def change(*texts):
+        with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+            for text in texts:
+                database.execute(text)
+            database.commit()
+
+    change("CREATE UNIQUE INDEX one ON target (id)")
+
+    class Dies:
+        """The other does not get to writing down how it ended."""
+
+        read = staticmethod(trial.decisions.read)
+
+        def write(self, key, record, version):
+            raise CommitUnknown("it was killed")
+
+    class Watching(Meanwhile):
+        def done(self, commit_id):
+            found = self._sink.done(commit_id)
+            if trial.decisions.read("c") and not outcome:
+                change("DELETE FROM target")
+                try:
+                    outcome.append(resume(trial.make_sink(), Dies(), "c", sleep=lambda _: None))
+                except (CommitUnknown, CommitFailed) as error:
+                    outcome.append(error)
+            return found
+
+    def run(staging):
+        change("INSERT INTO target VALUES (7, 'there')")
+        return tasks.run(trial.make_sink(), staging)
+
+    with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
+        commit(Watching(trial.make_sink()), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+    assert isinstance(outcome[0], CommitUnknown), "it is not known to be refused, and was"
+    assert trial.visible() == []
+    assert trial.decisions.read("c")[1]["state"] == "refused"
+    assert trial.left() == []
+    assert not trial.drive(Driver(), tasks, "c").repeated
+    assert sorted(trial.visible()) == tasks.expected
+    trial.repeat_changes_nothing("c")
+
+
 def test_a_failure_aborts(trial):
     """What the job raises comes through; nothing is visible, nothing left; the same id may be tried again."""
     tasks = Tasks(1)

@@ -35,7 +35,8 @@ class DatabaseSink:
     """Rows of a table that exists, in SQLite or PostgreSQL; its columns are those of the dataset, in any order.
 
     Readers see all rows of a commit or none: one transaction adds them, and the commit's id to `stagecrew_commits`. Two commits to one
-    table both land. Tasks stage in a table of the run, `stagecrew_stage_…`, which is gone behind the commit.
+    table both land. Tasks stage in a table of the run, `stagecrew_stage_…`, which is gone behind the commit. A commit whose rows the
+    table refuses leaves an entry in `stagecrew_commits`, with `… refused` as its target: behind it no other driver can add them.
 
     `url` is `sqlite:///relative.db` (to the folder in which the sink is made), `sqlite:////absolute.db` (a file that all executors see:
     one host), or `postgresql://…` (with `stagecrew[postgres]`). It is pickled to tasks and stands in no log; a password is better in
@@ -163,20 +164,47 @@ class DatabaseSink:
             with self._transaction() as database:
                 self._add(database, staging, messages)
         except self._refusals() as error:
+            with self._transaction() as database:
+                if not self._refuse(database, staging):
+                    return  # another driver's commit of the same, which came before
             raise CommitConflict(
                 f"table {self._table} does not take the rows: {type(error).__name__}: {error}"
             ) from error
+
+    def _refuse(self, database: Any, staging: Staging) -> bool:
+        """Has no driver commit what this run has staged any more. Answers whether that is so; else it is committed."""
+        # Each first writes its own and then looks for the other's, at the key: one of two at once waits there for the other.
+        self._record(database, *self._refusal(staging))
+        return self._is_free(database, staging.commit_id, self._table)
+
+    def _refusal(self, staging: Staging) -> tuple[str, str]:
+        # No table is named so.
+        return staging.run, f"{self._table} refused"
+
+    def _record(self, database: Any, id_: str, target: str) -> bool:
+        """Adds an entry, behind whoever is about to add the same; answers whether it was not there."""
+        mark = "?" if self._lite else "%s"
+        added = database.execute(
+            f"INSERT INTO {_COMMITS} (id, target) VALUES ({mark}, {mark}) ON CONFLICT DO NOTHING",  # noqa: S608
+            (id_, target),
+        )
+        return bool(added.rowcount)
+
+    def _is_free(self, database: Any, id_: str, target: str) -> bool:
+        """Whether nobody has added an entry: by adding it and taking it back. A transaction need not see what others have added."""
+        database.execute("SAVEPOINT looked")
+        free = self._record(database, id_, target)
+        database.execute("ROLLBACK TO SAVEPOINT looked")
+        return free
 
     def _add(self, database: Any, staging: Staging, messages: Sequence[Message]) -> None:
         columns = ", ".join(f'"{name}"' for name in staging.schema.names)
         mark = "?" if self._lite else "%s"
         # Who comes second waits here for the first, and finds its id. Nothing was changed before.
-        added = database.execute(
-            f"INSERT INTO {_COMMITS} (id, target) VALUES ({mark}, {mark}) ON CONFLICT DO NOTHING",  # noqa: S608
-            (staging.commit_id, self._table),
-        )
-        if added.rowcount == 0:
+        if not self._record(database, staging.commit_id, self._table):
             return
+        if not self._is_free(database, *self._refusal(staging)):
+            raise CommitConflict(f"table {self._table} did not take the rows, as another driver found")
         stage = self._stage_of(staging)
         for message in messages:
             moved = database.execute(
