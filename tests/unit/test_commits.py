@@ -22,6 +22,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
+import stagecrew.operators.commits
 import stagecrew.operators.decisions
 from schedules import (
     decided_at_once,
@@ -1242,6 +1243,17 @@ def test_a_sink_that_is_away_when_it_is_over(tmp_path, caplog, lands):
     trial.drive(Driver(), Tasks(1), "c")
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
+
+
+def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
+    """It is not asked again where it has taken long to say nothing."""
+    trial, pauses = sqlite(tmp_path), []
+    sink = Away(trial.make_sink(), 9)
+    monkeypatch.setattr(stagecrew.operators.commits, "_BRIEF", -1.0)
+    commit(
+        sink, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(trial.make_sink(), staging), sleep=pauses.append
+    )  # fmt: skip
+    assert (pauses, sink._times) == ([], 8)
 
 
 def test_an_id_of_another_sink(tmp_path):

@@ -55,6 +55,8 @@ Message = dict[str, Any]
 #: each further one.
 _TRIES: Final = 4
 _PAUSE: Final = 0.2
+#: How many seconds deleting may have taken to be tried again: who waits for a host that is gone is not kept for several times as long.
+_BRIEF: Final = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,21 +375,21 @@ def _clean(sink: Committer, commit_id: str, record: Record) -> None:
 
 def _discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: Callable[[float], None] | None) -> None:
     """Deletes what was staged, in as many tries as a commit has; in one without `sleep`. What stays is said in the log."""
-    pause = _PAUSE
+    pause, due = _PAUSE, time.monotonic() + _BRIEF
     for left in reversed(range(_TRIES if sleep else 1)):
         try:
             sink.discard(staging, kept)
             return
         except Exception:
-            if sleep is None or not left:
+            if sleep is None or not left or time.monotonic() > due:
                 _log.warning(_STAYS if kept else _ORPHANS, staging.commit_id, _named(sink), staging.run, exc_info=True)
                 return
         sleep(pause)
         pause *= 2
 
 
-#: What stays of a commit that is done, among what is visible: nothing to delete by hand.
-_STAYS: Final = "what commit %r has staged for %s, and is not part of it, could not be deleted: that of run %s. A repeat with its id deletes it"
+#: What stays beside what may be visible: nothing to delete by hand.
+_STAYS: Final = "what commit %r has staged for %s beside what was committed could not be deleted: that of run %s. A repeat with its id deletes it"
 _ORPHANS: Final = (
     "what commit %r has staged for %s could not be deleted, and stays: the folders or the table with %s in their names, which nobody will "
     "commit. A repeat with its id deletes them; where there will be none, delete them when the sink is back"
