@@ -6,7 +6,7 @@ import pytest
 
 from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 from modelstore import ModelServer
-from stagecrew.errors import CommitPending, CommitSuperseded, JobError, StateCorrupt, StateStorageError
+from stagecrew.errors import CommitConflict, CommitPending, CommitSuperseded, JobError, StateCorrupt, StateStorageError
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import decisions as decisions_module
@@ -132,6 +132,22 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
             finish_commits(two.other, ending=True, patience=0.5 if away == "for ever" else 60.0)
         assert (len(waits) > 2) == (away == "for ever")
         assert len(two.sink.staged) == 1
+
+
+def test_a_session_that_is_lost_at_a_refusal(two, monkeypatch):
+    """Who is refused by the sink, and loses its session before that is written, deletes nothing: the next driver brings all."""
+
+    def refuses(*_):
+        two.before_the_next_write(two.name, lambda: two.server.expire(two.name))
+        raise CommitConflict("never")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.sink, "commit", refuses)
+        with pytest.raises(CommitPending, match="the sink refuses it: never"):
+            two.commit(two.one)
+    assert (two.sink.visible, len(two.sink.staged)) == ({}, 1)
+    finish_commits(two.other, ending=True)
+    assert (two.sink.visible, two.sink.staged) == ({"c": ["row"]}, {})
 
 
 # -- Of whole jobs
