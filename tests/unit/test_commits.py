@@ -1109,6 +1109,18 @@ def test_what_is_done_is_not_abandoned(trial, repeated):
     trial.repeat_changes_nothing("c")
 
 
+def test_a_copy_that_says_refused(tmp_path):
+    """The sink shows what a later run has done: of the numbers of the one that was refused nothing is reported."""
+    trial = sqlite(tmp_path)
+    restored(trial, Tasks(1))
+    version, record = trial.decisions.read("c")
+    trial.decisions.write("c", record | {"state": "refused", "messages": [{"attempt": 1, "rows": 7}]}, version)
+    for _ in range(2):
+        report = trial.drive(Driver(), Tasks(1), "c")
+        assert (report.repeated, report.rows, report.parts) == (True, 0, 0)
+        assert trial.decisions.read("c")[1]["state"] == "applied"
+
+
 def test_what_may_be_done_is_not_abandoned(trial):
     """Where the sink does not say whether it is done, it is aborted, so that its job may end, and nothing is deleted."""
     before = restored(trial, Tasks(1))

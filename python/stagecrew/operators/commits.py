@@ -164,7 +164,7 @@ def commit(
         return _forward(sink, decisions, commit_id, known, sleep)
     if sink.done(commit_id):  # the sink remembers longer than the decisions
         if known is not None:  # a copy of a record, from before the decision
-            _written(decisions, commit_id, known[1] | {"state": _States.APPLIED}, known[0])
+            _written(decisions, commit_id, _found(known[1]), known[0])
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging = Staging(commit_id, uuid.uuid4().hex, schema)
     # None of the runs before can decide any more. One may be paused and stage yet: it is cleaned up by whoever comes behind.
@@ -210,9 +210,10 @@ def abandon(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callab
         done = sink.done(commit_id)
     except Exception:
         done = None
-        _log.warning("whether commit %r is done is not known: what was staged stays", commit_id, exc_info=True)
+        text = "whether commit %r is done is not known, as %s does not say: what was staged stays, that of run %s"
+        _log.warning(text, commit_id, _named(sink), record["run"], exc_info=True)
     if done:
-        decisions.write(commit_id, record | {"state": _States.APPLIED}, version)
+        decisions.write(commit_id, _found(record), version)
         return
     if record["state"] == _States.OPEN:  # behind this nobody decides, so that what is not done never will be
         decisions.write(commit_id, record | {"state": _States.ABORTED, "reason": "its job has ended"}, version)
@@ -356,6 +357,11 @@ def _unrefused(commit_id: str, error: CommitConflict, unwritten: CommitFailed) -
         f"commit {commit_id!r} is decided, and the sink refuses it: {error}. That could not be written down: {unwritten}. What was "
         f"staged stays; committing with this id and the same decisions again goes on with it"
     )
+
+
+def _found(record: Record) -> Record:
+    """The record of a commit that the sink shows: by which run, and with which messages, is not known."""
+    return {name: record[name] for name in ("run", "before", "sink", "schema")} | {"state": _States.APPLIED}
 
 
 def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
