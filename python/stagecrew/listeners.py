@@ -17,6 +17,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVa
 
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.identity import Identity
+from stagecrew.logs import mark
 
 __all__ = ["Lifetime", "Listener", "ListenerContext", "LoggingContext", "Resource", "Scope", "Task", "resource"]
 
@@ -342,6 +343,8 @@ def opened_value(listener: Listener) -> Any:
 class LoggingContext(Listener):
     """Gives every Python log record of a task the attributes `application`, `topology`, `stage`, `partition` and `attempt`.
 
+    What a log call gives by `extra=` under one of these names stands instead.
+
     Use them in a format: `logging.Formatter("%(topology)s %(stage)s/%(partition)s %(message)s")`. Records outside of
     a task have none of them, so give the formatter `defaults=` for processes that log both.
     """
@@ -359,7 +362,7 @@ class LoggingContext(Listener):
 
         def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
             made = before(*args, **kwargs)
-            made.__dict__.update(fields)
+            mark(made, fields)
             return made
 
         logging.setLogRecordFactory(record)

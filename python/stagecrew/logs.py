@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from stagecrew.coordination.coordinator import Evaluation
 
-__all__ = ["FIELDS", "StructuredFormatter", "coordinates", "handles"]
+__all__ = ["FIELDS", "StructuredFormatter", "coordinates", "handles", "mark"]
 
 #: What records may say, in this order.
 FIELDS: Final = ("application", "topology", "operator", "subtask", "stage", "partition", "attempt")
+
+#: How many frames above a record's factory its logger is looked for: factories of others stand in between.
+_FRAMES: Final = 32
 
 
 class StructuredFormatter(logging.Formatter):
@@ -43,6 +48,24 @@ class StructuredFormatter(logging.Formatter):
         copy = logging.makeLogRecord(record.__dict__)
         copy.__dict__["context"] = {name: str(value) for name, value in {**fields, **given}.items()}
         return self._json.format(copy)
+
+
+def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
+    """Sets these fields of a record that a factory has just made, but for those that the caller gives it by `extra=`.
+
+    `Logger.makeRecord` sets those itself when the factory has answered, and raises `KeyError` when they are there already. The
+    factory is not told of them, so they are looked for in its frame: a log call must not fail for the name of a field.
+    """
+    given: Any = None
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code.co_name == "makeRecord":  # also that of a logger with its own
+            given = frame.f_locals.get("extra")
+            break
+        frame = frame.f_back
+    record.__dict__.update({name: value for name, value in fields.items() if not given or name not in given})
 
 
 class _Here(threading.local):
@@ -79,14 +102,16 @@ def _install() -> None:
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         made = before(*args, **kwargs)
         if _here.place is not None:
-            made.topology, made.operator = _here.place
+            topology, operator = _here.place
+            fields: dict[str, Any] = {"topology": topology, "operator": operator}
             if (one := _here.evaluation) is not None:
-                made.subtask, made.stage, made.partition, made.attempt = (
-                    one.subtask,
-                    one.stage,
-                    one.partition,
-                    one.attempt,
-                )
+                fields |= {
+                    "subtask": one.subtask,
+                    "stage": one.stage,
+                    "partition": one.partition,
+                    "attempt": one.attempt,
+                }
+            mark(made, fields)
         return made
 
     logging.setLogRecordFactory(record)

@@ -521,6 +521,41 @@ def test_logging_context_sets_and_restores():
     assert not hasattr(record_of("x"), "topology")
 
 
+class OwnLogger(logging.Logger):
+    """Makes its records in its own way."""
+
+    def makeRecord(self, *args, **kwargs):
+        return super().makeRecord(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [logging.Logger, OwnLogger])
+def test_what_a_log_call_gives_by_extra_stands_before_the_context(kind):
+    """It does not raise, inside several contexts too, and whatever factories others have set between them."""
+    task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
+    before, found = logging.getLogRecordFactory(), []
+    logger = kind("mine")
+    logger.handle = found.append
+
+    def others(*args, **kwargs):
+        made = outer(*args, **kwargs)
+        made.theirs = True
+        return made
+
+    try:
+        with LoggingContext().decorate(task):
+            outer = logging.getLogRecordFactory()
+            logging.setLogRecordFactory(others)
+            with LoggingContext().decorate(dataclasses.replace(task, topology="inner")):
+                logger.warning("x", extra={"stage": "load", "topology": "t", "mine": 1})
+                logging.LoggerAdapter(logger, {"attempt": 3}).warning("x")
+    finally:
+        logging.setLogRecordFactory(before)
+    one, two = found
+    names = ("application", "topology", "stage", "partition", "attempt", "theirs")
+    assert [one.__dict__[name] for name in (*names, "mine")] == ["app", "t", "load", 5, 67, True, 1]
+    assert [two.__dict__[name] for name in names] == ["app", "inner", 4, 5, 3, True]
+
+
 def test_only_an_overridden_decorate_counts():
     """The base's decoration is no decoration; it can be entered all the same."""
     assert decorates(LoggingContext())

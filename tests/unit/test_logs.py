@@ -7,9 +7,10 @@ import json
 import logging
 import threading
 
+import pytest
 from pyspark.logger import PySparkLogger
 
-from stagecrew import StructuredFormatter
+from stagecrew import StructuredFormatter, logs
 from stagecrew.coordination.coordinator import Evaluation
 from stagecrew.coordination.loop import Loop
 from stagecrew.logs import FIELDS, coordinates, handles
@@ -34,22 +35,56 @@ def record() -> dict[str, object]:
     return {name: made.__dict__[name] for name in FIELDS if name in made.__dict__}
 
 
+@pytest.fixture
+def factory(monkeypatch):
+    """What makes records is as before, afterwards; a coordinator's thread sets its own now."""
+    before = logging.getLogRecordFactory()
+    monkeypatch.setattr(logs, "_installed", False)
+    yield
+    logging.setLogRecordFactory(before)
+
+
+@pytest.mark.usefixtures("factory")
 def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
     """On its own thread only, and of an evaluation only while it handles something of that."""
-    before, found, done = logging.getLogRecordFactory(), [], threading.Event()
-    try:
-        loop = Loop("o", lambda error: None, lambda: None, begin=lambda: coordinates("t", "o"))
-        for evaluation in (None, ONE, None):
-            loop.call(handles, evaluation)
-            loop.call(lambda: found.append(record()))
-        loop.call(done.set)
-        assert done.wait(10)
-        assert loop.end(10)
-        place = {"topology": "t", "operator": "o"}
-        assert found == [place, place | {"subtask": 3, "stage": 4, "partition": 5, "attempt": 77}, place]
-        assert record() == {}
-    finally:
-        logging.setLogRecordFactory(before)
+    found, done = [], threading.Event()
+    loop = Loop("o", lambda error: None, lambda: None, begin=lambda: coordinates("t", "o"))
+    for evaluation in (None, ONE, None):
+        loop.call(handles, evaluation)
+        loop.call(lambda: found.append(record()))
+    loop.call(done.set)
+    assert done.wait(10)
+    assert loop.end(10)
+    place = {"topology": "t", "operator": "o"}
+    assert found == [place, place | {"subtask": 3, "stage": 4, "partition": 5, "attempt": 77}, place]
+    assert record() == {}
+
+
+@pytest.mark.usefixtures("factory")
+def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypatch):
+    """No log call raises for the name of a field."""
+    found, done = [], threading.Event()
+    logger = logging.getLogger("of-a-coordinator")
+    monkeypatch.setattr(logger, "handle", found.append)
+    given = {name: f"my {name}" for name in FIELDS}
+
+    def logs_all():
+        logger.warning("x", extra=given)
+        logger.warning("x", extra={"stage": None})
+        logger.warning("x")
+
+    loop = Loop("o", found.append, lambda: None, begin=lambda: coordinates("t", "o"))
+    loop.call(handles, ONE)
+    loop.call(logs_all)
+    loop.call(done.set)
+    assert done.wait(10)
+    assert loop.end(10)
+    known = {"topology": "t", "operator": "o", "subtask": 3, "stage": 4, "partition": 5, "attempt": 77}
+    assert [{name: one.__dict__[name] for name in FIELDS if name in one.__dict__} for one in found] == [
+        given,
+        known | {"stage": None},
+        known,
+    ]
 
 
 def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_given():
