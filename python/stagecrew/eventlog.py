@@ -17,6 +17,7 @@ from rich.text import Text
 from stagecrew.errors import EventLogUnreadable
 from stagecrew.jar import found_spark_submit, jar_path
 from stagecrew.terminal import harmless, table
+from stagecrew.tracebacks import error_line
 
 __all__ = ["read_event_log", "report"]
 
@@ -178,13 +179,11 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
 
 
 def _counts(listener: dict[str, Any]) -> tuple[Any, ...]:
-    lines = [line for line in listener["lastError"].split("\n") if line.strip()]
-    said = "" if not lines else lines[0] if listener["scope"] == "jvm" else lines[-1].strip()
     return (
         *(listener[key] for key in ("opens", "closes", "failures", "lost")),
         f"{listener['openMicros'] / 1e6:.3f}",
         f"{listener['closeMicros'] / 1e6:.3f}",
-        said[:120],
+        error_line(listener["lastError"])[:120],
     )
 
 

@@ -20,6 +20,7 @@ from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
 from stagecrew.partitions import PartitionReport, Release, java_dataset
 from stagecrew.reports import TopologyReport
+from stagecrew.tracebacks import error_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -502,10 +503,9 @@ class Topology:
             return
         for one in report.listeners:
             if one.failures:
-                last = one.last_error.strip().rsplit("\n", 1)[-1]
                 _log.warning(
                     "topology %r: listener %r failed %d times on executor %s, last: %s",
-                    self.name, one.name, one.failures, one.executor, last,
+                    self.name, one.name, one.failures, one.executor, error_line(one.last_error),
                 )  # fmt: skip
         if report.unclosed:
             _log.warning(

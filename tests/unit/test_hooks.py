@@ -14,6 +14,7 @@ import pytest
 
 from stagecrew import ChannelClosed, HookTimeout, Listener, Scope, TaskKilled, resource
 from stagecrew.frames import encode
+from stagecrew.tracebacks import error_line
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
@@ -285,6 +286,8 @@ def test_a_decoration_that_cannot_be_entered():
     ]
     ((kind, fields),) = channel.sent
     assert (kind, fields["hook"], fields["outcome"]) == ("HOOK_DONE", "decorate", "failed")
+    assert error_line(fields["error"]) == "OSError: no context"
+    assert "raised by" not in fields["error"]
 
 
 @pytest.mark.parametrize("error", [None, OSError("task"), TaskKilled("SIGTERM")])
@@ -378,6 +381,18 @@ def test_a_long_error_is_cut_from_its_front():
     text = channel.sent[-1][1]["error"]
     assert len(text) == ERROR_LENGTH
     assert "? end" in text
+
+
+def test_of_a_long_message_its_first_line_is_told_too():
+    """The executor gets the end, and with it the line that says what happened."""
+    error = OSError("refused\n" + "SELECT\n" * ERROR_LENGTH + "(see there)")
+    hooks, channel, topology, registered = setting(Calls(open=raises(error)))
+    with pytest.raises(OSError, match="refused"):
+        hooks.open(topology, registered)
+    text = channel.sent[-1][1]["error"]
+    assert len(text) == ERROR_LENGTH
+    assert error_line(text) == "OSError: refused"
+    assert text.endswith("(see there)\n")
 
 
 def test_lifecycle_and_hooks_together(caplog):

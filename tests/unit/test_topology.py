@@ -351,9 +351,13 @@ def test_many_topologies_leave_little_in_a_listener(crew):
 
 def test_failures_of_all_that_ended_are_told(crew, caplog):
     """Also those of a topology that ended with the one that it lay in."""
-    failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="ValueError: no")
+    failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="")
+    failed.last_error = (
+        'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    no()\nValueError: no\nmore\na note\n'
+    )
     a, b = topology(crew, "a").start(), topology(crew, "b").start()
     for one in (a, b):
         one._last_report = SimpleNamespace(listeners=[failed], unclosed=())  # type: ignore[assignment]
     a.close()
     assert [record.args[0] for record in caplog.records if record.args] == ["b", "a"]
+    assert all(record.getMessage().endswith(", last: ValueError: no") for record in caplog.records if record.args)

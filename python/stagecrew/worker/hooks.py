@@ -18,6 +18,7 @@ from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners import Listener, ListenerContext, Scope
+from stagecrew.tracebacks import end_of
 from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.lifecycle import Described, Leave, Registered
@@ -99,8 +100,8 @@ class CalledHooks:
             generator = manager.gen if isinstance(manager, contextlib._GeneratorContextManager) else None
             if entered or getattr(generator, "gi_suspended", False):
                 self._leave(manager, topology, registered, error)
+            self._failed_decoration(topology, registered, error)  # without the note: it has the listener beside it
             error.add_note(f"raised by {self._what('decorate', topology, registered)}")
-            self._failed_decoration(topology, registered, error)
             raise
 
     def _leave(self, manager: Any, topology: Described, registered: Registered, error: BaseException | None) -> None:
@@ -168,7 +169,7 @@ class CalledHooks:
             hook=hook,
             outcome=outcome,
             micros=int((time.monotonic() - started) * 1e6),
-            error=text[-ERROR_LENGTH:].encode("utf-8", "replace").decode("utf-8"),
+            error=end_of(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8"),
         )
 
     def _failed_decoration(self, topology: Described, registered: Registered, error: BaseException) -> None:

@@ -141,7 +141,7 @@ private[stagecrew] object EventLog {
         executors = some(fewer.executors, executors).map { case (id, counts) =>
           id -> counts.copy(deferred = Set.empty, listeners = some(counts.listeners, listeners).map { case (index, one) =>
             index -> one.copy(name = Show.cut(one.name, 200),
-              lastError = if (one.scope == "jvm") Show.cut(one.lastError, 500) else Show.end(one.lastError, 500)) }) })
+              lastError = if (one.scope == "jvm") Show.cut(one.lastError, 500) else Show.errorEnd(one.lastError, 500)) }) })
     }
   }
 

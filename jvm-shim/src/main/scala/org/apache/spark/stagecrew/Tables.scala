@@ -111,14 +111,36 @@ private[stagecrew] object Show {
   def micros(micros: Long): String =
     if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0) else SparkInternals.formatDuration(micros / 1000)
 
-  /** The line that says what happened: the last of a Python traceback, the first of what a JVM's exception says. */
-  def errorLine(error: String, jvm: Boolean): String = {
-    val lines = error.linesIterator.map(_.trim).filter(_.nonEmpty)
-    cut((if (jvm) lines.nextOption() else lines.foldLeft(Option.empty[String])((_, line) => Some(line))).getOrElse(""), Length)
+  /** A frame of a Python traceback, with the bar of an exception group in front where it is one's. */
+  private val Frame = """^( *\| )?( +)File ".*", line \d""".r
+
+  /** The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty. An exception's
+    * line stands behind its last frame, and is not indented as that is. Of a group it is its own (python/stagecrew/tracebacks.py). */
+  def errorLine(error: String): String = {
+    val lines = error.split('\n')
+    // The first line behind a frame that is indented less than it: not its code, its marks, or that it was repeated.
+    def behind(frame: Int, bar: String, indentation: String): Option[String] =
+      lines.iterator.drop(frame + 1).takeWhile(_.startsWith(bar)).map(_.drop(bar.length))
+        .find(said => !said.isBlank && !said.startsWith(indentation)).map(_.trim)
+    var found = Option.empty[(String, Int)] // and how deep it stands in groups
+    val frames = lines.indices.reverseIterator.flatMap(number => Frame.findFirstMatchIn(lines(number)).map(number -> _))
+    while (frames.hasNext && !found.exists(_._2 == 0)) {
+      val (number, frame) = frames.next()
+      val bar = Option(frame.group(1)).getOrElse("")
+      if (found.nonEmpty && bar.isEmpty) found = found.map(_._1 -> 0)
+      else if (found.forall(bar.length < _._2)) found = behind(number, bar, frame.group(2)).map(_ -> bar.length).orElse(found)
+    }
+    cut(found.map(_._1).orElse(lines.iterator.map(_.trim).find(_.nonEmpty)).getOrElse(""), Length)
+  }
+
+  /** The end of an error's text, with the line that says what happened before it where it is not there any more. */
+  def errorEnd(error: String, length: Int): String = {
+    val (kept, line) = (end(error, length), errorLine(error))
+    if (errorLine(kept) == line) kept else s"$line\n${end(error, math.max(1, length - line.length - 1))}"
   }
 
   /** That line, with more of what stands beside it in the title. */
-  def error(error: String, jvm: Boolean): Elem = <td title={title(if (jvm) error else end(error, TitleLength))}><bdi>{errorLine(error, jvm)}</bdi></td>
+  def error(error: String, jvm: Boolean): Elem = <td title={title(if (jvm) error else end(error, TitleLength))}><bdi>{errorLine(error)}</bdi></td>
 
   /** What is known, one under the other, as Spark's own pages have it above their tables. */
   def facts(facts: (String, NodeSeq)*): Node =

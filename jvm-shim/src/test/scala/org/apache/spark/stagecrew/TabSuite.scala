@@ -40,7 +40,7 @@ class TabSuite extends AnyFunSuite {
   test("an error is shortened to the line that says what happened") {
     def shown(error: String, scope: String): String = rows(overview(topology("a", listeners = 1, error = error, scope = scope)), "listeners").head.last
     assert(shown("", "worker") == "")
-    assert(shown("Traceback (most recent call last):\n  File \"x\"\nValueError: bad\n", "worker") == "ValueError: bad")
+    assert(shown("Traceback (most recent call last):\n  File \"x\", line 1, in f\nValueError: bad\n", "worker") == "ValueError: bad")
     assert(shown("java.io.IOException: bad\n\tat x.Y", "jvm") == "java.io.IOException: bad")
     assert(shown("x" * 500, "worker") == "x" * 119 + "\u2026")
   }

@@ -1,6 +1,9 @@
 package org.apache.spark.stagecrew
 
+import com.fasterxml.jackson.databind.ObjectMapper
+import java.nio.file.{Files, Path}
 import org.scalatest.funsuite.AnyFunSuite
+import scala.jdk.CollectionConverters._
 import scala.xml.Elem
 
 class TablesSuite extends AnyFunSuite {
@@ -51,6 +54,25 @@ class TablesSuite extends AnyFunSuite {
       assert(refused.getMessage.contains(one._1) && !refused.getMessage.contains(one._2))
     }
     assert(!page("", many, "name" -> "echo", "other.sort" -> "echo").toString.contains("echo"))
+  }
+
+  test("the line of an error that says what happened is the one that Python finds") {
+    val file = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
+      .map(_.resolve("tests/error-lines.json")).find(Files.exists(_)).get
+    val texts = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq
+    texts.foreach { one =>
+      assert(Show.errorLine(one.get("text").asText) == Show.cut(one.get("line").asText, Show.Length), one.get("name").asText)
+    }
+    assert(texts.size > 15)
+  }
+
+  test("the end of an error keeps the line that says what happened") {
+    val frames = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\n"
+    val cut = Show.errorEnd(s"${frames}ValueError: refused\n${"SELECT\n" * 200}end\n", 500)
+    assert(cut.length == 500 && Show.errorLine(cut) == "ValueError: refused" && cut.endsWith("SELECT\nend\n"))
+    val deep = s"${frames * 100}ValueError: no\n"
+    assert(Show.errorEnd(deep, 500) == Show.end(deep, 500) && Show.errorEnd("short", 500) == "short")
+    assert(Show.errorEnd("x" * 1000, 130).length <= 130)
   }
 
   test("sizes of pages are bounded, and an empty table turns to nothing") {

@@ -1,0 +1,51 @@
+"""What an error's text says happened, in one line. Loaded in workers too: the standard library only."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+__all__ = ["end_of", "error_line"]
+
+#: A frame of a traceback, with the bar of an exception group in front where it is one's.
+_FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
+
+
+def error_line(text: str) -> str:
+    """The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty.
+
+    An exception's line stands behind its last frame, and is not indented as that is; what follows may be more of its message, notes, or
+    the exceptions of a group. Of a group it is the group's own. The shim has the same rule (`Show.errorLine`).
+    """
+    lines = text.split("\n")  # not at what else ends lines: messages may have that
+    found, depth = "", 0
+    for number in range(len(lines) - 1, -1, -1):
+        frame = _FRAME.match(lines[number])
+        if frame is None:
+            continue
+        bar = frame[1] or ""
+        if found and not bar:
+            break
+        if (not found or len(bar) < depth) and (said := _behind(lines[number + 1 :], bar, frame[2])):
+            found, depth = said, len(bar)
+            if not bar:
+                break
+    return found or next((line.strip() for line in lines if line.strip()), "")
+
+
+def end_of(text: str, length: int) -> str:
+    """At most so many characters of an error's text, the last ones: with the line that says what happened before them if it is not there."""
+    kept = text[-length:]
+    line = error_line(text)[: length // 2]
+    return kept if error_line(kept)[: length // 2] == line else f"{line}\n{text[len(line) + 1 - length :]}"
+
+
+def _behind(lines: list[str], bar: str, indentation: str) -> str:
+    """The first line behind a frame that is indented less than it: not its code, its marks, or that it was repeated."""
+    for line in lines:
+        if not line.startswith(bar):
+            return ""
+        said = line[len(bar) :]
+        if said.strip() and not said.startswith(indentation):
+            return said.strip()
+    return ""
