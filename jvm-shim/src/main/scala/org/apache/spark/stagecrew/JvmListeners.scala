@@ -30,8 +30,7 @@ final class JvmListeners(
       val listener = instance(entry)
       count(entry)(c => c.copy(opens = c.opens + 1))
       opened = opened :+ (entry -> listener)
-      val micros = called(entry, "open", settings.openTimeoutMs)(listener.open(where))
-      count(entry)(c => c.copy(openMicros = c.openMicros + micros))
+      called(entry, "open", settings.openTimeoutMs)(listener.open(where))
     }
   } catch {
     case failed: OpenFailedException => // also when one cannot even be created: those before it are open
@@ -67,14 +66,9 @@ final class JvmListeners(
     val closing = opened.reverse
     opened = Vector.empty
     closing.foreach { case (entry, listener) =>
-      try {
-        val micros = called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
-        count(entry)(c => c.copy(closes = c.closes + 1, closeMicros = c.closeMicros + micros))
-      } catch {
-        case error: OpenFailedException =>
-          count(entry)(c => c.copy(closes = c.closes + 1))
-          Log.log.warn(error.getMessage, error.getCause)
-      }
+      count(entry)(c => c.copy(closes = c.closes + 1))
+      try called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
+      catch { case error: OpenFailedException => Log.log.warn(error.getMessage, error.getCause) }
     }
   }
 
@@ -93,18 +87,21 @@ final class JvmListeners(
             "constructor without parameters?", error)
     }
 
-  private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Long = {
+  private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
     val started = System.nanoTime()
+    def took(failed: Boolean): Unit = {
+      val micros = (System.nanoTime() - started) / 1000
+      ledger.span(where.topologyId, hook, entry.name, micros, failed)
+      count(entry)(_.took(hook, micros))
+    }
     val call = pool.submit((() => f): Runnable)
     try {
       call.get(timeoutMs, TimeUnit.MILLISECONDS)
-      val micros = (System.nanoTime() - started) / 1000
-      ledger.span(where.topologyId, hook, entry.name, micros, failed = false)
-      micros
+      took(failed = false)
     } catch {
       case error: Throwable =>
         call.cancel(true)
-        ledger.span(where.topologyId, hook, entry.name, (System.nanoTime() - started) / 1000, failed = true)
+        took(failed = true)
         val (message, cause) = error match {
           case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${failed.getCause}" -> failed.getCause
           case late: TimeoutException =>

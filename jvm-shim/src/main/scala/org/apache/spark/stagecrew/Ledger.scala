@@ -18,6 +18,13 @@ final case class ListenerCounts(
 
   def stillOpen: Long = opens - closes - lost
 
+  /** An open or a close of it took so long, however it ended. */
+  private[stagecrew] def took(hook: String, micros: Long): ListenerCounts = hook match {
+    case "open" => copy(openMicros = openMicros + micros)
+    case "close" => copy(closeMicros = closeMicros + micros)
+    case _ => this
+  }
+
   /** The same listener elsewhere. */
   def +(other: ListenerCounts): ListenerCounts = copy(
     opens = opens + other.opens, closes = closes + other.closes, failures = failures + other.failures, lost = lost + other.lost,

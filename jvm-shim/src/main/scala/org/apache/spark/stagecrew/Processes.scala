@@ -67,11 +67,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
         if (hook == "close") process.open -= topology -> index
         if (hook != "decorate") ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
         count(topology, index) { before =>
-          val timed = hook match {
-            case "open" => before.copy(openMicros = before.openMicros + micros)
-            case "close" => before.copy(closes = before.closes + 1, closeMicros = before.closeMicros + micros)
-            case _ => before
-          }
+          val timed = before.took(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
           if (failed) timed.copy(failures = timed.failures + 1, lastError = error) else timed
         }
       }
@@ -84,9 +80,10 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
       case (link, process) if process.hook.exists(_.overdueAt <= now) =>
         val hook = process.hook.get
         process.hook = None
-        ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, (now - process.hookBegan) / 1000, failed = true)
+        val micros = (now - process.hookBegan) / 1000
+        ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
-          before.copy(failures = before.failures + 1, lastError = s"${hook.name} ignored its timeout; its process was ended")
+          before.took(hook.name, micros).copy(failures = before.failures + 1, lastError = s"${hook.name} ignored its timeout; its process was ended")
         }
         (link, hook, process.attempt)
     }

@@ -136,6 +136,18 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).closes == 1 && counts(1).failures == 1)
   }
 
+  test("a hook that fails or is interrupted has taken its time, in the sums as in the timeline") {
+    val timed = scala.collection.mutable.Map.empty[String, Long]
+    ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
+    assert(counts(1).openMicros >= 1000000)
+    assert(timed("open") == counts(0).openMicros + counts(1).openMicros && timed("close") == counts(0).closeMicros + counts(1).closeMicros)
+    val closing = listeners(classOf[HangingClose])
+    closing.open()
+    closing.close()
+    assert(counts(0).closeMicros >= 1000000 && timed("close") == ledger.of("t").totals.closeMicros)
+  }
+
   test("a decorate that fails leaves what was entered, and names its listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()

@@ -94,6 +94,19 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.unclosed(late, "t") == Seq("listener 0"))
   }
 
+  test("a hook whose process is ended has taken its time, in the sums as in the timeline") {
+    val f = new Fixture
+    val timed = scala.collection.mutable.Map.empty[String, Long]
+    f.ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
+    Seq("open", "close").zipWithIndex.foreach { case (hook, n) =>
+      f.processes.hookBegan(f.link(), "t", 0, hook, f.now + 1)
+      f.now += 1000000L * (n + 2)
+      assert(f.processes.overdue().size == 1)
+    }
+    assert(f.counts().openMicros == 2000 && f.counts().closeMicros == 3000)
+    assert(timed == Map("open" -> 2000L, "close" -> 3000L))
+  }
+
   test("who is busy, who runs an attempt, and who is to be asked to close") {
     val f = new Fixture
     val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
