@@ -160,6 +160,25 @@ def test_what_a_coordinator_has_not_handled_is_queued():
     assert last(harness)[0]["queued"] == 0
 
 
+def test_what_is_over_has_nothing_queued():
+    """Also where the coordinator sat in a call to the end and never handled it: the sums count it no more."""
+    ends = []
+
+    class Stuck(Echo):
+        def handle_event(self, evaluation, event):
+            if event == "first":
+                task.send("behind it")
+                told(harness, 1)
+                taken(harness._host.last_statistics(list(harness._host._bindings.values())), known, sums)
+                ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
+
+    known, sums = {}, {}
+    with CoordinatorHarness(Stuck) as harness:
+        task = harness.evaluation(subtask=0)
+        task.send("first")
+    assert ends == [("closed", 0, 0)]
+
+
 def test_acknowledgements_take_their_time_and_late_ones_are_waited_for():
     """An acknowledgement counts from the oldest event's sending; while it is out, its executor is named, with the time since."""
     with CoordinatorHarness(Echo) as harness:

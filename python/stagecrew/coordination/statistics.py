@@ -163,7 +163,8 @@ class Teller:
             "eventsIn": counts.events_in,
             "eventsOut": counts.events_out,
             "requests": counts.requests,
-            "queued": binding.instance.queued,
+            # What is over has nothing queued: one that did not close in time would else have it for good, in the sums.
+            "queued": 0 if counts.is_closed else binding.instance.queued,
             "replies": counts.replies.percentiles(),
             "acknowledgements": counts.acknowledgements.percentiles(),
             "waitsFor": f"{waits}, since {known.since}" if waits else "",
