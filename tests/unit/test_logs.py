@@ -10,10 +10,11 @@ import threading
 import pytest
 from pyspark.logger import PySparkLogger
 
-from stagecrew import StructuredFormatter, logs
+from stagecrew import Coordinator, StructuredFormatter, logs
 from stagecrew.coordination.coordinator import Evaluation
 from stagecrew.coordination.loop import Loop
 from stagecrew.logs import FIELDS, coordinates, handles
+from stagecrew.testing import CoordinatorHarness
 
 ONE = Evaluation(
     id=1,
@@ -85,6 +86,40 @@ def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypat
         known | {"stage": None},
         known,
     ]
+
+
+@pytest.mark.usefixtures("factory")
+def test_what_a_coordinator_logs_when_it_says_how_far_it_is_is_about_no_evaluation():
+    """Whatever it handled last."""
+    found: list[object] = []
+
+    class Says(Coordinator):
+        def handle_event(self, evaluation, event):
+            found.append(record().get("subtask"))
+
+        def progress(self):
+            found.append(record().get("subtask"))
+            return {}
+
+        def waits_for(self):
+            found.append(record().get("subtask"))
+            return ""
+
+    def in_thread():
+        coordinates("t", "o")
+        with CoordinatorHarness(Says) as harness:
+            harness._host.statistics()
+            harness.run()
+            found.clear()
+            harness.evaluation(subtask=3).send(1)
+            harness._host.statistics()
+            harness.run()
+
+    thread = threading.Thread(target=in_thread)  # which is a coordinator's from then on
+    thread.start()
+    thread.join(30)
+    assert found[:3] == [3, None, None]
+    assert set(found[3:]) == {None}
 
 
 def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_given():

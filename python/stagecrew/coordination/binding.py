@@ -165,6 +165,7 @@ class Instance:
     def _look(self) -> None:
         """What the coordinator says of itself. It may be wrong, or raise: it only shows."""
         self.asked = None
+        handles(None)  # what it logs now is about none
         coordinator = self.coordinator
         if coordinator is None:
             return
