@@ -40,7 +40,7 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
   /** After a change: what has begun or ended is stored. */
   def changed(snapshot: Snapshot): Unit = snapshot.topologies.foreach { view =>
     val before = topologies.get(view.id)
-    if (before.forall(stored => view.state == "closed" && stored.what.state != "closed")) store(view, snapshot.totals, before)
+    if (before.forall(stored => view.state == "closed" && stored.what.state != "closed")) store(view, snapshot, before)
   }
 
   /** From time to time: what has changed since it was stored, and is due. */
@@ -58,7 +58,7 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
     snapshot.topologies.foreach { view =>
       val before = topologies.get(view.id)
       before.filter(stored => withoutSpans(stored.what, view)).foreach(_.what = view) // what is stored has more
-      if (before.forall(due(view, _, last))) store(view, snapshot.totals, before, last)
+      if (before.forall(due(view, _, last))) store(view, snapshot, before, last)
     }
     val rest = snapshot.copy(topologies = Vector.empty)
     if (application.forall(due(rest, _, last))) {
@@ -79,8 +79,8 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
     }
   }
 
-  private def store(view: TopologyView, totals: Totals, before: Option[Stored[TopologyView]], last: Boolean = false): Unit =
-    topologies(view.id) = send(StagecrewState.Topology, view.id, view, before, last || view.state == "closed")(EventLog.body(view, totals))
+  private def store(view: TopologyView, sums: Snapshot, before: Option[Stored[TopologyView]], last: Boolean = false): Unit =
+    topologies(view.id) = send(StagecrewState.Topology, view.id, view, before, last || view.state == "closed")(EventLog.body(view, sums))
 
   private def send[T](kind: String, id: String, what: T, before: Option[Stored[T]], ends: Boolean)(body: => (String, Boolean)): Stored[T] = {
     val stored = new Stored(what, clock(), before.fold(0)(_.number) + 1, ends, before.exists(_.leftOut))
@@ -98,10 +98,13 @@ private[stagecrew] object EventLog {
   private def withoutSpans(before: TopologyView, view: TopologyView): Boolean = view.state == "closed" && view.spans.isEmpty &&
     before.spans.nonEmpty && before.copy(spans = view.spans, spansDropped = view.spansDropped) == view
 
-  /** The body of an event, and whether something was left out. With the sums of all topologies at this time: those of an application
-    * that is killed are never older than what its topologies say. */
-  def body(view: TopologyView, totals: Totals): (String, Boolean) =
-    smallest(view)(_.json.set[ObjectNode]("totals", totals.json), trimmed)
+  /** The body of an event, and whether something was left out. With the sums of all topologies and coordinators at this time: those of
+    * an application that is killed are never older than what its topologies say. */
+  def body(view: TopologyView, sums: Snapshot): (String, Boolean) = smallest(view)({ one =>
+    val node = one.json.set[ObjectNode]("totals", sums.totals.json)
+    sums.coordinators.foreach(all => node.set[ObjectNode]("coordinators", all.json))
+    node
+  }, trimmed)
 
   def body(rest: Snapshot): (String, Boolean) = smallest(rest)(_.json, trimmed)
 

@@ -64,6 +64,9 @@ private[stagecrew] object History {
   def of(states: Seq[KeptState]): Shown = {
     val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state => parsed(state)(TopologyView.of).map(state -> _))
     val sums = states.flatMap(state => parsed(state)(node => Option(node.get("totals")).map(Totals.of))).flatten
+    // The newest, by what was counted until then: the application's may be older than a topology's, and an older log has it there alone.
+    val coordinators = states.flatMap(state => parsed(state)(node => Option(node.get("coordinators")).map(OperatorView.of(_) -> state.time))).flatten
+      .maxByOption { case (sum, time) => (sum.counted, time) }.map(_._1)
     val rest = states.filter(_.kind == StagecrewState.Application).flatMap(state => parsed(state)(Snapshot.of).map(state -> _)).lastOption
     val now = states.map(_.time).maxOption.getOrElse(0L)
     val ended = views.exists { case (_, view) => view.kind == DriverCrew.ApplicationKind && view.state == "closed" }
@@ -71,7 +74,7 @@ private[stagecrew] object History {
       rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
     Shown(
       rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
-        topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _)),
+        topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
   }
 

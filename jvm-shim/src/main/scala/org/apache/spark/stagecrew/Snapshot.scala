@@ -131,6 +131,9 @@ final case class OperatorView(
     progress: Vector[(String, String)], // as "splits done" -> "3": numbers of any kind, or words
     lastError: String) {
 
+  /** What never goes down, together. */
+  private[stagecrew] def counted: Long = finished + failed + cut + resets + eventsIn + eventsOut + requests
+
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("name", name).put("kind", kind).put("state", state).put("live", live).put("finished", finished)
       .put("failed", failed).put("cut", cut).put("resets", resets).put("eventsIn", eventsIn).put("eventsOut", eventsOut)

@@ -112,6 +112,29 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(quiet.posted.map(written).toSeq).notes.values.flatten.isEmpty)
   }
 
+  test("sums of coordinators are as new as the topologies beside them, also of an application that was killed") {
+    val run = new Run(interval = 1000, most = 2)
+    def all(state: String, events: Long, live: Long = 1) = {
+      val one = operator("splits").copy(eventsIn = events, live = live, progress = Vector.empty)
+      snapshot(topology("application", DriverCrew.ApplicationKind), topology("a", state = state).copy(operators = Vector(one)))
+        .copy(coordinators = Some(one), processes = Vector(ProcessView("1", "h", 1, "worker", 1, 0, Vector(Sample(events, 1, 1, 1, 1)))))
+    }
+    (1 to 5).foreach { i =>
+      run.now += 5000
+      run.log.tick(all("active", i))
+    }
+    run.now += 5000
+    run.log.changed(all("closed", 7, live = 0))
+    val events = run.posted.map(written).toSeq
+    val killed = history(events).snapshot
+    assert(killed.processes.flatMap(_.samples.map(_.time)) == Vector(2)) // its own entry is older
+    assert(killed.coordinators == all("closed", 7, live = 0).coordinators)
+    // The beginning of a topology whose coordinators have not told of themselves, and an older log, have no sums.
+    assert(history(events.map(_.replace("\\\"coordinators\\\"", "\\\"unknown\\\""))).snapshot.coordinators.isEmpty)
+    val older = run.posted.toSeq.map(s => if (s.kind == StagecrewState.Topology) s.copy(body = s.body.replace("\"coordinators\"", "\"unknown\"")) else s)
+    assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))
+  }
+
   test("at the end all that has changed is stored, whatever is due") {
     val run = new Run(interval = 100000, most = 2)
     run.log.tick(snapshot(topology("a"), topology("b")))
