@@ -98,6 +98,8 @@ def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sess
         assert {name: shown[name] for name in NAMES} == wanted
     assert [report.name for report in stagecrew.crew(spark).reports] == ["application", "run 2", "run 3"]
     port = urlsplit(spark.sparkContext.uiWebUrl).port
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stagecrew/") as response:
+        assert "4 closed; the last 2 closed ones are listed" in response.read().decode()
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/prometheus/") as response:
         text = response.read().decode()
     name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"

@@ -39,6 +39,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val drained = new CountDownLatch(1)
   private val watched = new Watched
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
+  private var forgotten = 0 // closed topologies that are not listed any more
   @volatile private var published = Snapshot(Vector.empty, Totals())
 
   private val eventLog = Option.when(SparkInternals.eventLog(sc))(new EventLog(
@@ -409,7 +410,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
     topology.description = topology.description.copy(listeners = topology.description.listeners.map(_.copy(blob = None)))
     val closed = topologies.values.filter(t => t.state == "closed" && t.kind != ApplicationKind).toSeq
     // The one that ended last is never among them: Python reads its report next.
-    closed.sortBy(_.ended).dropRight(settings.retainedTopologies).foreach(t => topologies.remove(t.description.id))
+    val left = closed.sortBy(_.ended).dropRight(settings.retainedTopologies)
+    left.foreach(t => topologies.remove(t.description.id))
+    forgotten += left.size
     SpanBook.trim(topologies.values)
     publish(topology)
     waiters.foreach(_.complete(()))
@@ -469,7 +472,7 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
     published = Snapshot(topologies.values.map(_.view).toVector, totals.sum,
-      watched.processes.views, watched.recovery, watched.sums)
+      watched.processes.views, watched.recovery, watched.sums, forgotten)
     eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
   }
 

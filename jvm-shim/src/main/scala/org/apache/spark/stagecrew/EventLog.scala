@@ -60,7 +60,8 @@ private[stagecrew] final class EventLog(intervalMs: Long, maxEvents: Int, clock:
       before.filter(stored => withoutSpans(stored.what, view)).foreach(_.what = view) // what is stored has more
       if (before.forall(due(view, _, last))) store(view, snapshot, before, last)
     }
-    val rest = snapshot.copy(topologies = Vector.empty)
+    // That another was forgotten is nothing to store: who reads it lists as many as its own settings say.
+    val rest = snapshot.copy(topologies = Vector.empty, forgottenTopologies = 0)
     if (application.forall(due(rest, _, last))) {
       application = Some(send(StagecrewState.Application, "", rest, application, last)(EventLog.body(rest)))
     }

@@ -13,6 +13,7 @@ private[stagecrew] final case class KeptState(
 /** Hears the events of one log. Of what is not understood nothing is kept; that never stops the reading of a log. */
 private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: Int) extends SparkListener {
   private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
+  private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: an event of one may come again
 
   override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
     case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
@@ -27,10 +28,14 @@ private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: 
     kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
     if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" && body.path("kind").asText != DriverCrew.ApplicationKind) {
       closed.remove(key)
+      forgotten.remove(key)
       closed += key
       while (closed.size > retained) {
         kept.delete(closed.head)
+        forgotten += closed.head
         closed -= closed.head
+        kept.write(KeptState(
+          History.Forgotten, History.Forgotten, "", Snapshot.Version, state.time, capped = false, trimmed = false, forgotten.size.toString))
       }
     }
   }
@@ -49,6 +54,9 @@ final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[Kept
 }
 
 private[stagecrew] object History {
+  /** The kind of what says how many closed topologies are kept no more. */
+  val Forgotten = "forgotten"
+
   /** What is kept does not change while it is shown: it is read once, and again when memory was short. */
   def reader(kept: Kept[KeptState]): () => Shown = {
     var read = new SoftReference[Shown](null)
@@ -61,7 +69,8 @@ private[stagecrew] object History {
     }
   }
 
-  def of(states: Seq[KeptState]): Shown = {
+  def of(all: Seq[KeptState]): Shown = {
+    val (forgotten, states) = all.partition(_.kind == Forgotten)
     val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state => parsed(state)(TopologyView.of).map(state -> _))
     val sums = states.flatMap(state => parsed(state)(node => Option(node.get("totals")).map(Totals.of))).flatten
     // The newest, by what was counted until then: the application's may be older than a topology's, and an older log has it there alone.
@@ -74,7 +83,8 @@ private[stagecrew] object History {
       rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
     Shown(
       rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
-        topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators),
+        topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
+        forgottenTopologies = forgotten.map(_.body.toInt).sum),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
   }
 

@@ -14,11 +14,14 @@ private[stagecrew] object OverviewPage {
     val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(ask))
     val tables = new Tables(ask, "", Nil, topologies, listeners)
     val totals = shown.snapshot.totals
-    val states = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toSeq.sortBy(_._1)
+    val forgotten = shown.snapshot.forgottenTopologies
+    val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
+    val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten) else listed).toSeq.sortBy(_._1)
     Seq[NodeSeq](
       when(shown),
       Show.facts(
-        "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ")),
+        "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
+          (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
         "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, lost ${totals.lost}"),
         "Python processes" -> Show.fact(processes(shown.snapshot.processes))),
       if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,

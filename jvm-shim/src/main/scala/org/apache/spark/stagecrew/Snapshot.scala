@@ -13,7 +13,8 @@ final case class Snapshot(
     totals: Totals,
     processes: Vector[ProcessView] = Vector.empty,
     recovery: Option[RecoveryView] = None,
-    coordinators: Option[OperatorView] = None) { // the sum over all that there were
+    coordinators: Option[OperatorView] = None, // the sum over all that there were
+    forgottenTopologies: Int = 0) { // closed ones that are not listed any more
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("version", Snapshot.Version)
@@ -22,7 +23,7 @@ final case class Snapshot(
     Json.put(node, "processes", processes.map(_.json))
     recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
     coordinators.foreach(one => node.set[ObjectNode]("coordinators", one.json))
-    node
+    node.put("forgottenTopologies", forgottenTopologies)
   }
 }
 
@@ -35,7 +36,8 @@ object Snapshot {
     Option(node.get("totals")).map(Totals.of).getOrElse(Totals()),
     Json.items(node.get("processes")).map(ProcessView.of).toVector,
     Option(node.get("recovery")).map(RecoveryView.of),
-    Option(node.get("coordinators")).map(OperatorView.of))
+    Option(node.get("coordinators")).map(OperatorView.of),
+    node.path("forgottenTopologies").asInt)
 }
 
 /** What is shown of one topology: an immutable copy. Times in ms since the epoch, 0 for one that has not come. */

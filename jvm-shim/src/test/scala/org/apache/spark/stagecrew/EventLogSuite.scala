@@ -168,6 +168,26 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
   }
 
+  test("the page says how many topologies have closed, also of those that are not kept") {
+    val run = new Run()
+    (1 to 7).foreach { i =>
+      run.log.changed(snapshot(topology(s"t$i")))
+      run.log.changed(snapshot(topology(s"t$i", state = "closed")))
+    }
+    run.log.changed(snapshot(topology("t8")))
+    val events = run.posted.map(written).toSeq
+    val some = history(events :+ events(1) :+ events(events.size - 2), 3) // of which two stand in it twice
+    assert(some.snapshot.topologies.size == 4 && some.snapshot.forgottenTopologies == 4)
+    assert(page("", some).text.contains("1 active, 7 closed; the last 3 closed ones are listed"))
+    val all = history(events)
+    assert(all.snapshot.forgottenTopologies == 0 && page("", all).text.contains("1 active, 7 closed") && !page("", all).text.contains("are listed"))
+    run.posted.clear()
+    run.log.tick(snapshot().copy(forgottenTopologies = 1))
+    run.now += 5000
+    run.log.tick(snapshot().copy(forgottenTopologies = 2))
+    assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
+  }
+
   test("one that had not ended is shown as of its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))

@@ -13,7 +13,7 @@ class SnapshotSuite extends AnyFunSuite {
     Totals(1, 2, 3, 4, 5, 6, 7, 8),
     Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)))),
     Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)))),
-    Some(operator.copy(name = "")))
+    Some(operator.copy(name = "")), 4)
 
   test("a snapshot is read back from its JSON as it was") {
     assert(Snapshot.of(Json.parse(Json.write(full.json))) == full)
