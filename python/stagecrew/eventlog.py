@@ -169,8 +169,9 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         )
     if recovery := found.get("recovery"):
         yield "Job", table(("", ""), recovery["facts"].items())
+        forgotten = recovery.get("forgottenSteps", 0)
         yield (
-            "Steps",
+            f"Steps, {len(recovery['steps'])} of {len(recovery['steps']) + forgotten}" if forgotten else "Steps",
             table(
                 ("step", "state", "began", "ended"),
                 ((one["name"], one["state"], _time(one["started"]), _time(one["ended"])) for one in recovery["steps"]),

@@ -1,6 +1,7 @@
 """Steps and batches of a job, over a store in memory."""
 
 import contextvars
+import itertools
 import json
 
 import pyarrow.fs
@@ -447,11 +448,28 @@ def test_what_people_see_of_a_job(place, operators, monkeypatch):
     again = place.run()
     assert again.step("a", lambda: 2) == 1
     assert [(step["name"], step["state"]) for step in shown[-1]["steps"]] == [("a", "found")]
-    many = Shown({}, lambda: 1.5)
+
+
+def test_the_last_steps_are_shown_and_those_that_run():
+    """However many there were, which is said: one that runs for long stays, and when it has ended it is one of the last."""
+    many = Shown({}, itertools.count(1).__next__)
+
+    def names() -> list[str]:
+        return [step["name"] for step in json.loads(many.to_json())["steps"]]
+
+    many.step("long", "running")
     for number in range(300):
         many.step(f"s{number}", "running")
-    found = json.loads(many.to_json())["steps"]
-    assert (len(found), found[-1]) == (200, {"name": "s299", "state": "running", "started": 1500, "ended": 0})
+        many.step(f"s{number}", "finished")
+    assert names() == ["long", *(f"s{number}" for number in range(101, 300))]
+    assert json.loads(many.to_json())["forgottenSteps"] == 101
+    many.step("long", "finished")
+    many.step("one more", "found")
+    assert names() == ["long", *(f"s{number}" for number in range(102, 300)), "one more"]
+    for number in range(300):
+        many.step(f"r{number}", "running")
+    assert len(names()) == 300
+    assert json.loads(many.to_json())["forgottenSteps"] == 302
 
 
 def test_current_job(place):

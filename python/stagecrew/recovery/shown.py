@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import threading
 import time
@@ -11,7 +10,7 @@ from typing import Any, Final
 
 __all__ = ["Shown"]
 
-#: How many steps are shown: the last ones.
+#: How many steps are shown: those that run, and those that ended last.
 _STEPS: Final = 200
 
 
@@ -24,7 +23,8 @@ class Shown:
     def __init__(self, facts: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
         self._facts, self._clock = dict(facts), clock
         self._lock = threading.Lock()
-        self._steps: collections.OrderedDict[str, dict[str, Any]] = collections.OrderedDict()
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._forgotten = 0
 
     def step(self, name: str, state: str) -> None:
         """A step is in this state now."""
@@ -38,8 +38,10 @@ class Shown:
                 "started": began,
                 "ended": 0 if state == "running" else now,
             }
-            if len(self._steps) > _STEPS:
-                self._steps.popitem(last=False)
+            ended = [one for one in self._steps.values() if one["ended"]]
+            if len(self._steps) > _STEPS and ended:
+                del self._steps[min(ended, key=lambda one: one["ended"])["name"]]
+                self._forgotten += 1
         self.tell()
 
     def tell(self) -> None:
@@ -52,4 +54,6 @@ class Shown:
     def to_json(self) -> str:
         """As the driver's JVM reads it."""
         with self._lock:
-            return json.dumps({"facts": self._facts, "steps": list(self._steps.values())})
+            return json.dumps(
+                {"facts": self._facts, "steps": list(self._steps.values()), "forgottenSteps": self._forgotten}
+            )

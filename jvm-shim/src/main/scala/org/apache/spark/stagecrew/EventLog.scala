@@ -120,10 +120,10 @@ private[stagecrew] object EventLog {
   private def trimmed(rest: Snapshot, step: Int): Snapshot =
     if (step < Least) rest.copy(
       processes = rest.processes.map(p => p.copy(samples = p.samples.takeRight(if (step == 1) 10 else 1))).takeRight(if (step < 3) Int.MaxValue else 100),
-      recovery = rest.recovery.map(r => r.copy(steps = r.steps.takeRight(1000 / step))))
-    else rest.copy(processes = Vector.empty, recovery = rest.recovery.map(r => RecoveryView(
+      recovery = rest.recovery.map(RecoveryView.fewer(_, 1000 / step)))
+    else rest.copy(processes = Vector.empty, recovery = rest.recovery.map(RecoveryView.fewer(_, 100)).map(r => r.copy(
       r.facts.take(50).map { case (name, value) => Show.cut(name, 100) -> Show.cut(value, 200) },
-      r.steps.takeRight(100).map(one => one.copy(name = Show.cut(one.name, 100))))))
+      r.steps.map(one => one.copy(name = Show.cut(one.name, 100))))))
 
   /** Less of a topology: first its older spans, then all, then long texts, then what only some executors tell, then all but sums.
     * Of executors, listeners and coordinators that are left out the sums stay. */

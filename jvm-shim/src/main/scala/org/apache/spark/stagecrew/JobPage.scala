@@ -14,7 +14,8 @@ private[stagecrew] object JobPage {
       Seq[NodeSeq](
         shown.notes.getOrElse("", Nil).map(Show.note),
         Show.facts(recovery.facts.map { case (name, value) => name.capitalize -> (Show.text(value): NodeSeq) }: _*),
-        <h4>{s"Steps (${recovery.steps.size})"}</h4>,
+        <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,
+        if (recovery.forgottenSteps == 0) NodeSeq.Empty else <p>{s"Listed are those that run and the last ones, ${recovery.steps.size} of them."}</p>,
         if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
   }
 

@@ -194,20 +194,28 @@ object Sample {
 }
 
 /** The stored job whose driver this application is: what is known of it, in order, as "term" -> "3"; and its steps. */
-final case class RecoveryView(facts: Vector[(String, String)], steps: Vector[StepView]) {
+final case class RecoveryView(
+    facts: Vector[(String, String)],
+    steps: Vector[StepView],
+    forgottenSteps: Int = 0) { // how many more there were
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj()
     val values = node.putObject("facts")
     facts.foreach { case (name, value) => values.put(name, value) }
     Json.put(node, "steps", steps.map(_.json))
-    node
+    node.put("forgottenSteps", forgottenSteps)
   }
 }
 
 object RecoveryView {
   private[stagecrew] def of(node: JsonNode): RecoveryView = RecoveryView(
     node.path("facts").properties.asScala.toVector.map(entry => entry.getKey -> entry.getValue.asText).toVector,
-    Json.items(node.get("steps")).map(StepView.of).toVector)
+    Json.items(node.get("steps")).map(StepView.of).toVector,
+    node.path("forgottenSteps").asInt)
+
+  /** So many of its steps, the last ones. */
+  private[stagecrew] def fewer(view: RecoveryView, most: Int): RecoveryView =
+    view.copy(steps = view.steps.takeRight(most), forgottenSteps = view.forgottenSteps + math.max(0, view.steps.size - most))
 }
 
 /** A step of a stored job: "running", "finished", "failed", or "found", whose result an earlier run had stored. */

@@ -12,7 +12,7 @@ class SnapshotSuite extends AnyFunSuite {
       Vector("u"), Vector(operator), Vector(Span("1", "open", "a", 11, 12, failed = true)), 9)),
     Totals(1, 2, 3, 4, 5, 6, 7, 8),
     Vector(ProcessView("1", "h", 77, "worker", 1, 2, Vector(Sample(5, 6, 7, 8, 9)))),
-    Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)))),
+    Some(RecoveryView(Vector("job" -> "j", "term" -> "3"), Vector(StepView("s", "found", 1, 2)), 5)),
     Some(operator.copy(name = "")), 4)
 
   test("a snapshot is read back from its JSON as it was") {

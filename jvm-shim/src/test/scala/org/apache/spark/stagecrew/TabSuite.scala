@@ -84,6 +84,9 @@ class TabSuite extends AnyFunSuite {
     val html = page("jobs", with_)
     assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
     assert(rows(html, "steps").map(_.take(2)) == Seq(Seq("load", "found"), Seq("run", "running")) && rows(html, "steps")(1).last == "58 s")
+    assert(html.text.contains("Steps (2)") && !html.text.contains("Listed are"))
+    val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
+    assert(more.text.contains("Steps (302)") && more.text.contains("Listed are those that run and the last ones, 2 of them."))
     def linked(shown: Shown): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
     assert(linked(with_) && !linked(shown(application)) && page("jobs", shown(application)).text.contains("no stored job"))
   }
