@@ -19,9 +19,9 @@ private[stagecrew] object Metrics {
     def looks(name: String, doc: String)(f: Looks => Long) = Metric[(Totals, Stored, Looks)](name, doc, all => f(all._3))
     Seq(
       of("listeners.opens", "How often a listener's `open` was called.")(_.opens),
-      of("listeners.closes", "How often a listener's `close` was called.")(_.closes),
+      of("listeners.closes", "How often a listener's `close` ended, also by raising or by its time limit.")(_.closes),
       of("listeners.failures", "How often a hook raised or was interrupted.")(_.failures),
-      of("listeners.lost", "How many opens have no close, because their process is gone.")(_.lost),
+      of("listeners.lost", "How many opens have no close, as their process went before its executor: killed, or ended in a hook that ignored its time limit. Listeners in the JVM are never lost.")(_.lost),
       of("listeners.open.micros", "How long all opens took together, those that failed or were ended too.")(_.openMicros),
       of("listeners.close.micros", "How long all closes took together, those that failed or were ended too.")(_.closeMicros),
       stored("partitions.inProgress", "Partitions that tasks of topologies write.")(_.inProgress),
