@@ -66,9 +66,9 @@ final class JvmListeners(
     val closing = opened.reverse
     opened = Vector.empty
     closing.foreach { case (entry, listener) =>
-      count(entry)(c => c.copy(closes = c.closes + 1))
       try called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
       catch { case error: OpenFailedException => Log.log.warn(error.getMessage, error.getCause) }
+      finally count(entry)(c => c.copy(closes = c.closes + 1)) // behind it: until then it is open
     }
   }
 

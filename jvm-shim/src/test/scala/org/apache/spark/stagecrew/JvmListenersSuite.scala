@@ -53,6 +53,10 @@ object JvmListenersSuite {
     override def open(context: TopologyContext): Unit = ()
     override def close(context: TopologyContext): Unit = hang()
   }
+  @volatile var look: () => Unit = () => ()
+  class Looking extends TopologyListener {
+    override def close(context: TopologyContext): Unit = look()
+  }
   class NoListener
   class NoConstructor(val needed: Int) extends TopologyListener
 }
@@ -125,6 +129,15 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(interrupted.await(5, TimeUnit.SECONDS))
     assert(heard == Seq("open a", "close hanging", "close a"))
     assert(counts(1).failures == 1)
+  }
+
+  test("a listener is open until its close has ended") {
+    var seen = Seq.empty[Long]
+    look = () => seen = Seq(counts(0).opens, counts(0).closes)
+    val one = listeners(classOf[Looking])
+    one.open()
+    one.close()
+    assert(seen == Seq(1, 0) && counts(0).closes == 1)
   }
 
   test("a close that hangs is interrupted at its time-out, and the others are closed") {
