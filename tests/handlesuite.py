@@ -409,7 +409,7 @@ class TestGet:
             "corrupt": StateCorrupt,
             "entry": StateCorrupt,
             "longer": StateCorrupt,
-            "missing": StateStorageError,
+            "missing": StateCorrupt,
             "newer": StoreUnsupported,
             "outside": StateCorrupt,
             "truncated": StateCorrupt,

@@ -352,7 +352,7 @@ class StateStorageError(RecoveryError):
 
 
 class StateCorrupt(StateStorageError):
-    """State is not as it was written: its length or digest differs. It is not deleted."""
+    """State is not as it was written: its length or digest differs, or it is gone though its storage is there. It is not deleted."""
 
 
 class JobError(RecoveryError):

@@ -1085,7 +1085,8 @@ def restored(trial, tasks):
 
     def run(staging):
         version, record = trial.decisions.read("c")
-        assert copy.write("c", record, 0) == version
+        for number in range(version):
+            copy.write("c", record, number)
         return tasks.run(trial.make_sink(), staging)
 
     commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
@@ -1119,6 +1120,44 @@ def test_a_copy_that_says_refused(tmp_path):
         report = trial.drive(Driver(), Tasks(1), "c")
         assert (report.repeated, report.rows, report.parts) == (True, 0, 0)
         assert trial.decisions.read("c")[1]["state"] == "applied"
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repeats):
+    """Of a commit that is found done what the runs before it have staged is deleted, also by a later repeat."""
+    trial, runs, delete = sqlite(tmp_path), [], DatabaseSink.discard
+
+    def fails(staging):
+        runs.append(staging.run)
+        raise RuntimeError("no rows")
+
+    def discard(sink, staging, kept):
+        if staging.run in runs:
+            raise OSError("no route")
+        delete(sink, staging, kept)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DatabaseSink, "discard", discard)
+        with pytest.raises(RuntimeError):
+            commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails, sleep=lambda _: None)
+        restored(trial, Tasks(1))
+        for _ in range(repeats - 1):
+            assert trial.drive(Driver(), Tasks(2), "c").repeated
+        assert len(trial.left()) == 1
+    assert trial.drive(Driver(), Tasks(2), "c").repeated
+    assert (trial.left(), sorted(trial.visible())) == ([], Tasks(1).expected)
+
+
+def test_decisions_behind_a_link(tmp_path, monkeypatch):
+    """A folder is taken as the system takes it, with its links."""
+    (tmp_path / "far" / "in").mkdir(parents=True)
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "in")
+    monkeypatch.chdir(tmp_path / "near")
+    decisions = FileDecisions("link/../log")
+    assert decisions.write("c", {"state": "open"}, 0) == 1
+    assert [folder.name for folder in (tmp_path / "far").iterdir()] != ["in"]
+    assert [folder.name for folder in (tmp_path / "near").iterdir()] == ["link"]
 
 
 def test_what_may_be_done_is_not_abandoned(trial):

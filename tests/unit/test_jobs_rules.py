@@ -10,7 +10,7 @@ from stagecrew.errors import CommitConflict, CommitPending, CommitSuperseded, Jo
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import decisions as decisions_module
-from stagecrew.recovery import writes
+from stagecrew.recovery import run, writes
 from stagecrew.recovery.decisions import StoredDecisions, finish_commits
 from stagecrew.recovery.election import Fenced, fence
 from stagecrew.recovery.handles import StateHandleStore
@@ -132,6 +132,41 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
             finish_commits(two.other, ending=True, patience=0.5 if away == "for ever" else 60.0)
         assert (len(waits) > 2) == (away == "for ever")
         assert len(two.sink.staged) == 1
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
+    """What was staged for a commit that is aborted is deleted when its sink is back in time; else the log says what stays, of which runs."""
+    monkeypatch.setattr(decisions_module, "_PAUSE", 0.0)
+    runs, asked = [], []
+
+    def dies(staging):
+        two.stage(staging)
+        runs.append(staging.run)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.sink, "discard", lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(Killed):
+                two.commit(two.one, dies)
+    assert len(two.sink.staged) == 2
+    done = two.sink.done
+
+    def away(commit_id):
+        asked.append(1)
+        if len(asked) < 5 or not back:
+            raise OSError("no route")
+        return done(commit_id)
+
+    two.sink.done = away
+    finish_commits(two.other, ending=True, patience=60.0 if back else 0.2)
+    state = two.other.get("c").data.decode()
+    assert '"aborted"' in state
+    assert (len(asked) >= (5 if back else 2), len(two.sink.staged)) == (True, 0 if back else 2)
+    said = [record.getMessage() for record in caplog.records if "is aborted, and nobody" in record.getMessage()]
+    assert len(said) == (not back)
+    assert all(run in text for text in said for run in runs)
 
 
 def test_a_session_that_is_lost_at_a_refusal(two, monkeypatch):
@@ -290,6 +325,9 @@ def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
     jobs.cancel("job-0")
     driver.act()
     assert driver.jobs.read("job-0")[0].state == "ending"
+    # A process that only finishes makes room for others soon, however long a run waits.
+    world.patience = writes.PATIENCE
+    monkeypatch.setattr(run, "_BRIEF", 0.0)
     assert 5 <= looks(world, driver, 62) <= 8
     assert all(process.finishing for process in world.processes[-5:])
     assert driver.jobs.read("job-0")[0].state == "ending"

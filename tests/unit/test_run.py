@@ -281,6 +281,8 @@ def test_what_killed_runs_left(tmp_path, monkeypatch):
     (first.parent / "run-1.log").touch()
     again = launcher.prepare(JobSpec("a.py"), "job")
     assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
+    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # another installation's
+    assert again.exists()
     assert other.exists()
 
 

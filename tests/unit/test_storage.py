@@ -80,7 +80,7 @@ def test_on_the_disk_before_it_returns(storage, tmp_path, monkeypatch):
         (lambda path: path.write_bytes(b"123"), StateCorrupt, "3 bytes, but 5"),
         (lambda path: path.write_bytes(b""), StateCorrupt, "0 bytes, but 5"),
         (lambda path: path.write_bytes(b"state and more"), StateCorrupt, "longer"),
-        (lambda path: path.unlink(), StateStorageError, "could not be read"),
+        (lambda path: path.unlink(), StateCorrupt, "not there any more"),
         (lambda path: (path.unlink(), path.mkdir()), StateStorageError, "could not be read"),
     ],
     ids=["corrupt", "truncated", "emptied", "longer", "missing", "a folder"],
@@ -97,6 +97,17 @@ def test_not_as_it_was_written(storage, tmp_path, spoil, error, match):
     assert reference.name in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
     assert storage.read(other) == b"other"
+
+
+def test_a_storage_that_is_gone(storage, tmp_path):
+    """A state of a folder that is not there, as its disk is not mounted, could not be read: it is not taken for one that is gone."""
+    reference = storage.write("a", b"1")
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    with pytest.raises(StateStorageError, match="could not be read") as caught:
+        storage.read(reference)
+    assert type(caught.value) is StateStorageError
+    tmp_path.with_name("elsewhere").rename(tmp_path)
+    assert storage.read(reference) == b"1"
 
 
 def test_discard_is_repeatable_and_says_what_failed(storage, tmp_path):
@@ -285,5 +296,5 @@ def test_another_file_system_of_the_callers(tmp_path):
     storage.discard(reference)
     storage.discard(reference)
     assert storage.names("jobs") == []
-    with pytest.raises(StateStorageError, match="could not be read"):
+    with pytest.raises(StateCorrupt, match="not there any more"):
         storage.read(reference)

@@ -164,6 +164,7 @@ def commit(
         return _forward(sink, decisions, commit_id, known, sleep)
     if sink.done(commit_id):  # the sink remembers longer than the decisions
         if known is not None:  # a copy of a record, from before the decision
+            _clean(sink, commit_id, known[1])
             _written(decisions, commit_id, _found(known[1]), known[0])
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging = Staging(commit_id, uuid.uuid4().hex, schema)
@@ -197,10 +198,17 @@ def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callabl
     return True
 
 
-def abandon(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> None:
+def abandon(
+    sink: Committer,
+    decisions: Decisions,
+    commit_id: str,
+    last: bool = True,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
     """Aborts a commit that is not decided, for good, and deletes what was staged. Raises what writing that down raises.
 
-    What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, nothing is deleted.
+    What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, this raises
+    `CommitPending`; the `last` time it aborts then, and deletes nothing.
     """
     known = decisions.read(commit_id)
     if known is None or known[1]["state"] not in (_States.OPEN, _States.ABORTED):
@@ -208,10 +216,14 @@ def abandon(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callab
     version, record = known
     try:
         done = sink.done(commit_id)
-    except Exception:
+    except Exception as error:
+        if not last:
+            raise CommitPending(
+                f"whether commit {commit_id!r} is done is not known: {type(error).__name__}: {error}"
+            ) from error
         done = None
-        text = "whether commit %r is done is not known, as %s does not say: what was staged stays, that of run %s"
-        _log.warning(text, commit_id, _named(sink), record["run"], exc_info=True)
+        runs = ", ".join([*record["before"], record["run"]])
+        _log.warning(_UNTOLD, commit_id, _named(sink), runs, exc_info=True)
     if done:
         decisions.write(commit_id, _found(record), version)
         return
@@ -229,6 +241,7 @@ def _forward(
     """Has what was decided done, as often as it takes."""
     version, record = known
     if "messages" not in record:  # it was found done, and which files are its own is not known
+        _clean(sink, commit_id, record)
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging, messages = _staging_of(commit_id, record), record["messages"]
     report = CommitReport(
@@ -399,6 +412,10 @@ _STAYS: Final = "what commit %r has staged for %s beside what was committed coul
 _ORPHANS: Final = (
     "what commit %r has staged for %s could not be deleted, and stays: the folders or the table with %s in their names, which nobody will "
     "commit. A repeat with its id deletes them; where there will be none, delete them when the sink is back"
+)
+_UNTOLD: Final = (
+    "commit %r is aborted, and nobody will go on with it, but what was staged for %s stays, as that does not say whether it has been "
+    "done: the folders or the tables with %s in their names. Delete them when the sink is back, unless it shows this commit"
 )
 
 

@@ -84,7 +84,7 @@ class FileDecisions:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = pathlib.Path(folder)
         try:
-            make_folder(pyarrow.fs.LocalFileSystem(), os.path.abspath(folder))  # noqa: PTH100 (pathlib's would follow links)
+            make_folder(pyarrow.fs.LocalFileSystem(), str(self._folder.absolute()))
         except OSError as error:
             raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
 

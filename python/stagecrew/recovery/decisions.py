@@ -105,7 +105,7 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
     could not be done; the others are done first.
     """
     due = time.monotonic() + patience
-    while failed := list(_not_finished(handles, ending, patience)):
+    while failed := list(_not_finished(handles, ending, due)):
         if time.monotonic() >= due or not all(map(_passes, failed)):
             raise failed[0]
         time.sleep(_PAUSE)
@@ -117,10 +117,10 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, CommitPending | CommitUnknown | StateStorageError | StoreUnavailable) and not corrupt
 
 
-def _not_finished(handles: StateHandleStore, ending: bool, patience: float) -> Iterator[Exception]:
-    for name in patient(handles.names, "a run waits for what its job has decided", patience):
+def _not_finished(handles: StateHandleStore, ending: bool, due: float) -> Iterator[Exception]:
+    for name in patient(handles.names, "a run waits for what its job has decided", due - time.monotonic()):
         try:
-            _finish(handles, name, ending, patience)
+            _finish(handles, name, ending, due)
         except CommitConflict as error:
             _log.warning("commit %r, which was decided, can never be done: %s", name, error)
         except Exception as error:
@@ -128,9 +128,10 @@ def _not_finished(handles: StateHandleStore, ending: bool, patience: float) -> I
             yield error
 
 
-def _finish(handles: StateHandleStore, name: str, ending: bool, patience: float) -> None:
+def _finish(handles: StateHandleStore, name: str, ending: bool, due: float) -> None:
     stored: dict[str, Any] = json.loads(handles.get(name).data)
     sink = pickle.loads(base64.b64decode(stored["sink"]))
-    decisions = StoredDecisions(handles, sink, patience)
+    left = due - time.monotonic()
+    decisions = StoredDecisions(handles, sink, left)
     if not resume(sink, decisions, name) and ending:
-        abandon(sink, decisions, name)
+        abandon(sink, decisions, name, last=left <= 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import shutil
@@ -90,19 +91,21 @@ class Launcher:
     def __init__(self, store: str, state: str, work: Path) -> None:
         self._environment = {"STAGECREW_STORE": store, "STAGECREW_STATE": state}
         self._work = work
+        # Drivers of another store may work here too, and have a job of the same id.
+        self._prefix = f"run-{hashlib.sha256(store.encode()).hexdigest()[:8]}-"
         self._spark_submit = found_spark_submit()
 
     def prepare(self, spec: JobSpec, job: str) -> Path:
         """Writes a job's files for a run into a folder of its own, which `start` takes. Raises `JobError` when it cannot.
 
-        No other run of the job may live: what was left here by those that were killed is deleted.
+        No other run of the job may live: what those that were killed have left here is deleted.
         """
         try:
             logs = self._work / quoted(job)
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in logs.glob("run-*/"):
+            for left in logs.glob(f"{self._prefix}*/"):
                 shutil.rmtree(left, ignore_errors=True)
-            folder = Path(tempfile.mkdtemp(prefix="run-", dir=logs))
+            folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=logs))
         except OSError as error:
             raise JobError(f"the files of job {job!r} cannot be written into {self._work}: {error}") from error
         try:

@@ -166,8 +166,8 @@ class Job:
         id_ = f"{self._commits_begin}{key}"
         if len(id_) > _LONGEST:
             raise RecoveryMisused(
-                f"the id of a commit, {id_!r}, has {len(id_)} characters, and {_LONGEST} at most: give the sink, or the steps that it is in, "
-                f"shorter names"
+                f"the id of a commit, {id_!r}, has {len(id_)} characters, and {_LONGEST} at most: give the job, the sink, or the steps that it "
+                f"is in, shorter names"
             )
         self._use("commit", key)
         return id_

@@ -52,6 +52,8 @@ _log = logging.getLogger("stagecrew")
 
 #: The exit code of a process whose job is not at its end: another run takes it.
 LOST: Final = 75
+#: How long a process waits for a sink that only finishes what is decided, in seconds.
+_BRIEF: Final = 30.0
 #: How often it looks whether its leader leads, in seconds.
 _LOOK: Final = 0.25
 #: How long the store has to let go of its session when it ends itself, in seconds.
@@ -259,7 +261,10 @@ def carry_out(
     """
     run, jobs = claimed.run, claimed.jobs
     known = jobs.read(run.job)
-    finish_commits(jobs.below(run.job, "commits"), ending=finish, patience=patience)
+    # What ends is tried again with pauses, so that others have its place meanwhile; a run would be lost.
+    finish_commits(
+        jobs.below(run.job, "commits"), ending=finish, patience=min(patience, _BRIEF) if finish else patience
+    )
     if finish:
         result = Result(str(known[0].outcome), known[0].reason)
     else:

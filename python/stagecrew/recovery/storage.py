@@ -108,11 +108,18 @@ class StateStorage:
     def read(self, reference: Reference) -> bytes:
         """The state. Raises `StateCorrupt` when it is not as it was written, `StateStorageError` when it could not be read."""
         name = _checked(reference.name)
-        with (
-            self._failing(f"state {name} could not be read from"),
-            self._filesystem.open_input_stream(self._path(name)) as stream,
-        ):
-            data: bytes = stream.read(reference.length + 1)
+        try:
+            with (
+                self._failing(f"state {name} could not be read from"),
+                self._filesystem.open_input_stream(self._path(name)) as stream,
+            ):
+                data: bytes = stream.read(reference.length + 1)
+        except StateStorageError as error:
+            if isinstance(error.__cause__, FileNotFoundError) and self._is_there():
+                raise StateCorrupt(
+                    f"state {name} in {self._where} is not there any more. Put a copy in its place, or remove its handle"
+                ) from error
+            raise
         if len(data) != reference.length:
             raise StateCorrupt(
                 f"state {name} in {self._where} is {'longer' if len(data) > reference.length else f'{len(data)} bytes'}, "
@@ -171,6 +178,12 @@ class StateStorage:
                 os.mkdir(path, 0o700)  # noqa: PTH102
             sync(above)
             self._made.add(path)
+
+    def _is_there(self) -> bool:
+        """Whether the storage itself is; not where its disk is not mounted."""
+        with contextlib.suppress(OSError, pa.ArrowException):
+            return bool(self._filesystem.get_file_info(self._folder).type == pyarrow.fs.FileType.Directory)
+        return False
 
     @contextlib.contextmanager
     def _failing(self, what: str) -> Iterator[None]:
