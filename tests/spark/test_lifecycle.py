@@ -234,9 +234,9 @@ def test_listeners_close_after_a_failed_task(spark, crew, journal):
         yield 1
 
     with crew.topology("t", listeners=[Recorder(journal)]) as topology, pytest.raises(Exception, match="on purpose"):
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(fails).collect()
-    assert {e["error"] for e in journal.read(event="leave")} <= {"KeyError", "TaskKilled"}
-    assert any(e["error"] == "KeyError" for e in journal.read(event="leave"))
+        # One task: another would be killed when this one fails for good, perhaps in its open, which is then not written down.
+        spark.sparkContext.parallelize(range(2), 1).mapPartitions(fails).collect()
+    assert {e["error"] for e in journal.read(event="leave")} == {"KeyError"}
     for events in by_process(journal).values():
         assert [e["event"] for e in events].count("open") == [e["event"] for e in events].count("close") == 1
     assert topology.report.opens == topology.report.closes
