@@ -65,7 +65,9 @@ def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
             given = frame.f_locals.get("extra")
             break
         frame = frame.f_back
-    record.__dict__.update({name: value for name, value in fields.items() if not given or name not in given})
+    record.__dict__.update(
+        {name: value for name, value in fields.items() if not isinstance(given, Mapping) or name not in given}
+    )
 
 
 class _Here(threading.local):

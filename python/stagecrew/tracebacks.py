@@ -10,6 +10,11 @@ __all__ = ["end_of", "error_line"]
 #: A frame of a traceback, with the bar of an exception group in front where it is one's.
 _FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
 
+#: Stands behind the line that says what happened where what was between is left out.
+_CUT: Final = "\u2026"
+#: At how many frames is looked, the last ones: a message may have any number of them.
+_LOOKS: Final = 200
+
 
 def error_line(text: str) -> str:
     """The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty.
@@ -18,11 +23,16 @@ def error_line(text: str) -> str:
     the exceptions of a group. Of a group it is the group's own. The shim has the same rule (`Show.errorLine`).
     """
     lines = text.split("\n")  # not at what else ends lines: messages may have that
-    found, depth = "", 0
+    if lines[1:2] == [_CUT]:
+        return lines[0].strip()
+    found, depth, looks = "", 0, 0
     for number in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[number])
         if frame is None:
             continue
+        looks += 1
+        if looks > _LOOKS:
+            break
         bar = frame[1] or ""
         if found and not bar:
             break
@@ -37,7 +47,10 @@ def end_of(text: str, length: int) -> str:
     """At most so many characters of an error's text, the last ones: with the line that says what happened before them if it is not there."""
     kept = text[-length:]
     line = error_line(text)[: length // 2]
-    return kept if error_line(kept)[: length // 2] == line else f"{line}\n{text[len(line) + 1 - length :]}"
+    if error_line(kept)[: length // 2] == line:
+        return kept
+    begin = f"{line}\n{_CUT}\n"
+    return begin + text[len(begin) - length :]
 
 
 def _behind(lines: list[str], bar: str, indentation: str) -> str:

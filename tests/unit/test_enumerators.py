@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 import pickle
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyspark.sql import Row
+from pyspark.sql.types import ArrayType, IntegerType, StringType, StructType, TimestampType
 
 from stagecrew.errors import OperatorMisused, SplitsFailed
-from stagecrew.operators.enumerators import Files, ParquetRowGroups
+from stagecrew.operators.enumerators import DataSourcePartitions, Files, ParquetRowGroups
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.int64())])
 
@@ -110,3 +113,91 @@ def test_a_relative_path_is_that_of_the_driver(reader, tmp_path, monkeypatch):
     (split,) = enumerator.splits()
     os.chdir("/")
     assert [batch.num_rows for batch in pickle.loads(data).read(split)] == [1]
+
+
+def test_times_with_a_zone(reader, tmp_path):
+    """Instants stay those that they are, within others too; times without a zone are taken as Spark takes them."""
+    at = dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)
+    zoned = pa.timestamp("us", tz="Europe/Berlin")
+    folder = written(
+        tmp_path, {"a": pa.array([at], zoned), "b": pa.array([{"c": [at]}], pa.struct([("c", pa.list_(zoned))]))}
+    )
+    (batch,) = read(reader(folder))
+    assert batch.to_pylist() == [{"a": at, "b": {"c": [at]}}]
+    (batch,) = read(reader(folder, schema=pa.schema([("a", zoned)])))
+    assert batch.to_pylist() == [{"a": at}]
+    assert reader(folder).schema.simpleString() == "struct<a:timestamp,b:struct<c:array<timestamp>>>"
+
+
+def test_csv_with_times(tmp_path):
+    """As Arrow reads them."""
+    (tmp_path / "a.csv").write_text("a\n2024-01-01 10:00:00Z\n")
+    (batch,) = read(Files(str(tmp_path), "csv"))
+    assert batch.to_pylist() == [{"a": dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)}]
+
+
+def test_what_one_file_never_leaves_out(reader, tmp_path):
+    """Another may: everything may be null, however deep, so that Spark looks for it."""
+    pq.write_table(
+        pa.table(
+            {"a": [1], "b": [{"c": [2]}]},
+            pa.schema([pa.field("a", pa.int64(), False),
+                       pa.field("b", pa.struct([pa.field("c", pa.list_(pa.field("item", pa.int64(), False)), False)]), False)]),
+        ),
+        tmp_path / "0.parquet",
+    )  # fmt: skip
+    pq.write_table(pa.table({"b": [{"d": 5}]}), tmp_path / "1.parquet")
+    made = reader(str(tmp_path))
+    assert "'nullable': False" not in str(made.schema.jsonValue())
+    assert "'containsNull': False" not in str(made.schema.jsonValue())
+    rows = [row for batch in read(made) for row in batch.to_pylist()]
+    assert sorted(rows, key=str) == [{"a": 1, "b": {"c": [2]}}, {"a": None, "b": {"c": None}}]
+
+
+def test_a_file_of_other_columns(tmp_path):
+    """One that shares none with the others, as one without a header does, is an error; one without rows is not."""
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    (tmp_path / "b.csv").write_text("")
+    made = Files(str(tmp_path), "csv")
+    assert [row for batch in read(made) for row in batch.to_pylist()] == [{"x": 1, "y": 2}]
+    (tmp_path / "c.csv").write_text("3,4\n5,6\n")
+    with pytest.raises(SplitsFailed, match=r"c\.csv has none of the columns .* x, y: it has 3, 4.*header"):
+        read(Files(str(tmp_path), "csv"))
+
+
+def test_forms_of_a_path(reader, tmp_path):
+    """A path of pathlib's, several of them, and a URI as Hadoop writes it."""
+    folder = written(tmp_path, {"a": [1]})
+    for source in (tmp_path, [tmp_path / "0.parquet"], f"file:{folder}", f"file://{folder}"):
+        assert [batch.to_pylist() for batch in read(reader(source))] == [[{"a": 1}]]
+
+
+def test_rows_of_a_data_source():
+    """What its reader yields, rows and batches in any order, is of its schema; an instant is the same whatever zone it is told in."""
+    at = dt.datetime(2024, 1, 1, 10, tzinfo=dt.UTC)
+    schema = StructType().add("a", IntegerType()).add("t", TimestampType()).add("n", ArrayType(StringType()))
+
+    class Reader:
+        def partitions(self):
+            return [None]
+
+        def read(self, partition):
+            yield (1, at, ["x"])
+            yield Row(a=2, t=None, n=None)
+            yield batch
+            yield (4, at.astimezone(dt.timezone(dt.timedelta(hours=5))), [])
+
+    class Source:
+        def reader(self, schema):
+            return Reader()
+
+    arrow = pa.schema([("a", pa.int32()), ("t", pa.timestamp("us", tz="UTC")), ("n", pa.list_(pa.string()))])
+    batch = pa.RecordBatch.from_pylist([{"a": 3, "t": at, "n": ["y"]}], arrow)
+    made = DataSourcePartitions(Source(), schema)
+    rows = [row for split in made.splits() for read in made.read(split) for row in read.to_pylist()]
+    assert [(row["a"], row["t"], row["n"]) for row in rows] == [
+        (1, at, ["x"]),
+        (2, None, None),
+        (3, at, ["y"]),
+        (4, at, []),
+    ]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -70,7 +72,8 @@ class _Arrow:
             if unknown := [name for name in self.columns if name not in found.names]:
                 raise OperatorMisused(f"{self._shown()} has no column {unknown[0]!r}: it has {', '.join(found.names)}")
             found = pa.schema([found.field(name) for name in self.columns])
-        return to_arrow_schema(from_arrow_schema(found))
+        # What one file never leaves out another may: Spark would not look for nulls there.
+        return to_arrow_schema(_nullable(from_arrow_schema(found)), timezone="UTC")
 
     @property
     def schema(self) -> StructType:
@@ -90,11 +93,20 @@ class _Arrow:
         try:
             if row_group is not None:
                 fragment = fragment.subset(row_group_ids=[row_group])
+            names = fragment.physical_schema.names
+            if names and not set(names) & set(self._arrow.names):
+                raise SplitsFailed(
+                    f"{path} has none of the columns of {self._shown()}, {', '.join(self._arrow.names)}: it has {', '.join(names)}. Is it "
+                    f"without a header, or with another delimiter?"
+                )
             yield from fragment.to_batches(schema=self._arrow)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+            if self.file_format in ("csv", "json") and self.filesystem.get_file_info(path).size == 0:
+                return  # no rows
+            differing = self._differing(fragment)
             raise SplitsFailed(
-                f"{path} cannot be read by the schema of {self._shown()}{self._differing(fragment)}: {error}. Give a schema= that "
-                f"holds what is in all files"
+                f"{path} cannot be read by the schema of {self._shown()}{differing}: {error}"
+                f"{'. Give a schema= that holds what is in all files' if differing else ''}"
             ) from error
 
     def _shown(self) -> str:
@@ -117,23 +129,45 @@ def _resolved(source: str | Sequence[str]) -> tuple[str | list[str], Any]:
     """The paths, and the file system they are on, which tasks have too: a path alone does not say where it is."""
     from stagecrew.files import file_system
 
-    found = [file_system(Path(one).expanduser() if one.startswith("~") else one, None) for one in _several(source)]
+    found = [file_system(_uri(os.fspath(one)), None) for one in _several(source)]
     if any(filesystem != found[0][0] for filesystem, _ in found):
         raise OperatorMisused("the files of one enumerator are on one file system: make an enumerator for each")
     paths = [path for _, path in found]
-    return (paths[0] if isinstance(source, str) else paths), found[0][0] if found else None
+    return (paths[0] if isinstance(source, str | os.PathLike) else paths), found[0][0] if found else None
+
+
+def _uri(text: str) -> str:
+    if text.startswith("~"):
+        return str(Path(text).expanduser())
+    return re.sub(r"^([a-z][a-z0-9+.-]+):/(?!/)", r"\1:///", text)  # as Hadoop writes it
 
 
 def _several(source: str | Sequence[str]) -> Sequence[str]:
-    return [source] if isinstance(source, str) else source
+    return [source] if isinstance(source, str | os.PathLike) else source
+
+
+def _nullable(of: Any) -> Any:
+    """A type of Spark's, in which everything may be null."""
+    from pyspark.sql.types import ArrayType, MapType, StructField, StructType
+
+    match of:
+        case StructType():
+            return StructType([StructField(one.name, _nullable(one.dataType), True, one.metadata) for one in of.fields])
+        case ArrayType():
+            return ArrayType(_nullable(of.elementType), True)
+        case MapType():
+            return MapType(_nullable(of.keyType), _nullable(of.valueType), True)
+    return of
 
 
 class ParquetRowGroups(_Arrow):
     """The row groups of Parquet files: a file, a folder, or several files, of any filesystem of `pyarrow.fs`.
 
     All rows are of one schema, that of the first file unless one is given: columns are found by their names, one that a file does
-    not have is null there, and what does not fit its type without loss is `SplitsFailed`, which names file and column. `source` is
-    a path or a URI, or a path on `filesystem`.
+    not have is null there, and what Arrow cannot cast safely to its type is `SplitsFailed`, which names file and column, as is a file
+    with none of the columns. `source` is a path or a URI, or a path on `filesystem`.
+
+    Not promised: columns of what stands in the names of folders (`key=value`).
 
     `largest_first` reads all footers first, and gives row groups by their size: the last ones are small then, and tasks end
     together. Without it footers are read as they are needed.
@@ -232,27 +266,15 @@ class DataSourcePartitions:
 
     def read(self, split: tuple[int, InputPartition | None]) -> Iterator[pa.RecordBatch]:
         """What the reader yields for a partition."""
-        from pyspark.sql.pandas.types import to_arrow_schema
+        from pyspark.sql.conversion import LocalDataToArrowConversion
 
-        schema = to_arrow_schema(self.schema)
-        rows: list[Any] = []
-        for row in self._reader.read(split[1]):  # type: ignore[arg-type]
-            if isinstance(row, pa.RecordBatch):
-                yield row
-                continue
-            rows.append(row)
-            if len(rows) == _ROWS:
-                yield _batch(rows, schema)
-                rows = []
-        if rows:
-            yield _batch(rows, schema)
+        rows = iter(self._reader.read(split[1]))  # type: ignore[arg-type]
+        while some := list(itertools.islice(rows, _ROWS)):
+            for are_batches, part in itertools.groupby(some, lambda row: isinstance(row, pa.RecordBatch)):
+                if are_batches:
+                    yield from part
+                else:  # as Spark itself takes them: a time without a zone is one of this host
+                    yield from LocalDataToArrowConversion.convert(list(part), self.schema, False).to_batches()
 
 
 _ROWS = 10_000
-
-
-def _batch(rows: list[Any], schema: pa.Schema) -> pa.RecordBatch:
-    columns = zip(*rows, strict=True)
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)], schema=schema
-    )

@@ -133,10 +133,10 @@ class SplitLog:
                             f"enumerated again; an enumerator has to give the same splits again"
                         )
                     return None
-                self._has_time = self._came()
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
                 hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
                 if self._is_new(split, packed):
+                    self._has_time = self._came()
                     return packed, hosts
             except BaseException as error:
                 if isinstance(error, SplitsFailed):

@@ -105,8 +105,12 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
     could not be done; the others are done first.
     """
     due = time.monotonic() + patience
-    while failed := list(_not_finished(handles, ending, due)):
-        if time.monotonic() >= due or not all(map(_passes, failed)):
+    while True:
+        last = time.monotonic() >= due  # of each round; the last one gives up what cannot be asked for
+        failed = list(_not_finished(handles, ending, due, last))
+        if not failed:
+            return
+        if last or not all(map(_passes, failed)):
             raise failed[0]
         time.sleep(_PAUSE)
 
@@ -117,10 +121,10 @@ def _passes(error: Exception) -> bool:
     return isinstance(error, CommitPending | CommitUnknown | StateStorageError | StoreUnavailable) and not corrupt
 
 
-def _not_finished(handles: StateHandleStore, ending: bool, due: float) -> Iterator[Exception]:
+def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: bool) -> Iterator[Exception]:
     for name in patient(handles.names, "a run waits for what its job has decided", due - time.monotonic()):
         try:
-            _finish(handles, name, ending, due)
+            _finish(handles, name, ending, due, last)
         except CommitConflict as error:
             _log.warning("commit %r, which was decided, can never be done: %s", name, error)
         except Exception as error:
@@ -128,10 +132,9 @@ def _not_finished(handles: StateHandleStore, ending: bool, due: float) -> Iterat
             yield error
 
 
-def _finish(handles: StateHandleStore, name: str, ending: bool, due: float) -> None:
+def _finish(handles: StateHandleStore, name: str, ending: bool, due: float, last: bool) -> None:
     stored: dict[str, Any] = json.loads(handles.get(name).data)
     sink = pickle.loads(base64.b64decode(stored["sink"]))
-    left = due - time.monotonic()
-    decisions = StoredDecisions(handles, sink, left)
+    decisions = StoredDecisions(handles, sink, due - time.monotonic())
     if not resume(sink, decisions, name) and ending:
-        abandon(sink, decisions, name, last=left <= 0)
+        abandon(sink, decisions, name, last)

@@ -213,9 +213,13 @@ object RecoveryView {
     Json.items(node.get("steps")).map(StepView.of).toVector,
     node.path("forgottenSteps").asInt)
 
-  /** So many of its steps, the last ones. */
-  private[stagecrew] def fewer(view: RecoveryView, most: Int): RecoveryView =
-    view.copy(steps = view.steps.takeRight(most), forgottenSteps = view.forgottenSteps + math.max(0, view.steps.size - most))
+  /** So many of its steps: those that run, and the last ones. */
+  private[stagecrew] def fewer(view: RecoveryView, most: Int): RecoveryView = {
+    val (running, ended) = view.steps.indices.partition(view.steps(_).ended == 0)
+    val runs = running.take(most)
+    val kept = (runs ++ ended.takeRight(most - runs.size)).sorted.map(view.steps).toVector
+    view.copy(steps = kept, forgottenSteps = view.forgottenSteps + view.steps.size - kept.size)
+  }
 }
 
 /** A step of a stored job: "running", "finished", "failed", or "found", whose result an earlier run had stored. */

@@ -112,18 +112,21 @@ private[stagecrew] object Show {
     if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0) else SparkInternals.formatDuration(micros / 1000)
 
   /** A frame of a Python traceback, with the bar of an exception group in front where it is one's. */
+  private val Looks = 200 // frames at which is looked, the last ones
+  private val Cut = "\u2026" // behind the line that says what happened, where what was between is left out
   private val Frame = """^( *\| )?( +)File ".*", line \d""".r
 
   /** The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty. An exception's
     * line stands behind its last frame, and is not indented as that is. Of a group it is its own (python/stagecrew/tracebacks.py). */
   def errorLine(error: String): String = {
     val lines = error.split('\n')
+    if (lines.lift(1).contains(Cut)) return cut(lines(0).trim, Length)
     // The first line behind a frame that is indented less than it: not its code, its marks, or that it was repeated.
     def behind(frame: Int, bar: String, indentation: String): Option[String] =
       lines.iterator.drop(frame + 1).takeWhile(_.startsWith(bar)).map(_.drop(bar.length))
         .find(said => !said.isBlank && !said.startsWith(indentation)).map(_.trim)
     var found = Option.empty[(String, Int)] // and how deep it stands in groups
-    val frames = lines.indices.reverseIterator.flatMap(number => Frame.findFirstMatchIn(lines(number)).map(number -> _))
+    val frames = lines.indices.reverseIterator.flatMap(number => Frame.findFirstMatchIn(lines(number)).map(number -> _)).take(Looks)
     while (frames.hasNext && !found.exists(_._2 == 0)) {
       val (number, frame) = frames.next()
       val bar = Option(frame.group(1)).getOrElse("")
@@ -136,7 +139,7 @@ private[stagecrew] object Show {
   /** The end of an error's text, with the line that says what happened before it where it is not there any more. */
   def errorEnd(error: String, length: Int): String = {
     val (kept, line) = (end(error, length), errorLine(error))
-    if (errorLine(kept) == line) kept else s"$line\n${end(error, math.max(1, length - line.length - 1))}"
+    if (errorLine(kept) == line) kept else s"$line\n$Cut\n${end(error, math.max(1, length - line.length - 3))}"
   }
 
   /** That line, with more of what stands beside it in the title. */

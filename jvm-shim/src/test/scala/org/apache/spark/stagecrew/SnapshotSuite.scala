@@ -27,6 +27,13 @@ class SnapshotSuite extends AnyFunSuite {
     assert(Snapshot.of(Json.parse(Json.write(ordered.json))) == ordered)
   }
 
+  test("of fewer steps those that run and the last ones are left, in their order, and the others are counted") {
+    val steps = Vector(StepView("a", "running", 1, 0)) ++ (1 to 5).map(i => StepView(i.toString, "finished", 1, 2)) :+ StepView("b", "running", 1, 0)
+    val fewer = RecoveryView.fewer(RecoveryView(Vector.empty, steps, 2), 4)
+    assert(fewer.steps.map(_.name) == Seq("a", "4", "5", "b") && fewer.forgottenSteps == 5)
+    assert(RecoveryView.fewer(fewer, 1).steps.map(_.name) == Seq("a") && RecoveryView.fewer(fewer, 9) == fewer)
+  }
+
   test("what an older one lacks is nothing, and what a newer one has more is ignored") {
     val node = Json.parse(Json.write(full.json))
     node.put("more", 1).remove("processes")

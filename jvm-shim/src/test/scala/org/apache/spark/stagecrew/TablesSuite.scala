@@ -73,6 +73,11 @@ class TablesSuite extends AnyFunSuite {
     val deep = s"${frames * 100}ValueError: no\n"
     assert(Show.errorEnd(deep, 500) == Show.end(deep, 500) && Show.errorEnd("short", 500) == "short")
     assert(Show.errorEnd("x" * 1000, 130).length <= 130)
+    val group = "  + Exception Group Traceback (most recent call last):\n  |   File \"a.py\", line 1, in f\n  |     g()\n" +
+      "  | ExceptionGroup: many (40 sub-exceptions)\n  +-+---------------- 1 ----------------\n" +
+      "    | Traceback (most recent call last):\n    |   File \"a.py\", line 3, in h\n    |     x()\n    | ValueError: sub\n" * 40
+    assert(Show.errorLine(group) == "ExceptionGroup: many (40 sub-exceptions)")
+    assert(Show.errorLine(Show.errorEnd(group, 500)) == Show.errorLine(group) && Show.errorEnd(group, 500).length <= 500)
   }
 
   test("sizes of pages are bounded, and an empty table turns to nothing") {
