@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,18 +56,17 @@ def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
     `Logger.makeRecord` sets those itself when the factory has answered, and raises `KeyError` when they are there already. The
     factory is not told of them, so they are looked for in its frame: a log call must not fail for the name of a field.
     """
-    given: Any = None
+    given: Container[str] = ()
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):
         if frame is None:
             break
         if frame.f_code.co_name == "makeRecord":  # also that of a logger with its own
-            given = frame.f_locals.get("extra")
+            found = frame.f_locals.get("extra")
+            given = found if isinstance(found, Mapping) else ()
             break
         frame = frame.f_back
-    record.__dict__.update(
-        {name: value for name, value in fields.items() if not isinstance(given, Mapping) or name not in given}
-    )
+    record.__dict__.update({name: value for name, value in fields.items() if name not in given})
 
 
 class _Here(threading.local):

@@ -111,9 +111,10 @@ private[stagecrew] object Show {
   def micros(micros: Long): String =
     if (micros < 1000000L) String.format(Locale.ROOT, "%.1f ms", micros / 1000.0) else SparkInternals.formatDuration(micros / 1000)
 
-  /** A frame of a Python traceback, with the bar of an exception group in front where it is one's. */
   private val Looks = 200 // frames at which is looked, the last ones
   private val Cut = "\u2026" // behind the line that says what happened, where what was between is left out
+
+  /** A frame of a Python traceback, with the bar of an exception group in front where it is one's. */
   private val Frame = """^( *\| )?( +)File ".*", line \d""".r
 
   /** The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty. An exception's
