@@ -7,11 +7,10 @@ import json
 import logging
 import pickle
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from stagecrew.errors import (
     CommitConflict,
-    CommitPending,
     CommitSuperseded,
     CommitUnknown,
     HandleExists,
@@ -20,14 +19,11 @@ from stagecrew.errors import (
     PossiblyInconsistentError,
     RecoveryError,
     SessionLost,
-    StateCorrupt,
-    StateStorageError,
     StoreConflict,
-    StoreUnavailable,
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
-from stagecrew.recovery.writes import patient
+from stagecrew.recovery.writes import PAUSE, passes, patient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,9 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["StoredDecisions", "finish_commits", "is_over"]
 
 _log = logging.getLogger("stagecrew")
-
-#: Between two looks at a sink that is away, in seconds.
-_PAUSE: Final = 2.0
 
 
 class StoredDecisions:
@@ -110,15 +103,9 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
         failed = list(_not_finished(handles, ending, due, last))
         if not failed:
             return
-        if last or not all(map(_passes, failed)):
+        if last or not all(map(passes, failed)):
             raise failed[0]
-        time.sleep(_PAUSE)
-
-
-def _passes(error: Exception) -> bool:
-    """Whether it is worth trying again, in the same run."""
-    corrupt = isinstance(error, StateCorrupt) or isinstance(error.__cause__, StateCorrupt)
-    return isinstance(error, CommitPending | CommitUnknown | StateStorageError | StoreUnavailable) and not corrupt
+        time.sleep(PAUSE)
 
 
 def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: bool) -> Iterator[Exception]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 from stagecrew.errors import (
+    CommitPending,
+    CommitUnknown,
     LeadershipLost,
     PossiblyInconsistentError,
     RecoveryMisused,
@@ -34,11 +36,13 @@ from stagecrew.recovery.stores.contract import Check, Create, Operation, Replace
 __all__ = [
     "GENERATION",
     "PATIENCE",
+    "PAUSE",
     "Generation",
     "Prepared",
     "Writes",
     "generation",
     "packed",
+    "passes",
     "patient",
     "repeated",
     "unpacked",
@@ -58,11 +62,18 @@ TRIES: Final = 20
 _AGAIN: Final = 3
 #: How long what a run has done waits to be stored, in seconds, and how often that is tried.
 PATIENCE: Final = 600.0
-_PAUSE: Final = 2.0
+PAUSE: Final = 2.0
 #: After these, the transaction was not done.
 _DEFINITE: Final = (StoreUnavailable, SessionLost, StoreRefused, StoreUnsupported, LeadershipLost, RecoveryMisused)
 #: Behind these it is worth trying again.
-_PASSING: Final = (StateStorageError, StoreUnavailable, StoreRefused, PossiblyInconsistentError)
+_PASSING: Final = (
+    StateStorageError,
+    StoreUnavailable,
+    StoreRefused,
+    PossiblyInconsistentError,
+    CommitPending,
+    CommitUnknown,
+)
 
 
 def packed(reference: Reference, token: str) -> bytes:
@@ -153,14 +164,20 @@ def patient(write: Callable[[], T], waits: str, seconds: float) -> T:
                 continue
         except (StateStorageError, *_DEFINITE) as error:
             last = error
-        if not isinstance(last, _PASSING) or isinstance(last, StateCorrupt) or time.monotonic() >= due:
+        if not passes(last) or time.monotonic() >= due:
             if unknown is None or last is unknown:
                 raise last
             raise PossiblyInconsistentError(f"{unknown}; then: {last}") from last
         # Nothing was written; or nobody knows, and then the same write again is done once.
         _log.warning("%s: %s", waits, last)
-        time.sleep(_PAUSE)
+        time.sleep(PAUSE)
         at_once = _AGAIN
+
+
+def passes(error: Exception) -> bool:
+    """Whether it is worth trying again, in the same run: what it needs is away or full, or nobody knows. What is corrupt stays so."""
+    corrupt = isinstance(error, StateCorrupt) or isinstance(error.__cause__, StateCorrupt)
+    return isinstance(error, _PASSING) and not corrupt
 
 
 class Prepared:
