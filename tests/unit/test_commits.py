@@ -101,6 +101,53 @@ def trial(request, tmp_path):
     return request.param(tmp_path)
 
 
+class Around:
+    """A sink whose calls can be changed."""
+
+    def __init__(self, sink):
+        self._sink, self.identity = sink, sink.identity
+
+    def __getattr__(self, name):
+        return getattr(self._sink, name)
+
+
+class Refusing(Around):
+    """A sink that never takes the rows."""
+
+    def commit(self, staging, messages):
+        raise CommitConflict("never")
+
+
+class Meanwhile(Around):
+    """A sink whose calls have something done before them, once."""
+
+    def __init__(self, sink, **steps):
+        super().__init__(sink)
+        self._steps = steps
+
+    def __getattr__(self, name):
+        found, step = getattr(self._sink, name), self._steps.pop(name, None)
+
+        def called(*args):
+            if step is not None:
+                step()
+            return found(*args)
+
+        return found if step is None else called
+
+
+class Silent:
+    """Decisions that say this when they are told one of these states."""
+
+    def __init__(self, decisions, error, *states):
+        self._decisions, self._error, self._states, self.read = decisions, error, states, decisions.read
+
+    def write(self, key, record, version):
+        if record["state"] in self._states:
+            raise self._error
+        return self._decisions.write(key, record, version)
+
+
 def test_once(trial):
     """All rows are there, whatever attempts failed, were speculative or late; a repeat changes nothing and runs nothing."""
     tasks = Tasks(1)
@@ -282,13 +329,7 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
 
     change("CREATE UNIQUE INDEX one ON target (id)")
 
-    class Dies:
-        """The other does not get to writing down how it ended."""
-
-        read = staticmethod(trial.decisions.read)
-
-        def write(self, key, record, version):
-            raise CommitUnknown("it was killed")
+    killed = Silent(trial.decisions, CommitUnknown("it was killed"), "refused", "applied")
 
     class Watching(Meanwhile):
         def done(self, commit_id):
@@ -296,7 +337,7 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
             if trial.decisions.read("c") and not outcome:
                 change("DELETE FROM target")
                 try:
-                    outcome.append(resume(trial.make_sink(), Dies(), "c", sleep=lambda _: None))
+                    outcome.append(resume(trial.make_sink(), killed, "c", sleep=lambda _: None))
                 except (CommitUnknown, CommitFailed) as error:
                     outcome.append(error)
             return found
@@ -651,21 +692,11 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
     """It is decided, and not known to be refused: what was staged stays, for a repeat, which finds out."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     plain = trial.make_sink()
-
-    class Refused:
-        identity = plain.identity
-
-        def __getattr__(self, name):
-            return getattr(plain, name)
-
-        def commit(self, staging, messages):
-            Broken(monkeypatch, "open", 1, errno.ENOSPC)
-            raise CommitConflict("never")
-
+    refusing = Meanwhile(Refusing(plain), commit=lambda: Broken(monkeypatch, "open", 1, errno.ENOSPC))
     with pytest.raises(
         CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
     ):
-        commit(Refused(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(refusing, trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.left() != []
     monkeypatch.undo()
     assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -810,13 +841,8 @@ def test_iceberg_behind_another_driver(tmp_path):
             trial.make_sink().commit(*committing)
         return do_commit(self, *args, **kwargs)
 
-    class Noting:
+    class Noting(Around):
         """What is committed, for the other driver."""
-
-        identity = mine.identity
-
-        def __getattr__(self, name):
-            return getattr(mine, name)
 
         def commit(self, staging, messages):
             committing[:] = staging, messages
@@ -825,7 +851,7 @@ def test_iceberg_behind_another_driver(tmp_path):
                 mine.commit(staging, messages)
 
     committing = []
-    commit(Noting(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    commit(Noting(mine), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert others
     assert sorted(trial.visible()) == tasks.expected
 
@@ -836,23 +862,6 @@ def rename(sink, old, new):
 
     with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
         update.rename_column(old, new)
-
-
-class Meanwhile:
-    """A sink whose calls have something done before or after them, once."""
-
-    def __init__(self, sink, **steps):
-        self._sink, self._steps, self.identity = sink, steps, sink.identity
-
-    def __getattr__(self, name):
-        found, step = getattr(self._sink, name), self._steps.pop(name, None)
-
-        def called(*args):
-            if step is not None:
-                step()
-            return found(*args)
-
-        return found if step is None else called
 
 
 @pytest.mark.parametrize("filesystem", [pyarrow.fs.LocalFileSystem(), like_hdfs()], ids=["local", "like hdfs"])
@@ -919,20 +928,11 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
     def run():
         """Goes forward from the record, and stands still when the catalogue is about to be told."""
         try:
-            outcome.append(resume(slow, Dies(), "c", sleep=lambda _: None))
+            outcome.append(resume(slow, killed, "c", sleep=lambda _: None))
         except (CommitFailed, CommitPending) as error:
             outcome.append(error)
 
-    class Dies:
-        """It does not get to writing down that it is done."""
-
-        read = staticmethod(trial.decisions.read)
-
-        def write(self, key, record, version):
-            if record["state"] == "applied":
-                raise CommitUnknown("it was killed")
-            return trial.decisions.write(key, record, version)
-
+    killed = Silent(trial.decisions, CommitUnknown("it was killed"), "applied")
     other = threading.Thread(target=run)
     do_commit = Table._do_commit
 
@@ -1052,28 +1052,9 @@ def test_a_refusal_that_is_not_written(trial):
     """Where nobody knows whether a refusal is written, what was staged stays: another may go forward."""
     tasks = Tasks(1)
 
-    class Refused:
-        """A sink that says never, and decisions that do not answer."""
-
-        identity = trial.make_sink().identity
-
-        def __getattr__(self, name):
-            return getattr(trial.make_sink(), name)
-
-        def commit(self, staging, messages):
-            raise CommitConflict("never")
-
-    class Silent:
-        def read(self, key):
-            return trial.decisions.read(key)
-
-        def write(self, key, record, version):
-            if record["state"] == "refused":
-                raise CommitUnknown("no answer")
-            return trial.decisions.write(key, record, version)
-
+    silent = Silent(trial.decisions, CommitUnknown("no answer"), "refused")
     with pytest.raises(CommitUnknown):
-        commit(Refused(), Silent(), "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+        commit(Refusing(trial.make_sink()), silent, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
@@ -1180,31 +1161,10 @@ def test_what_may_be_done_is_not_abandoned(trial):
 
 def test_a_refusal_of_a_driver_that_lost_its_session(trial):
     """The record stays decided then, though it is said to be another's: what was staged stays, and whoever goes on brings all."""
-    tasks, plain = Tasks(1), trial.make_sink()
-
-    class Refused:
-        """A sink that says never."""
-
-        identity = plain.identity
-
-        def __getattr__(self, name):
-            return getattr(plain, name)
-
-        def commit(self, staging, messages):
-            raise CommitConflict("never")
-
-    class Lost:
-        """Decisions that take nothing more from this driver."""
-
-        read = staticmethod(trial.decisions.read)
-
-        def write(self, key, record, version):
-            if record["state"] == "refused":
-                raise CommitSuperseded("the session is lost")
-            return trial.decisions.write(key, record, version)
-
+    tasks = Tasks(1)
+    lost = Silent(trial.decisions, CommitSuperseded("the session is lost"), "refused")
     with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
-        commit(Refused(), Lost(), "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+        commit(Refusing(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert trial.decisions.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
@@ -1216,12 +1176,7 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
     trial, tasks = sqlite(tmp_path), Tasks(1)
     plain, decided = trial.make_sink(), []
 
-    class Gone:
-        identity = plain.identity
-
-        def __getattr__(self, name):
-            return getattr(plain, name)
-
+    class Gone(Around):
         def commit(self, staging, messages):
             decided.append(1)
             raise CommitConflict("is there already")
@@ -1232,20 +1187,18 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
             return plain.done(commit_id)
 
     with pytest.raises(CommitPending, match="the sink does not say whether it is done: the server is gone"):
-        commit(Gone(), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(Gone(plain), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-class Away:
+class Away(Around):
     """A sink that cannot be asked to delete so often."""
 
     def __init__(self, sink, times):
-        self._sink, self._times, self.identity = sink, times, sink.identity
-
-    def __getattr__(self, name):
-        return getattr(self._sink, name)
+        super().__init__(sink)
+        self._times = times
 
     def discard(self, staging, kept):
         if self._times:
