@@ -23,6 +23,7 @@ __all__ = [
     "going_on_behind_a_refusal",
     "killed_at_each_moment",
     "raising_once",
+    "staged_at_once",
 ]
 
 Make = Callable[[str], Trial]
@@ -190,6 +191,31 @@ def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[],
     assert seen > 1
 
 
+def staged_at_once(trial: Trial) -> list[Any]:
+    """Two commits to one place, both staged before either is decided: both land, or one is told of a conflict; nothing is left."""
+    outcomes: list[Any] = []
+    ready = threading.Barrier(2)
+
+    class Together(Tasks):
+        def run(self, sink: Any, staging: Any) -> Any:
+            messages = super().run(sink, staging)
+            ready.wait(30)
+            return messages
+
+    def run(name: str) -> None:
+        try:
+            outcomes.append(trial.drive(Driver(), Together(1), name))
+        except Exception as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return _landed(trial, outcomes)
+
+
 def decided_at_once(trial: Trial) -> list[Any]:
     """Two commits to one place, both decided before either is done: both land, or one is told of a conflict; nothing is left."""
     one, other = Driver(pauses_at="before commit"), Driver(pauses_at="before commit")
@@ -198,8 +224,13 @@ def decided_at_once(trial: Trial) -> list[Any]:
         assert other.paused.is_set()
         assert trial.visible() == []
         one.goes_on.set(), other.goes_on.set()
-    outcomes = [*first, *second]
+    return _landed(trial, [*first, *second])
+
+
+def _landed(trial: Trial, outcomes: list[Any]) -> list[Any]:
+    """Checks how two commits of the same rows to one place ended. Gives the conflicts."""
     conflicts = [outcome for outcome in outcomes if isinstance(outcome, CommitConflict)]
+    assert len(outcomes) == 2
     assert len(conflicts) <= 1
     assert sum(getattr(outcome, "rows", 0) for outcome in outcomes) == 40 * (2 - len(conflicts)), outcomes
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * (2 - len(conflicts)))

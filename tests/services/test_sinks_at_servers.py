@@ -24,6 +24,7 @@ from schedules import (
     going_on_at_each_moment,
     killed_at_each_moment,
     raising_once,
+    staged_at_once,
 )
 from sinks import (
     SCHEMA,
@@ -206,19 +207,7 @@ def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
 
 def test_two_at_once(make):
     """Both land."""
-    trial, reports = make(0), []
-
-    def run(name):
-        reports.append(trial.drive(Driver(), Tasks(1), name))
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(reports) == 2
-    assert len(trial.visible()) == 80
-    assert trial.left() == []
+    assert staged_at_once(make(0)) == []
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import urllib.parse
 
 import fsspec
@@ -20,6 +19,7 @@ from schedules import (
     going_on_at_each_moment,
     killed_at_each_moment,
     raising_once,
+    staged_at_once,
 )
 from sinks import (
     SCHEMA,
@@ -103,19 +103,7 @@ def test_random_faults(make):
 @pytest.mark.long
 def test_two_at_once(dfs, tmp_path):
     """Both land."""
-    trial, reports = at_hdfs(dfs, tmp_path, 0), []
-
-    def run(name):
-        reports.append(trial.drive(Driver(), Tasks(1), name))
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(reports) == 2
-    assert len(trial.visible()) == 80
-    assert trial.left() == []
+    assert staged_at_once(at_hdfs(dfs, tmp_path, 0)) == []
 
 
 @pytest.mark.long
