@@ -14,13 +14,13 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
   import SpanLog._
 
   private val slots = mutable.LongMap.empty[Slot]
-  private val hooks = new Kept(0)
-  private val tasks = new Kept(first + slowest)
+  private val hooks = new Slots(0)
+  private val tasks = new Slots(first + slowest)
   private var replaced = 0L
 
   def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean): Unit = {
-    val kept = if (kind == "task") tasks else hooks
-    kept.slotFor(micros).fold(replaced += 1) { slot =>
+    val among = if (kind == "task") tasks else hooks
+    among.slotFor(micros).fold(replaced += 1) { slot =>
       if (slots.contains(slot.toLong)) replaced += 1
       slots(slot.toLong) = new Slot(Span("", kind, name, started, started + micros / 1000, failed))
     }
@@ -34,7 +34,7 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
     node -> (() => left.foreach(_._2.told = true))
   }
 
-  private final class Kept(base: Int) {
+  private final class Slots(base: Int) {
     private var count = 0
     private val quickest = mutable.PriorityQueue.empty[(Long, Int)](Ordering.by[(Long, Int), Long](_._1).reverse)
 
