@@ -105,15 +105,16 @@ MODULE = textwrap.dedent(
         def reset_to_checkpoint(self, checkpoint_id, state):
             self.count = int(state or b"0")
 
+    def ask(gateway, batches):
+        import pyarrow as pa
+        for batch in batches:
+            yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
+
     def counting(folder):
         """Three actions, each of which gets ten numbers of one coordinator, and one that was bound in the second step."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
-        def ask(gateway, batches):
-            import pyarrow as pa
-            for batch in batches:
-                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
         found = []
         with stagecrew.crew(spark).topology("numbers") as topology:
             counter = topology.coordinate("counter", Counter)
@@ -164,10 +165,6 @@ MODULE = textwrap.dedent(
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
-        def ask(gateway, batches):
-            import pyarrow as pa
-            for batch in batches:
-                yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
         found = {}
         with stagecrew.crew(spark).topology("numbers") as topology:
             counter = topology.coordinate("counter", Counter)
