@@ -373,6 +373,32 @@ def test_a_schema_that_fits(tmp_path):
     assert (7, "a") in trial.visible()
 
 
+@pytest.mark.parametrize("nullable", [True, False])
+def test_a_column_that_the_table_requires(tmp_path, nullable):
+    """A dataset whose column may be null is told before anything runs; one whose column is never null is taken."""
+    from pyiceberg.catalog import load_catalog
+
+    trial = iceberg(tmp_path)
+    sink = trial.make_sink()
+    with load_catalog("default", **sink._properties).load_table("db.target").update_schema(True) as update:
+        update.update_column("id", required=True)
+    schema = pa.schema([pa.field("id", pa.int64(), nullable), ("text", pa.string())])
+    batch = pa.record_batch({"id": [7], "text": ["a"]}, schema=schema)
+
+    def run(staging):
+        assert not nullable, "it was told"
+        return [sink.stage(staging, 0, 1, iter([batch]))]
+
+    with (
+        pytest.raises(CommitFailed, match="id may be null, there never.*coalesce")
+        if nullable
+        else contextlib.nullcontext()
+    ):
+        commit(sink, trial.decisions, "c", schema, run)
+    assert trial.visible() == ([] if nullable else [(7, "a")])
+    assert trial.left() == []
+
+
 def test_texts_for_numbers(tmp_path):
     """SQLite would take them: what is staged there is of the columns' types, or the error says so, and nothing is left."""
     trial = sqlite(tmp_path)

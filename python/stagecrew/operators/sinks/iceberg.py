@@ -73,7 +73,8 @@ class IcebergSink:
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
         with self._table() as table:
-            if (error := differing(staging.schema, table.schema().as_arrow(), f"table {self._identifier}")) is not None:
+            what = f"table {self._identifier}"
+            if (error := differing(staging.schema, table.schema().as_arrow(), what, required=True)) is not None:
                 raise error
             if table.spec().fields:
                 raise CommitFailed(

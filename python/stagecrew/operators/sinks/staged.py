@@ -171,8 +171,11 @@ def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema)
         sync(path)
 
 
-def differing(schema: pa.Schema, table: pa.Schema, what: str) -> CommitFailed | None:
-    """The error that says how a schema does not fit that of a table; None when it does, in any order of columns."""
+def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = False) -> CommitFailed | None:
+    """The error that says how a schema does not fit that of a table; None when it does, in any order of columns.
+
+    `required`: a column that is never null there must not be able to be null here.
+    """
     ours, theirs = ({field.name: _plain(field.type) for field in one} for one in (schema, table))
     problems: Sequence[str] = [
         *(f"{name} is not there" for name in ours if name not in theirs),
@@ -181,6 +184,11 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str) -> CommitFailed | 
             f"{name} is {ours[name]}, there {theirs[name]}"
             for name in ours
             if name in theirs and ours[name] != theirs[name]
+        ),
+        *(
+            f"{name} may be null, there never (coalesce makes a column that is never null)"
+            for name in ours
+            if required and name in theirs and schema.field(name).nullable and not table.field(name).nullable
         ),
     ]
     if not problems:
