@@ -249,6 +249,9 @@ def test_who_leads(places):
         assert (answer.exit_code, answer.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
         answer = run("leader", "--json")
         assert (answer.exit_code, json.loads(answer.output)) == (0, {"term": 1, "host": info.host, "pid": os.getpid()})
+        (places / "state").rename(places / "away")
+        assert run("leader").exit_code == 0, "only the store is asked"
+        assert run("leader", "--state", "/nowhere").exit_code == 0, "where every command is given both places"
     assert run("leader").exit_code == 1  # its session is over
 
 

@@ -35,20 +35,19 @@ _NOT_ENDED: Final = 5
 console = Console(highlight=False, soft_wrap=True)
 
 
+_store = click.option(
+    "--store", envvar="STAGECREW_STORE", required=True, metavar="URL",
+    help="sqlite:///path or zookeeper://host:port,host:port/chroot. Or STAGECREW_STORE.",
+)  # fmt: skip
+_state = click.option(
+    "--state", envvar="STAGECREW_STATE", required=True, metavar="URI",
+    help="Where state lies: a folder, or a URI such as s3://bucket/folder. Or STAGECREW_STATE.",
+)  # fmt: skip
+
+
 def _places(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options that say where jobs are kept."""
-    for option in (
-        click.option(
-            "--state", envvar="STAGECREW_STATE", required=True, metavar="URI",
-            help="Where state lies: a folder, or a URI such as s3://bucket/folder. Or STAGECREW_STATE.",
-        ),
-        click.option(
-            "--store", envvar="STAGECREW_STORE", required=True, metavar="URL",
-            help="sqlite:///path or zookeeper://host:port,host:port/chroot. Or STAGECREW_STORE.",
-        ),
-    ):  # fmt: skip
-        command = option(command)
-    return command
+    return _store(_state(command))
 
 
 def _opened(store: str, state: str) -> contextlib.AbstractContextManager[Jobs]:
@@ -190,13 +189,20 @@ def list_jobs(store: str, state: str, as_json: bool) -> None:
 
 
 @click.command()
-@_places
+@_store
+@click.option("--state", hidden=True, expose_value=False)
 @_json
 @click.pass_context
-def leader(context: click.Context, store: str, state: str, as_json: bool) -> None:
-    """Show who leads: term, host, process. The exit code is 1 when nobody does."""
-    with _opened(store, state) as jobs:
-        found = jobs.leader()
+def leader(context: click.Context, store: str, as_json: bool) -> None:
+    """Show who leads: term, host, process. The exit code is 1 when nobody does.
+
+    Only the store is asked: it answers also while the state storage is away.
+    """
+    from stagecrew.recovery.election import leader_of
+    from stagecrew.recovery.stores import open_store
+
+    with contextlib.closing(open_store(store)) as opened:
+        found = leader_of(opened)
     if as_json:
         click.echo(json.dumps(None if found is None else {"term": found.term, "host": found.host, "pid": found.pid}))
     elif found is None:
