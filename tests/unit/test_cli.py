@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import stagecrew
+from crewtools import free_port
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
@@ -88,6 +89,18 @@ def test_pyspark_is_not_imported_for_what_does_not_need_it(arguments):
 def test_jar_prints_its_path(jar):
     """`jar` prints the path alone, for $(stagecrew jar)."""
     assert stagecrew_command("jar").output == f"{jar}\n"
+
+
+def test_a_store_that_is_not_there_is_one_line():
+    """What kazoo logs of its tries to connect is not shown beside the error."""
+    command = ["leader", "--store", f"zookeeper://127.0.0.1:{free_port()}/jobs?timeout=1"]
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import stagecrew.cli; stagecrew.cli.main({command!r})"],
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    [line] = ran.stderr.splitlines()
+    assert "did not answer within 1 s" in line
 
 
 def test_an_error_of_ours_is_one_line(monkeypatch):

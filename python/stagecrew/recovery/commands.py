@@ -140,7 +140,7 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
     from stagecrew.recovery.stores import open_store
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("kazoo").setLevel(logging.WARNING)
+    logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=work).close()

@@ -169,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    logging.getLogger("kazoo").setLevel(logging.WARNING)
+    logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
     store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
 

@@ -42,9 +42,11 @@ _LOOK: Final = 0.2
 #: How many seconds `close` waits for the server's answer, and then for kazoo's threads.
 _CLOSING: Final = 3.0
 
-# kazoo tells requests at lower levels, with credentials and values in them.
+# kazoo tells requests at lower levels, with credentials and values in them; and each try to connect, which our errors sum up: where no
+# log is configured it is not heard.
 _log = logging.getLogger("stagecrew.zookeeper")
 _log.addFilter(lambda record: record.levelno >= logging.INFO)
+_log.addHandler(logging.NullHandler())
 
 
 class AwayError(Exception):
