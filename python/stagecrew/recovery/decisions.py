@@ -94,7 +94,7 @@ def is_over(handles: StateHandleStore, name: str) -> bool:
 def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.0) -> None:
     """Goes forward with every commit of a job that is decided, from its record alone. `ending`: what is not decided is aborted.
 
-    Waits `patience` seconds for sinks, a storage and a store that are away. Raises `CommitPending` and what else a commit raises that
+    Waits `patience` seconds for sinks, a storage and a store that are away or full. Raises `CommitPending` and what else a commit raises that
     could not be done; the others are done first.
     """
     due = time.monotonic() + patience
