@@ -28,7 +28,7 @@ from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.recovery.writes import PATIENCE
 
 SCHEMA = pa.schema([("id", pa.int64())])
-writes.PAUSE = 0.0  # no time passes but the world's own
+writes._PAUSE = 0.0  # no time passes but the world's own
 
 
 class Killed(BaseException):

@@ -12,18 +12,17 @@ from typing import Any
 
 import pytest
 
-from sinks import SCHEMA, SEED, Driver, Killed, Tasks, Trial, undisturbed
+from sinks import SCHEMA, SEED, Around, Driver, Killed, Tasks, Trial, undisturbed
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitSuperseded, CommitUnknown
 from stagecrew.operators.commits import CommitReport, commit
 
 __all__ = [
-    "decided_at_once",
+    "at_once",
     "failing_at_each_moment",
     "going_on_at_each_moment",
     "going_on_behind_a_refusal",
     "killed_at_each_moment",
     "raising_once",
-    "staged_at_once",
 ]
 
 Make = Callable[[str], Trial]
@@ -90,14 +89,12 @@ def raising_once(make: Make) -> None:
             _all_once(trial, tasks)
 
 
-class Raises:
+class Raises(Around):
     """A sink whose commit raises so often, before or after its effect."""
 
     def __init__(self, sink: Any, effect: str, times: int) -> None:
-        self._sink, self._effect, self.times = sink, effect, times
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sink, name)
+        super().__init__(sink)
+        self._effect, self.times = effect, times
 
     def commit(self, staging: Any, messages: Any) -> None:
         if self._effect == "after":
@@ -191,46 +188,19 @@ def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[],
     assert seen > 1
 
 
-def staged_at_once(trial: Trial) -> list[Any]:
-    """Two commits to one place, both staged before either is decided: both land, or one is told of a conflict; nothing is left."""
-    outcomes: list[Any] = []
-    ready = threading.Barrier(2)
+def at_once(trial: Trial, moment: str) -> list[Any]:
+    """Two commits to one place, neither of which goes on there before the other has come: both land, or one is told of a conflict.
 
-    class Together(Tasks):
-        def run(self, sink: Any, staging: Any) -> Any:
-            messages = super().run(sink, staging)
-            ready.wait(30)
-            return messages
-
-    def run(name: str) -> None:
-        try:
-            outcomes.append(trial.drive(Driver(), Together(1), name))
-        except Exception as error:
-            outcomes.append(error)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return _landed(trial, outcomes)
-
-
-def decided_at_once(trial: Trial) -> list[Any]:
-    """Two commits to one place, both decided before either is done: both land, or one is told of a conflict; nothing is left."""
-    one, other = Driver(pauses_at="before commit"), Driver(pauses_at="before commit")
+    Nothing is left. `moment` is one before any is done, such as "staged". Gives the conflicts.
+    """
+    one, other = Driver(pauses_at=moment), Driver(pauses_at=moment)
     with paused(trial, one, Tasks(1), "one") as first, paused(trial, other, Tasks(2), "other") as second:
         assert one.paused.is_set()
         assert other.paused.is_set()
         assert trial.visible() == []
         one.goes_on.set(), other.goes_on.set()
-    return _landed(trial, [*first, *second])
-
-
-def _landed(trial: Trial, outcomes: list[Any]) -> list[Any]:
-    """Checks how two commits of the same rows to one place ended. Gives the conflicts."""
+    outcomes = [*first, *second]
     conflicts = [outcome for outcome in outcomes if isinstance(outcome, CommitConflict)]
-    assert len(outcomes) == 2
     assert len(conflicts) <= 1
     assert sum(getattr(outcome, "rows", 0) for outcome in outcomes) == 40 * (2 - len(conflicts)), outcomes
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * (2 - len(conflicts)))

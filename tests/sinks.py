@@ -104,6 +104,16 @@ class Watched:
         return called
 
 
+class Around:
+    """A sink whose calls can be changed."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sink, name)
+
+
 class Tasks:
     """Tasks that stage rows: some attempts fail in the middle, some run twice, some go on when nobody needs them."""
 

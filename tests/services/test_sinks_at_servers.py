@@ -19,12 +19,11 @@ from networks import other_host
 from objectstore import s3_server
 from postgres import postgresql
 from schedules import (
-    decided_at_once,
+    at_once,
     failing_at_each_moment,
     going_on_at_each_moment,
     killed_at_each_moment,
     raising_once,
-    staged_at_once,
 )
 from sinks import (
     SCHEMA,
@@ -181,7 +180,7 @@ def test_a_commit_that_raises_once(make):
 def test_two_that_have_decided(make):
     """Both land, when both commit at the same time."""
     for number in range(3):
-        assert decided_at_once(make(number)) == []
+        assert at_once(make(number), "before commit") == []
 
 
 @pytest.mark.parametrize("how", ["dies_at", "raises_at"])
@@ -207,7 +206,7 @@ def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
 
 def test_two_at_once(make):
     """Both land."""
-    assert staged_at_once(make(0)) == []
+    assert at_once(make(0), "staged") == []
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])

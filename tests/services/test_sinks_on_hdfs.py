@@ -14,12 +14,11 @@ from fsspec.implementations.webhdfs import WebHDFS
 
 from hdfs import hdfs
 from schedules import (
-    decided_at_once,
+    at_once,
     failing_at_each_moment,
     going_on_at_each_moment,
     killed_at_each_moment,
     raising_once,
-    staged_at_once,
 )
 from sinks import (
     SCHEMA,
@@ -103,14 +102,14 @@ def test_random_faults(make):
 @pytest.mark.long
 def test_two_at_once(dfs, tmp_path):
     """Both land."""
-    assert staged_at_once(at_hdfs(dfs, tmp_path, 0)) == []
+    assert at_once(at_hdfs(dfs, tmp_path, 0), "staged") == []
 
 
 @pytest.mark.long
 def test_two_that_have_decided(make, request):
     """Both land, or one says that it cannot, and leaves nothing."""
     for number in range(3):
-        assert len(decided_at_once(make(number))) == (request.node.callspec.params["make"] == "create")
+        assert len(at_once(make(number), "before commit")) == (request.node.callspec.params["make"] == "create")
 
 
 @pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])

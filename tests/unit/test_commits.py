@@ -25,18 +25,18 @@ import pytest
 import stagecrew.operators.commits
 import stagecrew.operators.decisions
 from schedules import (
-    decided_at_once,
+    at_once,
     failing_at_each_moment,
     going_on_at_each_moment,
     going_on_behind_a_refusal,
     killed_at_each_moment,
     raising_once,
-    staged_at_once,
 )
 from sinks import (
     SCHEMA,
     SEED,
     SINKS,
+    Around,
     Driver,
     Killed,
     Tasks,
@@ -100,16 +100,6 @@ def make(request, tmp_path):
 @pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
 def trial(request, tmp_path):
     return request.param(tmp_path)
-
-
-class Around:
-    """A sink whose calls can be changed."""
-
-    def __init__(self, sink):
-        self._sink, self.identity = sink, sink.identity
-
-    def __getattr__(self, name):
-        return getattr(self._sink, name)
 
 
 class Refusing(Around):
@@ -222,7 +212,7 @@ def test_random_faults_at_length(make, seeds):
 
 def test_two_commits_at_once(trial):
     """Both land, or one says that it cannot, and leaves nothing."""
-    conflicts = staged_at_once(trial)
+    conflicts = at_once(trial, "staged")
     if trial.make_sink.__qualname__.startswith("parquet"):
         assert len(conflicts) == 1
         assert "is there already" in str(conflicts[0])
@@ -250,7 +240,7 @@ def test_two_that_have_decided(make):
     for number in range(3):
         trial = make(f"two-{number}")
         one_only = trial.make_sink.__qualname__.startswith("parquet")
-        assert len(decided_at_once(trial)) == one_only
+        assert len(at_once(trial, "before commit")) == one_only
 
 
 @EVERY
@@ -1382,10 +1372,7 @@ def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     decisions = MemoryDecisions()
 
-    class Nameless:
-        def __init__(self, sink):
-            self._sink = sink
-
+    class Nameless(Around):
         def __getattr__(self, name):
             if name == "identity":
                 raise AttributeError(name)

@@ -351,7 +351,7 @@ def test_a_job_that_has_ended_commits_nothing(place):
 
 def test_a_lost_answer_is_asked_for_again(place, monkeypatch):
     """A step whose write nobody knows the outcome of is written again, once in all, and not run again."""
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     faults, runs = ["before", "after"], []
 
     def fault(session, operations, moment):
@@ -376,7 +376,7 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
         return real(self, *arguments)
 
     monkeypatch.setattr(StateStorage, "write", full)
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     assert place.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
     assert (len(tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
@@ -387,7 +387,7 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
 @pytest.mark.parametrize("what", ["read", "discard"])
 def test_a_storage_that_is_away_for_a_while(place, operators, monkeypatch, what):
     """A run waits for what is stored to be read, and for old batches to be removed; what is corrupt is an error at once."""
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     real, tried = getattr(StateStorage, what), []
 
     def away(self, *arguments):

@@ -10,7 +10,6 @@ from modelstore import ModelServer
 from stagecrew.errors import CommitConflict, CommitPending, CommitSuperseded, JobError, StateCorrupt, StateStorageError
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
-from stagecrew.recovery import decisions as decisions_module
 from stagecrew.recovery import run, writes
 from stagecrew.recovery.decisions import StoredDecisions, finish_commits
 from stagecrew.recovery.election import Fenced, fence
@@ -105,8 +104,7 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
     """What is decided is done by the run that finds its sink or its storage away, when that is back; what is corrupt is not waited for."""
     monkeypatch.setattr(commits, "_TRIES", 1)
     waits = []
-    monkeypatch.setattr(decisions_module, "PAUSE", 0.0)
-    monkeypatch.setattr(writes, "PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(two.sink, "commit", lambda *_: 1 / 0)
         with pytest.raises(CommitPending):
@@ -138,7 +136,7 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
 @pytest.mark.parametrize("back", [True, False])
 def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
     """What was staged for a commit that is aborted is deleted when its sink is back in time; else the log says what stays, of which runs."""
-    monkeypatch.setattr(decisions_module, "PAUSE", 0.0)
+    monkeypatch.setattr(writes, "_PAUSE", 0.0)
     runs, asked = [], []
 
     def dies(staging):

@@ -73,7 +73,7 @@ class _Arrow:
                 raise OperatorMisused(f"{self._shown()} has no column {unknown[0]!r}: it has {', '.join(found.names)}")
             found = pa.schema([found.field(name) for name in self.columns])
         # What one file never leaves out another may: Spark would not look for nulls there.
-        return to_arrow_schema(_nullable(from_arrow_schema(found)), timezone="UTC")
+        return to_arrow_schema(from_arrow_schema(found).toNullable(), timezone="UTC")
 
     @property
     def schema(self) -> StructType:
@@ -144,20 +144,6 @@ def _uri(text: str) -> str:
 
 def _several(source: str | Sequence[str]) -> Sequence[str]:
     return [source] if isinstance(source, str | os.PathLike) else source
-
-
-def _nullable(of: Any) -> Any:
-    """A type of Spark's, in which everything may be null."""
-    from pyspark.sql.types import ArrayType, MapType, StructField, StructType
-
-    match of:
-        case StructType():
-            return StructType([StructField(one.name, _nullable(one.dataType), True, one.metadata) for one in of.fields])
-        case ArrayType():
-            return ArrayType(_nullable(of.elementType), True)
-        case MapType():
-            return MapType(_nullable(of.keyType), _nullable(of.valueType), True)
-    return of
 
 
 class ParquetRowGroups(_Arrow):

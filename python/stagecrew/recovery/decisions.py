@@ -23,7 +23,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
-from stagecrew.recovery.writes import PAUSE, passes, patient
+from stagecrew.recovery.writes import passes, patient, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
             return
         if last or not all(map(passes, failed)):
             raise failed[0]
-        time.sleep(PAUSE)
+        pause()
 
 
 def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: bool) -> Iterator[Exception]:

@@ -36,7 +36,6 @@ from stagecrew.recovery.stores.contract import Check, Create, Operation, Replace
 __all__ = [
     "GENERATION",
     "PATIENCE",
-    "PAUSE",
     "Generation",
     "Prepared",
     "Writes",
@@ -44,6 +43,7 @@ __all__ = [
     "packed",
     "passes",
     "patient",
+    "pause",
     "repeated",
     "unpacked",
 ]
@@ -62,7 +62,7 @@ TRIES: Final = 20
 _AGAIN: Final = 3
 #: How long what a run has done waits to be stored, in seconds, and how often that is tried.
 PATIENCE: Final = 600.0
-PAUSE: Final = 2.0
+_PAUSE: Final = 2.0
 #: After these, the transaction was not done.
 _DEFINITE: Final = (StoreUnavailable, SessionLost, StoreRefused, StoreUnsupported, LeadershipLost, RecoveryMisused)
 #: Behind these it is worth trying again.
@@ -170,7 +170,7 @@ def patient(write: Callable[[], T], waits: str, seconds: float) -> T:
             raise PossiblyInconsistentError(f"{unknown}; then: {last}") from last
         # Nothing was written; or nobody knows, and then the same write again is done once.
         _log.warning("%s: %s", waits, last)
-        time.sleep(PAUSE)
+        pause()
         at_once = _AGAIN
 
 
@@ -178,6 +178,11 @@ def passes(error: Exception) -> bool:
     """Whether it is worth trying again, in the same run: what it needs is away or full, or nobody knows. What is corrupt stays so."""
     corrupt = isinstance(error, StateCorrupt) or isinstance(error.__cause__, StateCorrupt)
     return isinstance(error, _PASSING) and not corrupt
+
+
+def pause() -> None:
+    """Between two tries."""
+    time.sleep(_PAUSE)
 
 
 class Prepared:
