@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from stagecrew import errors
 from stagecrew.errors import (
+    CheckpointTimeout,
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
@@ -297,8 +298,19 @@ def _ended_by_itself(error: BaseException) -> Result | None:
 
 
 def _no_fault_of_its_own(error: BaseException) -> str | None:
-    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that."""
-    ours = (StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitPending, CommitSuperseded)
+    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that.
+
+    A checkpoint that was late is such an error too. A checkpoint that a coordinator declined is not.
+    """
+    ours = (
+        StoreError,
+        LeadershipLost,
+        StateStorageError,
+        CommitUnknown,
+        CommitPending,
+        CommitSuperseded,
+        CheckpointTimeout,
+    )
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
