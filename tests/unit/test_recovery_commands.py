@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import sqlite3
+import subprocess
+import sys
 from base64 import b64encode
 
 import pytest
@@ -13,14 +15,14 @@ from click.testing import CliRunner
 from pyspark import cloudpickle
 
 from stagecrew.cli import main
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import RecoveryMisused, StoreUnsupported
+from stagecrew.recovery import run as run_module
 from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.stores.contract import Create, Replace
-from stagecrew.recovery.stores.sqlite import FORMAT
+from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 
 @pytest.fixture
@@ -253,6 +255,81 @@ def test_who_leads(places):
         assert run("leader").exit_code == 0, "only the store is asked"
         assert run("leader", "--state", "/nowhere").exit_code == 0, "where every command is given both places"
     assert run("leader").exit_code == 1  # its session is over
+
+
+#: Writes a store as stagecrew did before format 2, with one job in it. What it is given says how its process ends.
+OLD_STORE = """if True:
+    import json, os, sqlite3, sys
+    path, number, ending = sys.argv[1:]
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("PRAGMA journal_mode = WAL")
+    for statement in (
+        "BEGIN",
+        "CREATE TABLE sessions (name TEXT PRIMARY KEY) WITHOUT ROWID",
+        "CREATE TABLE entries (parent TEXT, name TEXT, value BLOB NOT NULL, version INTEGER NOT NULL, session TEXT,"
+        " PRIMARY KEY (parent, name)) WITHOUT ROWID",
+        "CREATE INDEX ephemerals ON entries (session) WHERE session IS NOT NULL",
+        "PRAGMA application_id = 1668441463",
+        f"PRAGMA user_version = {number}",
+        "COMMIT",
+    ):
+        database.execute(statement)
+    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1, "outcome": None,
+              "reason": "", "ended": None, "clean": False, "write": "0" * 32}
+    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(), "jobs/one/claim": b"{}",
+               "jobs/one/steps": b"", "jobs/one/commits": b"", "specs/one": b"{}", "specs/one/locks": b""}
+    for key, value in entries.items():
+        parent, _, name = key.rpartition("/")
+        database.execute("INSERT INTO entries VALUES (?, ?, ?, 0, NULL)", (parent, name, value))
+    database.execute("INSERT INTO sessions VALUES ('a-session')")
+    os.mkdir(path + ".sessions")
+    open(path + ".sessions/a-session", "w").close()
+    if ending == "killed":
+        os._exit(0)  # its transactions stay in the write-ahead log
+    database.close()
+"""
+
+
+def bytes_below(folder):
+    """Each file with its bytes, but for the index of the write-ahead log, which each reader writes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
+
+
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+@pytest.mark.parametrize("number", [1, 0])
+def test_a_store_of_an_older_stagecrew(places, number, ending):
+    """Every command, a driver and a run refuse a store of an older format, or without a number, in one line. The line says what was
+    found, what is read and what to do. Not one byte of the store or of the storage changes, also of a store whose process was killed."""
+    subprocess.run(
+        [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
+    )
+    (places / "state" / "a-state").write_bytes(b"of the job")
+    (places / "work").mkdir()
+    before = bytes_below(places)
+    assert (places / "jobs.db-wal" in before) == (ending == "killed")
+    commands = (
+        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"),
+        ("driver", "--work", "work"), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
+    )  # fmt: skip
+    words = (
+        f"has format {number}, and this stagecrew knows format {FORMAT}", "an older stagecrew wrote it", "nothing in it was changed",
+        "Finish its jobs with that one, or use another store",
+    )  # fmt: skip
+    for command in commands:
+        answer = run(*command)
+        assert answer.exit_code == 1, command
+        [line] = answer.stderr.splitlines()
+        assert not [part for part in words if part not in line], line
+        assert bytes_below(places) == before, command
+    started = [sys.executable, run_module.__file__, "--job=one", "--folder=work", "--run=2", "--claim=1", "--term=1"]
+    ended = subprocess.run(started, check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == run_module.LOST
+    [line] = ended.stderr.splitlines()
+    assert "run 2 of job 'one' cannot begin" in line
+    assert not [part for part in words if part not in line], line
+    with pytest.raises(StoreUnsupported, match="an older stagecrew wrote it"), jobs():
+        pass
+    assert bytes_below(places) == before
 
 
 def test_a_store_of_a_newer_stagecrew(places):

@@ -35,6 +35,7 @@ from stagecrew.errors import (
     StoreConflict,
     StoreError,
     StoreUnavailable,
+    StoreUnsupported,
 )
 from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
@@ -172,7 +173,13 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
-    store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
+    storage = StateStorage(os.environ["STAGECREW_STATE"])
+    try:
+        store = open_store(os.environ["STAGECREW_STORE"])
+        store.read(TERM)
+    except StoreUnsupported as error:
+        _log.error("run %d of job %r cannot begin: %s", given.run, given.job, error)
+        return LOST
 
     def leave(reason: str) -> NoReturn:
         """Nothing that this process writes from now on would be done."""
