@@ -379,7 +379,7 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
     ],
 )
 def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, value, words):
-    """A root of an older or a newer format is refused with what was found, and no node of it is written, made or deleted."""
+    """A root of an older or a newer format is refused, the error names it, and no node of it is written, made or deleted."""
     direct.ensure("a", "jobs/one")
     kazoo = direct._session._kazoo
 

@@ -292,7 +292,7 @@ def test_a_checkpoint_that_is_not_taken(monkeypatch, error, run_number, state):
     def once(self, job):
         if not raised:
             raised.append(job.step("make", lambda: self._step(job, "make")))
-            world.stored.add((job.id, "make"))
+            self.stored("make")
             raise error("at the end of a step")
         return program(self, job)
 

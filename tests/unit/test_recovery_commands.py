@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from base64 import b64encode
 
 import pytest
@@ -257,7 +258,7 @@ def test_who_leads(places):
     assert run("leader").exit_code == 1  # its session is over
 
 
-#: Writes a store as stagecrew did before format 2, with one job in it. What it is given says how its process ends.
+#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how its process ends.
 OLD_STORE = """if True:
     import json, os, sqlite3, sys
     path, number, ending = sys.argv[1:]
@@ -298,8 +299,8 @@ def bytes_below(folder):
 @pytest.mark.parametrize("ending", ["closed", "killed"])
 @pytest.mark.parametrize("number", [1, 0])
 def test_a_store_of_an_older_stagecrew(places, number, ending):
-    """Every command, a driver and a run refuse a store of an older format, or without a number, in one line. The line says what was
-    found, what is read and what to do. Not one byte of the store or of the storage changes, also of a store whose process was killed."""
+    """Every command, a driver and a run refuse a store of an older format, or without a number, in one line. The line says which
+    format was found, which one is read, and the remedy. Not one byte of the store or of the storage changes, also of a store whose process was killed."""
     subprocess.run(
         [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
     )
@@ -405,6 +406,78 @@ def test_a_sweep_that_cannot_look_at_everything(places):
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
+def cleaned(job, ended_ago):
+    """Ends a job as its run would, at that time, and cleans it as a leader would."""
+    run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known._clock = lambda: time.time() - ended_ago
+        known.start(job, known.read(job), known.claim(job))
+        known.finish(job, known.read(job), JobState.SUCCEEDED, Result.of_value(job))
+        known.clean(job)
+
+
+def test_prune(places):
+    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints how many. It never removes another,
+    and a removed id can be submitted again."""
+    for job, ended_ago in (("old", 40 * 86400), ("older", 50 * 86400), ("young", 20 * 86400)):
+        cleaned(job, ended_ago)
+    run("submit", "--id", "open", "--arg", "day=1", "etl:load")
+    run("submit", "--id", "unclean", "--arg", "day=1", "etl:load")
+    end("unclean", Result.of_value(7))
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == [
+        "old", "older", "young", "open", "unclean",
+    ]  # fmt: skip
+    states = len(bytes_below(places / "state"))
+    answer = run("jobs", "--prune", "30d")
+    assert (answer.exit_code, answer.output) == (0, "2 jobs removed\n")
+    assert len(bytes_below(places / "state")) == states - 2
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["young", "open", "unclean"]
+    assert "there is no job 'old'" in run("result", "old").stderr
+    assert run("result", "young").output == "young\n"
+    assert json.loads(run("jobs", "--json", "--prune", "30d").output) == {"removed": 0, "failed": {}}
+    assert run("jobs", "--prune", "12h").output == "1 job removed\n"
+    assert json.loads(run("jobs", "--json", "--prune", "0s").output) == {"removed": 0, "failed": {}}
+    assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").output == "old\n"
+    with jobs() as known:
+        assert known.open_names() == ["old", "open", "unclean"]
+        assert known.result("unclean").value() == 7
+
+
+def test_a_prune_that_cannot_remove_a_job(places):
+    """`jobs --prune` names each old job that it could not remove, and removes the others; the exit code is 1."""
+    for job in ("bad", "good"):
+        cleaned(job, 40 * 86400)
+    with jobs() as known:
+        known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
+    answer = run("jobs", "--prune", "30d")
+    assert answer.exit_code == 1
+    assert answer.output.splitlines()[0] == "1 job removed"
+    assert "job 'bad': its record cannot be read" in answer.output.splitlines()[1]
+    answer = run("jobs", "--json", "--prune", "30d")
+    assert (answer.exit_code, list(json.loads(answer.output)["failed"])) == (1, ["bad"])
+    with jobs() as known:
+        assert known.names() == ["bad"]
+
+
+def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
+    """`driver --keep` says after how long a leader removes ended jobs; without it, it keeps all of them."""
+    given = []
+
+    class Started:
+        def __init__(self, *arguments):
+            given.append(arguments[-1])
+
+        def close(self):
+            return True
+
+    monkeypatch.setattr("stagecrew.recovery.driver.Driver", Started)
+    monkeypatch.setattr("threading.Event.wait", lambda *_: True)
+    for words in ((), ("--keep", "90d"), ("--keep", "12h")):
+        answer = run("driver", "--work", "work", *words)
+        assert answer.exit_code == 0, answer.output
+    assert given == [None, 90 * 86400.0, 12 * 3600.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -431,6 +504,10 @@ def test_a_sweep_that_cannot_look_at_everything(places):
         (("driver", "--work", "etl.py/work"), 1, "etl.py/work cannot be written"),
         (("driver", "--work", "/proc"), 1, "/proc cannot be written"),
         (("submit",), 2, "Missing argument"),
+        (("jobs", "--prune", "30"), 2, "'30' is no age: write a number and s, m, h or d, such as 30d"),
+        (("jobs", "--prune", "-1d"), 2, "is no age"),
+        (("jobs", "--prune", "5ms"), 2, "is no age"),
+        (("driver", "--keep", "for ever"), 2, "is no age"),
     ],
 )
 def test_bad_input(places, arguments, code, text):

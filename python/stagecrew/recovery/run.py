@@ -67,8 +67,16 @@ _EXIT: Final = 25.0
 class Claimed:
     """A run that this process has claimed. `jobs` writes by the claim, and nothing once another has it."""
 
-    def __init__(self, store: Store, storage: StateStorage, term: int, run: Run, claim: int) -> None:
-        self._store, self._storage, self._term = store, storage, term
+    def __init__(
+        self,
+        store: Store,
+        storage: StateStorage,
+        term: int,
+        run: Run,
+        claim: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._storage, self._term, self._clock = store, storage, term, clock
         self.run = run
         self.key = f"{key_of(run.job)}/claim"
         self.version = claim
@@ -84,7 +92,8 @@ class Claimed:
         self.renewing = False
 
     def _fenced(self) -> Jobs:
-        return Jobs(Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version)), self._storage)
+        fenced = Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version))
+        return Jobs(fenced, self._storage, self._clock)
 
 
 class Watch:
