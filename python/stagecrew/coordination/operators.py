@@ -13,7 +13,7 @@ from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
-from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
+from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
@@ -278,7 +278,7 @@ class Operators:
                         ) from error
                 if late:
                     names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
-                    raise CheckpointFailed(
+                    raise CheckpointTimeout(
                         f"checkpoint {id_} of topology {self.name!r}: within {timeout:g} s no state came of {names}"
                     )
                 complete = True
