@@ -9,13 +9,13 @@ from typing import Any
 from pyspark import cloudpickle
 
 from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotPicklable
-from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
+from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, normalised, registering
 
 __all__ = ["checked", "class_names", "pickled"]
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """These listeners, if each is one. Raises `ListenerError` that says what to write instead."""
+    """These listeners, if each is one. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -26,6 +26,7 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     every: tuple[Any, ...] = (given,) if alone else tuple(given)
     for listener in every:
         if isinstance(listener, Listener):
+            normalised(listener)
             continue
         if inspect.isclass(listener) and issubclass(listener, Listener):
             raise ListenerError(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -324,7 +325,7 @@ class Topology:
         dataset: DataFrame,
         sink: Committer,
         commit_id: str | None = None,
-        decisions: Decisions | None = None,
+        decisions: Decisions | str | os.PathLike[str] | None = None,
         name: str = "commit",
     ) -> CommitReport:
         """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
@@ -333,7 +334,7 @@ class Topology:
         failed, speculative, lost and repeated ones leave nothing. See `stagecrew.operators.sinks` for Parquet files, objects with a
         manifest, databases and Iceberg tables, and what readers see in between; `Committer` for one of your own.
 
-        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`), a driver that dies at any point may be followed by
+        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`, or the path of its folder), a driver that dies at any point may be followed by
         another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
         written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
         `commit_id` each call is a commit of its own, whose id the errors name.
@@ -347,6 +348,7 @@ class Topology:
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
         from stagecrew.operators.commits import commit_dataset
+        from stagecrew.operators.decisions import decisions_of
         from stagecrew.recovery.job import running_job
 
         self._require_active("commit datasets")
@@ -364,7 +366,7 @@ class Topology:
             sink,
             name,
             id_,
-            self._crew.decisions if decisions is None else decisions,
+            self._crew.decisions if decisions is None else decisions_of(decisions),
             self._crew.close_timeout,
         )
 

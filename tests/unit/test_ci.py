@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / ".ci" / "run"
 
-#: Stands for `make`: says where it runs and what is there, and ends as it is told to.
+#: Replaces `make`: prints its folder and the files in it, and exits with the wanted status.
 MAKE = """#!/bin/sh
 echo "make $* in $PWD"
 ls -A
@@ -23,7 +23,7 @@ exit $MAKE_STATUS
 
 
 def ran(folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """What the script of a small checkout in this folder does, with a make and an apt-get that do nothing."""
+    """Runs the script of a small checkout in this folder, with replacements of make and apt-get."""
     programs, temporary = folder.parent / "programs", folder.parent / "temporary"
     for new in (folder / ".ci", programs, temporary):
         new.mkdir(parents=True)
@@ -51,7 +51,7 @@ def ran(folder: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_checkout_of_another_name_is_tested_in_a_copy_named_stagecrew(tmp_path: Path) -> None:
-    """The copy has the tracked files as they are now, it lies outside the checkout, and nothing of it is left."""
+    """The copy has the tracked files as they are now, it is outside the checkout, and the script removes it."""
     checkout = tmp_path / "another name"
     done = ran(checkout)
     assert done.returncode == 0, done.stderr
