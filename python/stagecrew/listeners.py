@@ -13,14 +13,20 @@ import enum
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
+from stagecrew import notopen
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.identity import Identity
 from stagecrew.logs import mark
 
 __all__ = ["Lifetime", "Listener", "ListenerContext", "LoggingContext", "Resource", "Scope", "Task", "resource"]
+
+#: Local properties: the topology of a task, and topologies that have ended in the thread that ran the action.
+PROPERTY: Final = "spark.stagecrew.topology"
+LEFT: Final = "spark.stagecrew.left"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -91,7 +97,7 @@ class Resolver(Protocol):
     """Finds what a listener opened; the worker installs one while a task runs, `stagecrew.testing` another."""
 
     def __call__(self, identity: Identity) -> Any:
-        """The opened value. Raises `LookupError` with the place it looked at when there is none."""
+        """The opened value. Raises `NotRegisteredError`, or a `LookupError` that says why the value is missing."""
 
 
 _resolvers: Final[list[Resolver]] = []
@@ -108,20 +114,29 @@ def resolving(resolver: Resolver) -> Iterator[None]:
 
 
 def _resolve(listener: Listener) -> Any:
-    where = "this process runs no task of a topology"
+    identity, name = listener._stagecrew, listener_name(listener)
+    refusals: list[LookupError] = []
     for resolver in reversed(_resolvers):
         try:
-            return resolver(listener._stagecrew)
+            return resolver(identity)
         except LookupError as error:
-            where = str(error.args[0]) if error.args else where
-    registered = sorted(set(listener._stagecrew.topologies))
-    of = f" It was registered for {' and '.join(registered)}." if registered else " It was registered nowhere."
-    raise ResourceNotOpen(
-        f"listener {listener_name(listener)!r} is not open here: {where}.{of} Run the action inside "
-        f"`with crew.topology(..., listeners=[...])` (a lazy dataset that is run after the `with` is outside), or register "
-        f"the listener for the whole application: `stagecrew.configure(builder, listeners=[...])`. A dataset whose stored "
-        f"partitions went with its topology is computed again: `topology.keep(dataset)` inside it keeps them."
-    )
+            refusals.append(error)
+    innermost = refusals[0] if refusals else None
+    if innermost is None or isinstance(innermost, notopen.NotRegisteredError):
+        raise ResourceNotOpen(notopen.explained(name, identity.topologies, _task(), innermost))
+    raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
+
+
+def _task() -> notopen.Task | None:
+    """The task that this process runs; None when it runs none."""
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark import TaskContext
+
+    if (context := TaskContext.get()) is None:
+        return None
+    left = context.getLocalProperty(LEFT) or ""
+    return notopen.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
 
 
 class Listener:
@@ -153,7 +168,7 @@ class Listener:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
-        object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs))
+        object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs, cls))
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -247,7 +262,7 @@ class Resource(Listener, Generic[T]):
         if factory is not None:
             self.scope, self.lifetime, self.required = factory.scope, factory.lifetime, factory.required
             self.name = factory.name
-            object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs))
+            object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs, factory.function))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if _registering.get():

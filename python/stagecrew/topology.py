@@ -87,6 +87,8 @@ class Topology:
         self.tag = f"stagecrew-{self.id}"
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._state = "new"
+        #: Whether it began by `start`, not by a `with`.
+        self.by_start = False
         self._told = False  # whether a failure of a coordinator was raised
         self.parent: Topology | None = None
         self._last_report: TopologyReport | None = None
@@ -105,11 +107,28 @@ class Topology:
         """Whether it is closed, by itself or with the one that it lay in."""
         return self._state == "closed"
 
+    @property
+    def listens(self) -> bool:
+        """Whether it has Python listeners of its own."""
+        return bool(self._listeners)
+
     def start(self) -> Topology:
         """Begins the topology in this thread, inside the active one that the thread is in.
 
-        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped.
+        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped, and `TopologyError` while the
+        thread is in an active topology of the same name that began by `start`, as when a notebook cell runs again. Topologies of
+        one name may be nested by `with`.
         """
+        if self._state == "new" and self._crew.running and self._crew.marks.started(self.name):
+            raise TopologyError(
+                f"a topology {self.name!r} is active in this thread already, begun by start(), perhaps by an earlier run of this "
+                f"cell: close it by its close(), or close all by crew.close_all(), and start again"
+            )
+        self._begin()
+        self.by_start = True
+        return self
+
+    def _begin(self) -> None:
         if self._state != "new":
             raise TopologyClosed(
                 f"topology {self.name!r} is {self._state}: a topology runs once; create another with crew.topology({self.name!r})"
@@ -120,11 +139,10 @@ class Topology:
         parent = None if self.parent is None else self.parent.id
         crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners, self.release)
         for listener in self._listeners:
-            listener._stagecrew.registered_for(f"topology {self.name!r}")
+            listener._stagecrew.registered_for(f"topology {self.name!r}", self.id)
         self._state = "active"
-        crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
+        crew._active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
         crew.marks.enter(self)
-        return self
 
     def close(self, cancel: bool = False) -> None:
         """Ends the topology, and those that began inside it; a second call does nothing.
@@ -155,19 +173,22 @@ class Topology:
         finally:
             for topology in (self, *self._inside()):  # the driver ended those inside too
                 topology._state = "closed"
+                for listener in topology._listeners:
+                    listener._stagecrew.has_ended(topology.id)
                 with contextlib.suppress(ValueError):
-                    self._crew.active.remove(topology)
+                    self._crew._active.remove(topology)
             self._crew.marks.leave(self)
 
     def _inside(self) -> Iterator[Topology]:
         """The active ones that lie in this one, at any depth."""
-        for topology in tuple(self._crew.active):
+        for topology in tuple(self._crew._active):
             if topology.parent is self and topology.is_active:
                 yield topology
                 yield from topology._inside()
 
     def __enter__(self) -> Topology:
-        return self.start()
+        self._begin()
+        return self
 
     def __exit__(
         self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -161,7 +161,7 @@ def test_a_resource_is_called_with_the_arguments_of_its_function(args, kwargs, w
 
 
 def test_a_resource_that_travels_is_not_looked_at_again():
-    """An executor makes it of what the driver has checked."""
+    """The driver has checked it."""
 
     @resource
     def pool(context, *, size=1):
@@ -187,7 +187,7 @@ def test_a_folder_of_decisions(tmp_path):
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileDecisions])
 def test_decisions_of_another_kind_are_refused(wrong):
-    """A URI is no folder of this host; a class is not what it makes."""
+    """A URI is no folder of this host, and a class has to be called first."""
     with pytest.raises(OperatorMisused, match=r"^decisions=.* is no folder .* and keeps no records"):
         decisions_of(wrong)
 
