@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew.application import Application
 from stagecrew.listeners import LEFT, PROPERTY
 from stagecrew.marks import Marks
 from stagecrew.session import Crew
@@ -88,7 +89,7 @@ def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside one that has ended."""
     made: Any = Crew.__new__(Crew)
     made.context, made.facade, made.close_timeout, made._active = Context(), Driver(), 1.0, []
-    made.marks = Marks(made)
+    made.marks, made.application = Marks(made), Application()
 
     def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
         assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)
