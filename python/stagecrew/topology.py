@@ -415,7 +415,11 @@ class Topology:
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
-        """What its coordinators reported of their progress, by operator and use: `{"supersteps/1": {"step": 12}}`."""
+        """The progress of its coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
+
+        It has the names of `progress` in `report.operators`, with their values as they are. A value that a coordinator reported is
+        here at once; one that it returns from `Coordinator.progress`, as splits do, about a second later, and at the end.
+        """
         return self.operators.progress()
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:

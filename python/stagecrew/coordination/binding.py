@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
@@ -86,6 +86,8 @@ class Instance:
         #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
         self.shown: tuple[str, str, dict[str, str]] = (Coordinator.kind, "", {})
         self.asked: float | None = None
+        #: The last value of `Coordinator.progress`.
+        self._own_progress: Mapping[str, Any] = {}
         #: Evaluations that it has not yet heard the end of: they may be over, and wait for its thread with all that they sent.
         self._heard: dict[int, Live] = {}
         self._is_silent = False
@@ -153,6 +155,11 @@ class Instance:
             pending.fail(error)
             raise  # as in every callback
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The values that the coordinator reported, and those that it returned when it was last asked."""
+        return {**self.context.progress, **self._own_progress}
+
     def ask(self, now: float) -> None:
         """Has the coordinator say how far it is, when its thread comes to that; `shown` has it then."""
         if self.asked is None:
@@ -170,7 +177,8 @@ class Instance:
         try:
             kind = cut_to(_KIND, str(coordinator.kind))
             waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
-            said = {**self.context.progress, **coordinator.progress()}
+            self._own_progress = dict(coordinator.progress())
+            said = self.progress
             progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
         except BaseException:
             if not self._is_silent:

@@ -302,7 +302,7 @@ class Operators:
         """See `Topology.progress`."""
         with self._lock:
             bindings = [*self._ended, *self._all()]
-        return {binding.key: dict(binding.instance.context.progress) for binding in bindings}
+        return {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
         """A frame for the driver's JVM: the last word of coordinators that have closed. None when there were none."""
