@@ -180,7 +180,7 @@ class ListenerNotPicklable(ListenerError):
 
 
 class ListenerNotImportable(ListenerError):
-    """A name in `spark.stagecrew.listeners` cannot be imported on an executor. Ship its module with `--py-files`."""
+    """A name in `spark.stagecrew.listeners` cannot be imported, on the driver or an executor. Ship its module with `--py-files`."""
 
 
 class HookTimeout(ListenerError, TimeoutError):

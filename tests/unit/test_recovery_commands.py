@@ -68,6 +68,16 @@ def test_the_same_id_is_the_same_job(places):
         assert known.read("nightly")[0].state == "succeeded"
 
 
+def test_options_of_a_function_may_follow_it(places):
+    """`submit target --arg n=3` works; what follows a script is the script's own, also when it looks like an option of ours."""
+    assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"
+    assert run("submit", "etl:load", "--arg=day=1", "--json", "--id", "one").output == '{"id": "one"}\n'
+    assert run("submit", "job.py", "--arg", "day=1", "--json", "--id", "two").output.startswith("job.py-")
+    with jobs() as known:
+        (script,) = (name for name in known.names() if name != "one")
+        assert known.spec(script).arguments == ("--arg", "day=1", "--json", "--id", "two")
+
+
 def test_a_job_of_an_earlier_stagecrew(places):
     """A job that is stored with the digest of its bytes is answered for the same bytes; other content is refused there too."""
     run("submit", "--id", "old", "--arg", "day=1", "etl:load")
@@ -492,6 +502,8 @@ def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
         (("submit", "etl:load", "1"), 1, "--arg name=text"),
         (("submit", "--arg", "day=1", "job.py"), 1, "--arg is for functions"),
         (("submit", "--arg", "day", "etl:load"), 2, "no key=value"),
+        (("submit", "etl:load"), 1, "etl:load is called without day"),
+        (("submit", "etl:load", "--arg", "days=1"), 1, "etl:load is called without day and does not take days"),
         (("submit", "--conf", "=1", "etl:load"), 2, "no key=value"),
         (("submit", "--max-attempts", "0", "etl:load"), 2, "0 is not in the range"),
         (("jobs", "--store", "postgres://host/db"), 1, "sqlite:///path"),

@@ -82,7 +82,18 @@ def _age(context: click.Context, parameter: click.Parameter, text: str | None) -
     return parse_seconds(text)
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+class _Submit(click.Command):
+    """Takes options after a function too; what follows a script is the script's own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        ctx.allow_interspersed_args = False
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.allow_interspersed_args = not str(given.get("target")).endswith(".py")
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Submit)
 @_places
 @click.option(
     "--id", "id_", help="The job's id; the same id with the same content is the same job. Made up without it."
@@ -116,7 +127,7 @@ def submit(
     """Store a job for whichever driver leads, and print its id.
 
     It is durable when the id is printed, with the bytes of all its files: nothing of this machine is needed any more. What a
-    function returns is the job's result. Options stand before the target; what follows a script is its command line.
+    function returns is the job's result. What follows a script is its command line: options of this command come before it.
     """
     from stagecrew.recovery.specs import JobSpec
 

@@ -46,6 +46,7 @@ from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec, on_path
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.writes import PATIENCE
+from stagecrew.registration import import_named
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store
@@ -363,6 +364,7 @@ def _jvm_gone() -> str | None:
 
 
 def _called(spec: JobSpec, folder: Path) -> Any:
+    import_named(spec.conf.get("spark.stagecrew.listeners", ""))  # a job may build its session without `configure`
     if spec.script is not None:
         sys.argv = [spec.target, *map(str, spec.arguments)]
         runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")
