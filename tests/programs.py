@@ -132,7 +132,7 @@ class World:
 
     def _point(self, session, operations, moment):
         if self.turns is not None:
-            self.turns.point(f"{moment} {type(operations[0]).__name__} {operations[0].key}")
+            self.turns.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
 
     def run(self, program, seed, kill):
         """One run of the job, which ends it, or is lost."""
@@ -144,7 +144,7 @@ class World:
             claimed = Claimed(session, self.storage, self.term, run, claim)
 
             def call(_spec):
-                with process(turns, self.log, {"c": Tally}) as crew:
+                with process(turns, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
                     return Runner(self, crew).body(program, Scope())
 
             carry_out(claimed, False, call, lambda: "killed" if turns.dead else None, patience=0.0)

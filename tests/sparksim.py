@@ -37,8 +37,8 @@ class Turns:
         self.random, self.kill = random.Random(seed), kill
         self.points = []  # what each was
         self.dead = False
-        HERE.turn = threading.Semaphore(0)
-        self.threads = [HERE.turn]
+        self.ready = [_turn()]  # of each thread that can go on, a lock that it waits for
+        HERE.turn = self.ready[0]
 
     def point(self, what, *, switches=True):
         """The process may end here; else another of its threads may go on."""
@@ -47,57 +47,48 @@ class Turns:
             self.dead = len(self.points) == self.kill
         if self.dead:
             raise Killed
-        if switches and len(self.threads) > 1:
-            self.give(self.random.choice(self.threads))
-
-    def wait(self, until):
-        """Others run until this holds."""
-        while not until():
+        if switches and len(self.ready) > 1 and (other := self.random.choice(self.ready)) is not HERE.turn:
+            other.release()
+            HERE.turn.acquire()
             if self.dead:
                 raise Killed
-            others = [one for one in self.threads if one is not HERE.turn]
-            assert others, "this thread waits for ever"
-            self.give(self.random.choice(others))
-
-    def give(self, other):
-        """The other goes on, and later this one."""
-        if other is not (mine := HERE.turn):
-            other.release()
-            mine.acquire()
-        if self.dead:
-            raise Killed
 
     def together(self, calls):
         """What each of these returns, in a thread of its own; raises the first error, in their order, when all have ended."""
-        ended = []
+        mine, found = HERE.turn, {}
 
-        def run(call, mine):
-            HERE.turn, HERE.properties = mine, {}
-            mine.acquire()
+        def run(number, turn):
+            HERE.turn, HERE.properties = turn, {}
+            turn.acquire()
             try:
-                result, error = (None, Killed()) if self.dead else (call(), None)
-            except BaseException as raised:
-                result, error = None, raised
-            ended.append((mine, result, error))
-            self.threads.remove(mine)
-            self.random.choice(self.threads).release()
+                found[number] = (calls[number](), None)
+            except BaseException as error:
+                found[number] = (None, error)
+            self.ready.remove(turn)
+            if len(found) == len(calls):
+                self.ready.append(mine)
+            self.random.choice(self.ready).release()
 
-        turns = [threading.Semaphore(0) for _ in calls]
-        for call, turn in zip(calls, turns, strict=True):
-            self.threads.append(turn)
-            threading.Thread(target=run, args=(call, turn), daemon=True).start()
-        try:
-            self.wait(lambda: len(ended) == len(calls))
-        finally:
-            if self.dead:  # the others end too, each at its own point
-                while len(ended) < len(calls):
-                    with contextlib.suppress(Killed):
-                        self.give(next(one for one in turns if one in self.threads))
-        found = {id(turn): (result, error) for turn, result, error in ended}
-        for turn in turns:
-            if (error := found[id(turn)][1]) is not None:
+        self.ready.remove(mine)
+        turns = [_turn() for _ in calls]
+        self.ready += turns
+        for number, turn in enumerate(turns):
+            threading.Thread(target=run, args=(number, turn), daemon=True).start()
+        self.random.choice(self.ready).release()
+        mine.acquire()
+        if self.dead:
+            raise Killed
+        for _, (_, error) in sorted(found.items()):
+            if error is not None:
                 raise error
-        return [found[id(turn)][0] for turn in turns]
+        return [result for _, (result, _) in sorted(found.items())]
+
+
+def _turn():
+    """A lock that is taken."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 class Executor:
@@ -126,22 +117,17 @@ class Executor:
 
     def send(self, frames):
         kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("WANT", "ROOM"))
-        if not kinds:
+        if not kinds or self.turns.dead:  # a generator may be closed when its process has ended
             return
         self.turns.point(f"before {kinds}")
         self.host.received("1", frames)
         self.turns.point(f"after {kinds}")
 
     def wait(self, found, seconds):
-        result = [None]
-
-        def is_there():
-            self.run()
-            result[0] = found()
-            return result[0] is not None
-
-        self.turns.wait(is_there)
-        return result[0]
+        self.run()
+        if (result := found()) is None:
+            raise AssertionError("what this task waits for never comes")
+        return result
 
     # -- What the driver's side runs on
 
