@@ -18,6 +18,7 @@ from pyspark import SparkContext
 from stagecrew.conf import KEYS, parse_bytes, parse_seconds
 from stagecrew.coordination.checkpoints import NOTHING
 from stagecrew.coordination.operators import Factory, Operators
+from stagecrew.coordination.program_path import Place, Uses, current_place
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, OperatorMisused
 from stagecrew.frames import encode
 from stagecrew.listeners import Listener, listener_name
@@ -53,7 +54,13 @@ class Application:
     def __init__(self, coordinators: Mapping[str, Factory] | None = None, restore: Checkpoint | None = None) -> None:
         self.coordinators = dict(coordinators or {})
         self.crew: Crew | None = None
-        self.operators = Operators(self, lambda: 30.0 if self.crew is None else self.crew.close_timeout)
+        #: The program outside of steps and topologies; the thread that starts the session began it.
+        self.place = Place()
+        self.operators = Operators(
+            self,
+            lambda: 30.0 if self.crew is None else self.crew.close_timeout,
+            uses=Uses(self.place, is_application=True),
+        )
         try:
             for name, factory in self.coordinators.items():
                 try:
@@ -124,6 +131,15 @@ class Crew:
     def running(self) -> bool:
         """Whether the SparkContext has not stopped."""
         return self.context._jsc is not None
+
+    @property
+    def place(self) -> Place:
+        """Where in the program this thread is; in one that Spark started, the topology that it works for."""
+        place = current_place()
+        if place is None:
+            topology = self.marks.innermost
+            place = self.application.place if topology is None else topology.place
+        return place
 
     def topology(
         self,

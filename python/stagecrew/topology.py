@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagecrew.coordination.operators import Operators
-from stagecrew.coordination.positions import POSITION
+from stagecrew.coordination.operators import COMMIT, Operators
+from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
 from stagecrew.partitions import PartitionReport, Release, java_dataset
@@ -88,6 +88,8 @@ class Topology:
         self._state = "new"
         self._told = False  # whether a failure of a coordinator was raised
         self.parent: Topology | None = None
+        #: Where in the program it began.
+        self.place = Place()
         self._last_report: TopologyReport | None = None
         self.operators = Operators(self, lambda: crew.close_timeout)
 
@@ -120,9 +122,12 @@ class Topology:
         crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners, self.release)
         for listener in self._listeners:
             listener._stagecrew.registered_for(f"topology {self.name!r}")
+        self.place = Place(crew.place, "topology", self.name)
+        self.operators.begin_in(self.place)
         self._state = "active"
         crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
         crew.marks.enter(self)
+        PLACE.set(self.place)
         return self
 
     def close(self, cancel: bool = False) -> None:
@@ -154,9 +159,11 @@ class Topology:
         finally:
             for topology in (self, *self._inside()):  # the driver ended those inside too
                 topology._state = "closed"
+                topology.place.ended = True
                 with contextlib.suppress(ValueError):
                     self._crew.active.remove(topology)
             self._crew.marks.leave(self)
+            PLACE.set(current_place())
 
     def _inside(self) -> Iterator[Topology]:
         """The active ones that lie in this one, at any depth."""
@@ -189,7 +196,8 @@ class Topology:
         Calling it after the topology closed raises `TopologyClosed`, after the session has stopped `NotActive`.
         """
 
-        position = POSITION.get()
+        here = current_place()
+        place = here if here is not None and here.is_within(self.place) else self.place
 
         @functools.wraps(f)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -200,11 +208,11 @@ class Topology:
                 )
             self._crew.require_running()
             self._crew.marks.enter(self)
-            token = POSITION.set(position)
+            token = PLACE.set(place)
             try:
                 return f(*args, **kwargs)
             finally:
-                POSITION.reset(token)
+                PLACE.reset(token)
                 self._crew.marks.leave(self)
 
         return wrapped
@@ -261,7 +269,7 @@ class Topology:
         read: Callable[[Any], Iterable[pa.RecordBatch]],
         schema: StructType | str,
         parallelism: int | None = None,
-        name: str = "splits",
+        name: str | None = None,
     ) -> DataFrame:
         """A DataFrame whose tasks pull what they read next, so that none is left with the rest: a dynamic source.
 
@@ -280,16 +288,14 @@ class Topology:
         from stagecrew.operators.splits import read_splits
 
         self._require_active("read splits")
-        return read_splits(
-            self, self._crew.context, enumerator, read, schema, parallelism, self.operators.free_name(name)
-        )
+        return read_splits(self, self._crew.context, enumerator, read, schema, parallelism, name)
 
     def supersteps(
         self,
         dataset: DataFrame,
         work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
         schema: StructType | str,
-        name: str = "supersteps",
+        name: str | None = None,
         stop_when: Callable[[int, Any], bool] | None = None,
         timeout: float = 600.0,
     ) -> DataFrame:
@@ -315,9 +321,7 @@ class Topology:
         from stagecrew.operators.supersteps import run_supersteps
 
         self._require_active("run supersteps")
-        return run_supersteps(
-            self, dataset, work, schema, self.operators.free_name(name), stop_when, timeout, self._crew.await_slots
-        )
+        return run_supersteps(self, dataset, work, schema, name, stop_when, timeout, self._crew.await_slots)
 
     def commit(
         self,
@@ -325,7 +329,7 @@ class Topology:
         sink: Committer,
         commit_id: str | None = None,
         decisions: Decisions | None = None,
-        name: str = "commit",
+        name: str = COMMIT,
     ) -> CommitReport:
         """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
 
@@ -357,7 +361,6 @@ class Topology:
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")
-        name = self.operators.free_name(name)
         return commit_dataset(
             self,
             dataset,

@@ -11,23 +11,7 @@ import stagecrew
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.frames import encode
-
-
-class Nowhere:
-    """A way to executors that drops all."""
-
-    def send(self, executor, frame):
-        pass
-
-    def dirty(self, gateway):
-        while gateway.take() is not None:
-            pass
-
-    def flush(self):
-        pass
-
-    def wait(self, loop):
-        return False
+from unit_scopes import Nowhere
 
 
 class Scope:
@@ -165,7 +149,7 @@ def test_those_that_were_prepared_are_in_a_checkpoint():
 
     operators.prepare("o", Keeping)
     operators.begin(host)
-    assert operators.checkpoint(None, 10).states == {"o/1": b"state"}
+    assert operators.checkpoint(None, 10).states == {"o/unused": b"state"}
     operators.close("the session stops")
     with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 1"):
         operators.checkpoint(1, 10)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew.application import Application
 from stagecrew.marks import PROPERTY, Marks
 from stagecrew.session import Crew
 from stagecrew.topology import Topology
@@ -79,7 +80,7 @@ def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside one that has ended."""
     made: Any = Crew.__new__(Crew)
     made.context, made.facade, made.close_timeout, made.active = Context(), Driver(), 1.0, []
-    made.marks = Marks(made)
+    made.marks, made.application = Marks(made), Application()
 
     def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
         assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)

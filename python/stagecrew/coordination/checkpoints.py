@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.coordinator import NO_CHECKPOINT
+from stagecrew.coordination.program_path import operator_of
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 
 if TYPE_CHECKING:
@@ -20,12 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING", "Checkpoint", "Pending"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The states of a topology's coordinators as of one cut. `states` is by operator and its use: `"budget/1"`."""
+    """The states of a topology's coordinators as of one cut.
+
+    `states` is by the use's place in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
+    `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
+    """
 
     id: int
     states: Mapping[str, bytes | None]
@@ -35,8 +40,8 @@ class Checkpoint:
         return (self.id, self.states[key]) if key in self.states else (NO_CHECKPOINT, None)
 
     def keys_of(self, operator: str) -> list[str]:
-        """The keys of an operator's uses, in their order."""
-        return [key for key in self.states if key.rpartition("/")[0] == operator]
+        """The keys of an operator's uses, wherever in the program they are."""
+        return [key for key in self.states if operator_of(key) == operator]
 
     def to_bytes(self) -> bytes:
         """As bytes to be stored.

@@ -188,7 +188,7 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
 
     if idle_after is not None and not idle_after > 0:
         raise OperatorMisused(f"idle_after is after how many seconds a silent source holds nobody, not {idle_after!r}")
-    return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after)))
+    return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))
 
 
 class InEventTime:
