@@ -7,6 +7,7 @@ A program is a tuple of statements, each of which is a tuple:
     ("stream", name, n, own, body)   a query of n batches: `own` is called by `foreachBatch`, and then `job.batch` with the body
     ("threads", bodies)              each body in a thread of its own
     ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers), ("splits", label, n)
+    ("nameless", variable, source)   the same without the name that it needs, where another thread has begun the place: an error
     ("act", variable, n)             an action: all rows, or the first n
     ("commit", name, source)         a dataset is made and committed
     ("raise",)                       the program's own error
@@ -158,11 +159,16 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Where a statement is: the topologies around it, the datasets that it sees, and whether its thread has begun the place."""
+    """Where a statement is: the topologies around it, with their operators, and the datasets that it sees.
+
+    `at_home`: its thread has begun the innermost topology, step or batch; `astray`: a topology around that was begun in a thread that had
+    begun nothing. There uses need names, the application's in both cases.
+    """
 
     topologies: tuple = ()
     datasets: dict = dataclasses.field(default_factory=dict)
     at_home: bool = True
+    astray: bool = False
     suffix: str = ""
 
     def within(self, **changes):
@@ -185,7 +191,9 @@ class Runner:
     def _topology(self, scope, name, body):
         with self.crew.topology(name) as topology:
             operator = topology.coordinate("o", Tally)
-            return self.body(body, scope.within(topologies=(*scope.topologies, (topology, operator)), at_home=True))
+            around = (*scope.topologies, (topology, operator))
+            astray = scope.astray or not scope.at_home
+            return self.body(body, scope.within(topologies=around, at_home=True, astray=astray))
 
     def _step(self, scope, name, body):
         return self.job.step(name, lambda: self.body(body, scope.within(at_home=True)))
@@ -208,13 +216,16 @@ class Runner:
         return self.world.turns.together([wrap(branch(body)) for body in bodies])
 
     def _use(self, scope, variable, source):
-        scope.datasets[variable] = self._made(scope, variable, source)
+        is_placed = scope.at_home and not (scope.astray and source[0] == "session")
+        named = {} if is_placed or not NAMED else {"name": f"{variable}{scope.suffix}"}
+        scope.datasets[variable] = self._made(scope, source, named)
 
-    def _made(self, scope, variable, source):
-        """A dataset; its use is named where its place alone does not tell it from others."""
+    def _nameless(self, scope, variable, source):
+        scope.datasets[variable] = self._made(scope, source, {})
+
+    def _made(self, scope, source, named):
         kind, *rest = source
         topology, operator = scope.topologies[-1] if scope.topologies else (None, None)
-        named = {} if scope.at_home or not NAMED else {"name": f"{variable}{scope.suffix}"}
         if kind == "splits":
             label, count = rest
             splits = [f"{label}{number}" for number in range(count)]
@@ -233,7 +244,8 @@ class Runner:
 
     def _commit(self, scope, name, source):
         topology, _ = scope.topologies[-1]
-        return topology.commit(self._made(scope, name, source), self.world.sink, name=name).rows
+        self._use(scope, name, source)
+        return topology.commit(scope.datasets.pop(name), self.world.sink, name=name).rows
 
     def _raise(self, scope):
         raise ValueError("the program's own error")
