@@ -16,9 +16,6 @@ class Nowhere:
     def flush(self):
         pass
 
-    def wait(self, loop):
-        return False
-
 
 class Scope:
     """A topology without Spark."""

@@ -33,12 +33,12 @@ class Threads:
     """What a coordinator runs on; the harness of `stagecrew.testing` has another."""
 
     def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
-        """Its own thread."""
-        return Loop(name, failed, owner.idle, owner.wait, lambda: coordinates(owner.name, name))
+        """Its turns on the threads that all coordinators share."""
+        return Loop(name, failed, owner.idle, lambda: coordinates(owner.name, name))
 
     def background(self, name: str) -> InBackground:
         """Where `call_async` runs."""
-        return Background(name)
+        return Background()
 
     def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:
         """Waits until all are done, or one failed, or it is late; answers those that are not done."""
@@ -59,9 +59,6 @@ class Owner(Protocol):
 
     def idle(self) -> None:
         """A coordinator has nothing to do at once."""
-
-    def wait(self, loop: Loop) -> bool:
-        """Waits for what this coordinator's thread has to do, if it can do better than that thread itself."""
 
 
 class Live:

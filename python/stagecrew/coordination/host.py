@@ -16,7 +16,6 @@ from stagecrew.coordination.binding import Binding, Instance, Live
 from stagecrew.coordination.checkpoints import Pending
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
 from stagecrew.coordination.statistics import Statistics, Teller
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
@@ -48,9 +47,6 @@ class Wire(Protocol):
     def flush(self) -> None:
         """Sends what is enqueued."""
 
-    def wait(self, loop: Loop) -> bool:
-        """Reads on an idle coordinator's thread until it has something to do; answers whether it did."""
-
 
 class Host:
     """Knows every binding of the session, and all live evaluations."""
@@ -72,8 +68,8 @@ class Host:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any evaluation is live, or may come."""
-        return bool(self._bindings)
+        """Whether any evaluation is live."""
+        return bool(self._live)
 
     def add(self, binding: Binding) -> None:
         """Evaluations of the binding are served from now on."""

@@ -18,7 +18,6 @@ from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisuse
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.host import Host
-    from stagecrew.coordination.loop import Loop
 
 __all__ = ["COMMIT", "Factory", "Operators"]
 
@@ -235,10 +234,6 @@ class Operators:
         """Sends what waits to be sent."""
         if (host := self._host) is not None:
             host.wire.flush()
-
-    def wait(self, loop: Loop) -> bool:
-        """Reads what comes from executors on this coordinator's thread, which has nothing else to do."""
-        return (host := self._host) is not None and host.wire.wait(loop)
 
     def raise_failure(self) -> None:
         """Raises `CoordinatorFailed` from the first failure, if there was one."""
