@@ -6,7 +6,8 @@ A program is a tuple of statements, each of which is a tuple:
     ("step", name, body)             `job.step`
     ("stream", name, n, own, body)   a query of n batches: `own` is called by `foreachBatch`, and then `job.batch` with the body
     ("threads", bodies)              each body in a thread of its own
-    ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers), ("splits", label, n)
+    ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers),
+                                     ("outer", numbers) of the outermost topology, and ("splits", label, n)
     ("nameless", variable, source)   the same without the name that it needs, where another thread has begun the place: an error
     ("act", variable, n)             an action: all rows, or the first n
     ("commit", name, source)         a dataset is made and committed
@@ -161,14 +162,14 @@ class World:
 class Scope:
     """Where a statement is: the topologies around it, with their operators, and the datasets that it sees.
 
-    `at_home`: its thread has begun the innermost topology, step or batch; `astray`: a topology around that was begun in a thread that had
-    begun nothing. There uses need names, the application's in both cases.
+    A use needs a name where its thread has not begun the innermost topology, step or batch (it is not `at_home`), and where that holds of
+    a topology around it: `astray` is how many operators are known from further out than such a one, the application's first.
     """
 
     topologies: tuple = ()
     datasets: dict = dataclasses.field(default_factory=dict)
     at_home: bool = True
-    astray: bool = False
+    astray: int = 0
     suffix: str = ""
 
     def within(self, **changes):
@@ -192,7 +193,7 @@ class Runner:
         with self.crew.topology(name) as topology:
             operator = topology.coordinate("o", Tally)
             around = (*scope.topologies, (topology, operator))
-            astray = scope.astray or not scope.at_home
+            astray = scope.astray if scope.at_home else len(around)
             return self.body(body, scope.within(topologies=around, at_home=True, astray=astray))
 
     def _step(self, scope, name, body):
@@ -216,7 +217,8 @@ class Runner:
         return self.world.turns.together([wrap(branch(body)) for body in bodies])
 
     def _use(self, scope, variable, source):
-        is_placed = scope.at_home and not (scope.astray and source[0] == "session")
+        known_from = {"session": 0, "outer": 1}.get(source[0], len(scope.topologies))
+        is_placed = scope.at_home and known_from >= scope.astray
         named = {} if is_placed or not NAMED else {"name": f"{variable}{scope.suffix}"}
         scope.datasets[variable] = self._made(scope, source, named)
 
@@ -230,7 +232,8 @@ class Runner:
             label, count = rest
             splits = [f"{label}{number}" for number in range(count)]
             return topology.splits(splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **named)
-        operator = self.crew.operator("c") if kind == "session" else operator
+        if kind in ("session", "outer"):
+            operator = self.crew.operator("c") if kind == "session" else scope.topologies[0][1]
         (numbers,) = rest  # one for each partition
         spark = self.crew.context
         dataset = Dataset(spark, len(numbers), lambda i: iter([pa.record_batch({"v": [numbers[i]]})]), "v long")
