@@ -53,6 +53,8 @@ class Owner(Protocol):
     id: str
     #: Shared by its coordinators.
     store: dict[str, Any]
+    #: The bindings whose coordinators were called since their states were taken.
+    changed: dict[Binding, None]
 
     def fail(self, cause: BaseException) -> None:
         """A coordinator failed."""
@@ -107,16 +109,22 @@ class Instance:
 
     def begin(self) -> None:
         """The session runs: the coordinator starts."""
-        self.context.initialise(self.loop, self._fail)
+        self.context.initialise(self.enqueue, self._fail, self._binding.touch, lambda: bool(self._heard))
         self.call("start")
 
     def call(self, method: str, *args: Any) -> None:
         """Enqueues a call of one of the coordinator's methods."""
-        self.loop.call(self._call, method, args)
+        self.enqueue(self._call, method, args)
+
+    def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
+        """Enqueues a call that may change the coordinator's state."""
+        self.loop.call(f, *args)
+        self._binding.touch()  # after it: a checkpoint that is taken between the two asks once more than it needs to
 
     def ready(self, live: Live) -> None:
         """An evaluation has begun."""
         self._heard[live.evaluation.id] = live
+        self.context.resume()
         self.call("ready", live.evaluation, live.gateway)
 
     def over(self, live: Live, outcome: str, *reason: str) -> None:
@@ -152,6 +160,11 @@ class Instance:
         except BaseException as error:
             pending.fail(error)
             raise  # as in every callback
+
+    def tell_outcome(self, method: str, checkpoint_id: int) -> None:
+        """Calls `checkpoint_complete` or `checkpoint_aborted`, if the coordinator has one: the call may change its state."""
+        if getattr(type(self.coordinator), method, None) is not getattr(Coordinator, method):
+            self.call(method, checkpoint_id)
 
     def ask(self, now: float) -> None:
         """Has the coordinator say how far it is, when its thread comes to that; `shown` has it then."""
@@ -199,7 +212,7 @@ class Instance:
             return  # it was reset again before it began
         self.make(checkpoint_id, state)
         assert self.coordinator is not None
-        self.context.initialise(self.loop, self._fail)
+        self.context.initialise(self.enqueue, self._fail, self._binding.touch, lambda: bool(self._heard))
         self.coordinator.start()
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
@@ -252,6 +265,8 @@ class Binding:
         self.pending: Pending | None = None
         self.held = False
         self.statistics = Statistics()
+        #: The bindings of which something may be new to those who look on; of the host that serves it.
+        self.news: dict[Binding, None] | None = None
         self.instance = Instance(self)
         try:
             self.instance.make(checkpoint_id, state)
@@ -263,13 +278,19 @@ class Binding:
         """The session runs."""
         self.instance.begin()
 
+    def touch(self) -> None:
+        """Its coordinator was called, or reported something."""
+        self.owner.changed[self] = None
+        if (news := self.news) is not None:
+            news[self] = None
+
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
         """Puts a new instance in the place of the current one, which is closed first."""
         self.held = False
         self.statistics.resets += 1
         old, self.instance = self.instance, Instance(self)
         old.retire()
-        self.instance.loop.call(self.instance.take_over, old, checkpoint_id, state, seconds)
+        self.instance.enqueue(self.instance.take_over, old, checkpoint_id, state, seconds)
 
     def finish(self) -> None:
         """Has what came handled, and the coordinator closed behind it."""

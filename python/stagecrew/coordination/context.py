@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from stagecrew.logs import handles
 
 if TYPE_CHECKING:
     from stagecrew.coordination.background import InBackground
-    from stagecrew.coordination.loop import CallsInOrder
 
 __all__ = ["CoordinatorContext"]
 
@@ -36,8 +36,12 @@ class CoordinatorContext:
         self.progress: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._state = "uninitialised"
-        self._loop: CallsInOrder | None = None
+        self._enqueue: Callable[..., None] = lambda *_: None
+        self._touch: Callable[[], None] = lambda: None
         self._fail: Callable[[BaseException], None] = lambda _: None
+        self._is_live: Callable[[], bool] = lambda: True
+        #: What is repeated while an evaluation is live, and waits for one.
+        self._paused: list[Callable[[], None]] = []
         self._make_background = background
         self._background: InBackground | None = None
 
@@ -46,6 +50,7 @@ class CoordinatorContext:
         if self._may("report"):
             with self._lock:
                 self.progress = self.progress | values
+            self._touch()
 
     @property
     def state(self) -> str:
@@ -60,18 +65,20 @@ class CoordinatorContext:
     def run_in_coordinator_thread(self, f: Callable[..., Any], *args: Any) -> None:
         """Calls this on the coordinator's own thread, after what is enqueued there."""
         if self._may("run_in_coordinator_thread"):
-            assert self._loop is not None
-            self._loop.call(self._guarded, f, *args)
+            self._enqueue(self._guarded, f, *args)
 
     def call_async(
         self,
         f: Callable[[], Any],
         handler: Callable[[Any, BaseException | None], None],
         period: float | None = None,
+        while_live: bool = False,
     ) -> None:
         """Calls `f` on a thread of a pool, and then `handler(result, None)` or `handler(None, error)` on the coordinator's.
 
-        With a `period` in seconds it is called again that long after each end, until the coordinator is closed.
+        With a `period` in seconds it is called again that long after each end, until the coordinator is closed; with `while_live`
+        only while an evaluation is live, so that an idle coordinator costs nothing. A call that never returns does not keep the
+        driver's process alive.
         """
         if not self._may("call_async") or (background := self._in_background()) is None:
             return
@@ -85,14 +92,16 @@ class CoordinatorContext:
             if self._state == "initialised":
                 self.run_in_coordinator_thread(handler, result, error)
                 if period is not None:
-                    background.later(period, lambda: self.call_async(f, handler, period))
+                    again = functools.partial(background.later, period, lambda: background.submit(run))
+                    self._repeat(again, while_live)
 
         background.submit(run)
 
-    def every(self, seconds: float, f: Callable[[], None]) -> None:
+    def every(self, seconds: float, f: Callable[[], None], while_live: bool = False) -> None:
         """Calls `f` on the coordinator's own thread, so long after now and after the end of each call, until it is closed.
 
-        What it raises fails the topology, as in every callback, and ends it.
+        With `while_live` only while an evaluation is live, so that an idle coordinator costs nothing. What it raises fails the
+        topology, as in every callback, and ends it.
         """
         if not self._may("every") or (background := self._in_background()) is None:
             return
@@ -102,23 +111,51 @@ class CoordinatorContext:
             wait()
 
         def wait() -> None:
-            background.later(seconds, lambda: self.run_in_coordinator_thread(call))
+            self._repeat(lambda: background.later(seconds, lambda: self.run_in_coordinator_thread(call)), while_live)
 
         wait()
 
+    def _repeat(self, again: Callable[[], None], while_live: bool) -> None:
+        with self._lock:  # so that `resume` sees what is paused here, or this sees the evaluation
+            if while_live and not self._is_live():
+                self._paused.append(again)
+                return
+        again()
+
     # -- for the host
 
-    def initialise(self, loop: CallsInOrder, fail: Callable[[BaseException], None]) -> None:
-        """The session runs: what the coordinator does has an effect from now on."""
+    def initialise(
+        self,
+        enqueue: Callable[..., None],
+        fail: Callable[[BaseException], None],
+        touch: Callable[[], None],
+        is_live: Callable[[], bool],
+    ) -> None:
+        """The session runs: what the coordinator does has an effect from now on.
+
+        Args:
+            enqueue: Calls a function with arguments on the coordinator's thread.
+            fail: Fails the topology.
+            touch: Notes that something was reported.
+            is_live: Whether an evaluation is live.
+        """
         with self._lock:
-            self._loop, self._fail = loop, fail
+            self._enqueue, self._fail, self._touch, self._is_live = enqueue, fail, touch, is_live
             if self._state == "uninitialised":
                 self._state = "initialised"
+
+    def resume(self) -> None:
+        """An evaluation is live: what is repeated while one is goes on."""
+        with self._lock:
+            paused, self._paused = self._paused, []
+        for again in paused:
+            again()
 
     def close(self) -> None:
         """Nothing that the coordinator does has an effect any more."""
         with self._lock:
             self._state = "closed"
+            self._paused.clear()
             background = self._background
         if background is not None:
             background.close()

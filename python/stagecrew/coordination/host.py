@@ -132,7 +132,7 @@ class Host:
             if pending is None or pending.id != checkpoint_id:
                 return  # another instance has taken over, which knows nothing of it
             binding.pending, binding.held = None, False
-            pending.instance.call("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
+            pending.instance.tell_outcome("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
             gateways = [live.gateway for live in binding.live.values()]
         pending.fail(CheckpointFailed(f"checkpoint {checkpoint_id} was given up"))
         for gateway in gateways:
@@ -160,14 +160,21 @@ class Host:
     def statistics(self) -> bytes | None:
         """A frame for the driver's JVM of what changed since the last; None when nothing did."""
         with self._lock:
-            bindings = [
-                (binding, list(binding.live.values())) for binding in (*self._bindings.values(), *self._leaving)
-            ]
+            bindings = [(binding, list(binding.live.values())) for binding in (*self._teller.due(), *self._leaving)]
             self._leaving.clear()
         return self._teller.frame(bindings)
 
-    def last_statistics(self, bindings: list[Binding]) -> bytes | None:
-        """The last word of bindings that have closed."""
+    def ended(self, binding: Binding) -> None:
+        """It has closed before its topology ends."""
+        with self._lock:
+            binding.statistics.is_closed = True
+            self._leaving.append(binding)
+
+    def last_statistics(self, owner: str, bindings: list[Binding]) -> bytes | None:
+        """The last word of a topology's bindings, which have closed."""
+        with self._lock:
+            bindings = [*(one for one in self._leaving if one.owner.id == owner), *bindings]
+            self._leaving = [one for one in self._leaving if one.owner.id != owner]
         for binding in bindings:
             binding.statistics.is_closed = True
         return self._teller.frame([(binding, ()) for binding in bindings], last=True)
@@ -237,7 +244,7 @@ class Host:
         if frame.kind == "EVENTS":
             if (fresh := self._fresh(live, frame["first"], frame["payloads"])) is not None:
                 binding.statistics.events_in += len(fresh)
-                instance.loop.call(self._handle_events, instance, live, fresh)
+                instance.enqueue(self._handle_events, instance, live, fresh)
         elif frame.kind == "REQUEST":
             self._request(binding, instance, live, frame["sequence"], frame["payload"])
         elif frame.kind == "FINISH":
@@ -312,9 +319,7 @@ class Host:
             if len(live.replies) > _REPLIES:
                 live.replies.pop(min(live.replies), None)
             binding.statistics.requests += 1
-            instance.loop.call(
-                self._handle_request, instance, live, sequence, payload, binding.statistics, self._clock()
-            )
+            instance.enqueue(self._handle_request, instance, live, sequence, payload, binding.statistics, self._clock())
 
     def _finish(self, live: Live, frame: Frame) -> None:
         if frame["sequence"] > live.expected:
