@@ -1,10 +1,12 @@
-"""Programs of a job, and histories of their runs in the simulation: with kills, or without.
+"""Programs of a job, and who carries them out: in the simulation, or with real Spark.
 
 A program is a tuple of statements, each of which is a tuple:
 
     ("topology", name, body)         the body inside a topology, with an operator of its own
     ("step", name, body)             `job.step`
-    ("stream", name, n, own, body)   a query of n batches: `own` is called by `foreachBatch`, and then `job.batch` with the body
+    ("stream", name, n, wrapped, own, body)
+                                     a query of n batches: what `foreachBatch` calls, which the topology wraps or not, does what is its
+                                     `own`, and then the body in `job.batch`
     ("threads", bodies)              each body in a thread of its own
     ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers),
                                      ("outer", numbers) of the outermost topology, and ("splits", label, n)
@@ -17,34 +19,17 @@ What a body returns are the results of its statements. A name is used once in a 
 in a place.
 """
 
-import contextvars
 import dataclasses
 import inspect
-import logging
-import re
 
 import pyarrow as pa
-import pyarrow.fs
 
-from jobsim import PLACES, Killed, MemorySink
-from modelstore import ModelServer
-from sparksim import Dataset, Turns, process
 from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.coordination.operator import Operator
-from stagecrew.errors import StagecrewError
-from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import current_job, set_current
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.run import Claimed, carry_out
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
-from stagecrew.recovery.stores.contract import Create, Replace
+from stagecrew.recovery.job import current_job
 
-JOB = "job"
 #: Whether a use can be named.
 NAMED = "name" in inspect.signature(Operator.map).parameters
-#: After so many runs a history does not end.
-RUNS = 6
 
 
 class Tally(Coordinator):
@@ -78,86 +63,6 @@ def tell(gateway, batches):
         yield pa.record_batch({"v": [gateway.request(number - number // 2)]})
 
 
-class Sink(MemorySink):
-    """A sink that the running process calls at its points."""
-
-    def __init__(self, world):
-        super().__init__(f"sink-{id(world)}")
-        self.world = world
-
-    def stage(self, staging, partition, attempt, batches):
-        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
-        self.point("before stage")
-        self.staged[staging.run].append(rows)
-        self.point("after stage")
-        return {"text": rows, "rows": len(rows)} if rows else None
-
-    def begin(self, staging):
-        self.point("before begin")
-        super().begin(staging)
-        self.point("after begin")
-
-    def commit(self, staging, messages):
-        self.point("before commit")
-        super().commit(staging, messages)
-        self.point("after commit")
-
-    def discard(self, staging, kept):
-        self.point("before discard")
-        super().discard(staging, kept)
-        self.point("after discard")
-
-    def point(self, what):
-        self.world.turns.point(what)
-
-
-class World:
-    """What outlives a process: the store with one job, the storage, a sink, the logs of streams, and what batches have given."""
-
-    def __init__(self):
-        self.server = ModelServer()
-        self.server.fault = self._point
-        filesystem = pyarrow.fs._MockFileSystem()
-        filesystem.create_dir("states")
-        self.storage = StateStorage("states", filesystem)
-        self.sink = Sink(self)
-        self.log, self.table = {}, {}
-        self.turns = None  # of the process that runs
-        leader = self.server.session()
-        leader.ensure("leader", "leader/term")
-        _, self.term = leader.transact(
-            Create(HOLDER, b"leader", ephemeral=True),
-            Replace("leader/term", b"leader", leader.read("leader/term").version),
-        )
-        self.jobs = Jobs(Fenced(leader, fence(self.term)), self.storage, lambda: 0.0)
-        self.jobs.submit(JobSpec("job.py", (), {}, {}, b"", 50), JOB)
-
-    def _point(self, session, operations, moment):
-        if self.turns is not None:
-            self.turns.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
-
-    def run(self, program, seed, kill):
-        """One run of the job, which ends it, or is lost."""
-        run = self.jobs.start(JOB, self.jobs.read(JOB), self.jobs.claim(JOB))
-        session = self.server.session()
-        self.turns = turns = Turns(seed, kill)
-        try:
-            claim = Jobs(Fenced(session, fence(self.term)), self.storage, lambda: 0.0).take(run, {})
-            claimed = Claimed(session, self.storage, self.term, run, claim)
-
-            def call(_spec):
-                with process(turns, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
-                    return Runner(self, crew).body(program, Scope())
-
-            carry_out(claimed, False, call, lambda: "killed" if turns.dead else None, patience=0.0)
-        except (Killed, StagecrewError):
-            pass
-        finally:
-            set_current(None)
-            self.points, self.turns = turns.points, None
-            self.server.expire(session.session)
-
-
 @dataclasses.dataclass(frozen=True)
 class Scope:
     """Where a statement is: the topologies around it, with their operators, and the datasets that it sees.
@@ -177,10 +82,14 @@ class Scope:
 
 
 class Runner:
-    """Carries out a program in one process."""
+    """Carries out a program in one process.
 
-    def __init__(self, world, crew):
-        self.world, self.crew, self.job = world, crew, current_job()
+    The ground has what differs between real Spark and the simulation: `together(calls)`, threads; `numbers(values)`, a dataset with one
+    in each partition; `stream(name, count, f)`, a query; `sink(name)`; and `write(key, value)`, what outlives the process.
+    """
+
+    def __init__(self, ground, crew):
+        self.ground, self.crew, self.job = ground, crew, current_job()
 
     def body(self, statements, scope):
         results = []
@@ -199,22 +108,20 @@ class Runner:
     def _step(self, scope, name, body):
         return self.job.step(name, lambda: self.body(body, scope.within(at_home=True)))
 
-    def _stream(self, scope, name, count, own, body):
+    def _stream(self, scope, name, count, wrapped, own, body):
         def batch(number):
             outside = self.body(own, scope.within(at_home=False, suffix=f"-{number}"))
             inside = self.job.batch(name, number, lambda: self.body(body, scope.within(at_home=True)))
-            self.world.turns.point("before write")
-            self.world.table[f"{name}/{number}"] = (outside, inside)
-            self.world.turns.point("after write")
+            self.ground.write(f"{name}-{number}", [outside, inside])
 
-        self.crew.context.stream(name, count, batch)
+        self.ground.stream(name, count, scope.topologies[-1][0].wrap(batch) if wrapped else batch)
 
     def _threads(self, scope, bodies):
         def branch(body):
             return lambda: self.body(body, scope.within(at_home=False))
 
         wrap = scope.topologies[-1][0].wrap if scope.topologies else lambda f: f
-        return self.world.turns.together([wrap(branch(body)) for body in bodies])
+        return self.ground.together([wrap(branch(body)) for body in bodies])
 
     def _use(self, scope, variable, source):
         known_from = {"session": 0, "outer": 1}.get(source[0], len(scope.topologies))
@@ -234,10 +141,7 @@ class Runner:
             return topology.splits(splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **named)
         if kind in ("session", "outer"):
             operator = self.crew.operator("c") if kind == "session" else scope.topologies[0][1]
-        (numbers,) = rest  # one for each partition
-        spark = self.crew.context
-        dataset = Dataset(spark, len(numbers), lambda i: iter([pa.record_batch({"v": [numbers[i]]})]), "v long")
-        return operator.map(dataset, tell, "v long", **named)
+        return operator.map(self.ground.numbers(*rest), tell, "v long", **named)
 
     def _act(self, scope, variable, limit):
         rows = [next(iter(vars(row).values())) for row in scope.datasets[variable].collect(limit)]
@@ -248,41 +152,7 @@ class Runner:
     def _commit(self, scope, name, source):
         topology, _ = scope.topologies[-1]
         self._use(scope, name, source)
-        return topology.commit(scope.datasets.pop(name), self.world.sink, name=name).rows
+        return topology.commit(scope.datasets.pop(name), self.ground.sink(name), name=name).rows
 
     def _raise(self, scope):
         raise ValueError("the program's own error")
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """All that a history has to agree about with any other of its program."""
-
-    state: str
-    reason: str
-    value: object
-    rows: dict
-    table: dict
-    staged: int
-
-
-def history(program, seed, *kills):
-    """The outcome of a program, whose runs end at these points in turn; and the points of its first run."""
-    world = World()
-    points = None
-    logging.disable(logging.CRITICAL)
-    try:
-        for kill in (*kills, *[None] * RUNS):
-            contextvars.Context().run(world.run, program, seed, kill)
-            points = points or world.points
-            if world.jobs.read(JOB)[0].state.is_terminal:
-                break
-        else:
-            return Outcome("lost", "", None, {}, {}, 0), points
-    finally:
-        logging.disable(logging.NOTSET)
-        del PLACES[world.sink.identity]
-    result = world.jobs.result(JOB)
-    rows = {id_: sorted(row for part in parts for row in part) for id_, parts in world.sink.visible.items()}
-    reason = re.sub(r"\b[0-9a-f]{12,32}\b", "<id>", result.reason)
-    return Outcome(result.state, reason, result.shown, rows, dict(world.table), len(world.sink.staged)), points

@@ -220,9 +220,7 @@ class Facade:
 class Spark:
     """The context and the session of one process, over its threads. `log` has the last batch that each stream has done."""
 
-    master, pythonExec, environment, _python_includes, startTime = "local[2]", "python", {}, (), 0
-    defaultParallelism = 2
-    _jsc = True
+    master, environment, _python_includes, _jsc = "local[2]", {}, (), True
 
     def __init__(self, turns, log):
         self.turns, self.log = turns, log
@@ -242,7 +240,8 @@ class Spark:
     def addJobTag(self, tag):
         pass
 
-    removeJobTag = addJobTag
+    def removeJobTag(self, tag):
+        pass
 
     def stop(self):
         pass
