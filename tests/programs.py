@@ -144,7 +144,8 @@ class Runner:
         return operator.map(self.ground.numbers(*rest), tell, "v long", **named)
 
     def _act(self, scope, variable, limit):
-        rows = [next(iter(vars(row).values())) for row in scope.datasets[variable].collect(limit)]
+        dataset = scope.datasets[variable] if limit is None else scope.datasets[variable].limit(limit)
+        rows = [row[0] for row in dataset.collect()]
         if rows and isinstance(rows[0], str):  # which of its splits come first is not promised
             return sorted(rows) if limit is None else [len(rows), *sorted({row.rstrip("0123456789") for row in rows})]
         return max(rows)
@@ -152,7 +153,8 @@ class Runner:
     def _commit(self, scope, name, source):
         topology, _ = scope.topologies[-1]
         self._use(scope, name, source)
-        return topology.commit(scope.datasets.pop(name), self.ground.sink(name), name=name).rows
+        sink = self.ground.sink(f"{name}-{'text' if source[0] == 'splits' else 'number'}")
+        return topology.commit(scope.datasets.pop(name), sink, name=name).rows
 
     def _raise(self, scope):
         raise ValueError("the program's own error")

@@ -13,7 +13,7 @@ import types
 
 import pyarrow as pa
 from pyspark import SparkContext, TaskContext
-from pyspark.sql import SparkSession, functions
+from pyspark.sql import Row, SparkSession, functions
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from jobsim import Killed
@@ -176,6 +176,9 @@ class Dataset:
     def mapInArrow(self, f, schema):
         return Dataset(self.spark, self.partitions, lambda number: f(self.make(number)), schema)
 
+    def limit(self, rows):
+        return types.SimpleNamespace(collect=lambda: self.collect(rows))
+
     def collect(self, limit=None):
         every = range(self.partitions)
         if limit is None and self.partitions > 1:
@@ -187,7 +190,7 @@ class Dataset:
                 if left is not None and (left := left - len(parts[-1])) <= 0:
                     break
         self.spark.executor.run()
-        return [types.SimpleNamespace(**row) for part in parts for row in part]
+        return [Row(**row) for part in parts for row in part]
 
     def _task(self, number, limit=None):
         HERE.task = Task(number, next(self.spark.attempts))
