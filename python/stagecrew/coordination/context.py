@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import NotInitialised
 from stagecrew.logs import handles
@@ -14,6 +15,26 @@ if TYPE_CHECKING:
     from stagecrew.coordination.background import InBackground
 
 __all__ = ["CoordinatorContext"]
+
+
+_NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
+
+
+class Effects(Protocol):
+    """What a coordinator may do through its context, once the session runs."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether an evaluation is live."""
+
+    def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
+        """Calls a function on the coordinator's thread."""
+
+    def fail(self, cause: BaseException) -> None:
+        """Fails the topology."""
+
+    def touch(self) -> None:
+        """Notes that something was reported."""
 
 
 class CoordinatorContext:
@@ -25,23 +46,24 @@ class CoordinatorContext:
     Source: Flink's lazily initialised context (FLINK-17781).
     """
 
+    __slots__ = (
+        "_background", "_effects", "_lock", "_make_background", "_paused", "_state", "operator", "progress", "store", "topology",
+    )  # fmt: skip
+
     def __init__(
-        self, operator: str, topology: str, store: dict[str, Any], background: Callable[[], InBackground]
+        self, operator: str, topology: str, store: dict[str, Any], background: Callable[[str], InBackground]
     ) -> None:
         self.operator = operator
         self.topology = topology
         #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
         self.store = store
         #: What was reported; replaced as a whole, so that any thread may read it.
-        self.progress: dict[str, Any] = {}
+        self.progress: Mapping[str, Any] = _NO_PROGRESS
         self._lock = threading.Lock()
         self._state = "uninitialised"
-        self._enqueue: Callable[..., None] = lambda *_: None
-        self._touch: Callable[[], None] = lambda: None
-        self._fail: Callable[[BaseException], None] = lambda _: None
-        self._is_live: Callable[[], bool] = lambda: True
+        self._effects: Effects | None = None
         #: What is repeated while an evaluation is live, and waits for one.
-        self._paused: list[Callable[[], None]] = []
+        self._paused: tuple[Callable[[], None], ...] = ()
         self._make_background = background
         self._background: InBackground | None = None
 
@@ -49,8 +71,9 @@ class CoordinatorContext:
         """What people see of the coordinator's progress: names and numbers or texts, beside those of before."""
         if self._may("report"):
             with self._lock:
-                self.progress = self.progress | values
-            self._touch()
+                self.progress = {**self.progress, **values}
+            assert self._effects is not None
+            self._effects.touch()
 
     @property
     def state(self) -> str:
@@ -60,12 +83,14 @@ class CoordinatorContext:
     def fail(self, cause: BaseException) -> None:
         """Fails the topology, once: its jobs are cancelled, and the caller's `with` raises `CoordinatorFailed` from this."""
         if self._may("fail"):
-            self._fail(cause)
+            assert self._effects is not None
+            self._effects.fail(cause)
 
     def run_in_coordinator_thread(self, f: Callable[..., Any], *args: Any) -> None:
         """Calls this on the coordinator's own thread, after what is enqueued there."""
         if self._may("run_in_coordinator_thread"):
-            self._enqueue(self._guarded, f, *args)
+            assert self._effects is not None
+            self._effects.enqueue(self._guarded, f, *args)
 
     def call_async(
         self,
@@ -117,37 +142,24 @@ class CoordinatorContext:
 
     def _repeat(self, again: Callable[[], None], while_live: bool) -> None:
         with self._lock:  # so that `resume` sees what is paused here, or this sees the evaluation
-            if while_live and not self._is_live():
-                self._paused.append(again)
+            if while_live and self._effects is not None and not self._effects.is_live:
+                self._paused = (*self._paused, again)
                 return
         again()
 
     # -- for the host
 
-    def initialise(
-        self,
-        enqueue: Callable[..., None],
-        fail: Callable[[BaseException], None],
-        touch: Callable[[], None],
-        is_live: Callable[[], bool],
-    ) -> None:
-        """The session runs: what the coordinator does has an effect from now on.
-
-        Args:
-            enqueue: Calls a function with arguments on the coordinator's thread.
-            fail: Fails the topology.
-            touch: Notes that something was reported.
-            is_live: Whether an evaluation is live.
-        """
+    def initialise(self, effects: Effects) -> None:
+        """The session runs: what the coordinator does has an effect from now on."""
         with self._lock:
-            self._enqueue, self._fail, self._touch, self._is_live = enqueue, fail, touch, is_live
+            self._effects = effects
             if self._state == "uninitialised":
                 self._state = "initialised"
 
     def resume(self) -> None:
         """An evaluation is live: what is repeated while one is goes on."""
         with self._lock:
-            paused, self._paused = self._paused, []
+            paused, self._paused = self._paused, ()
         for again in paused:
             again()
 
@@ -155,7 +167,7 @@ class CoordinatorContext:
         """Nothing that the coordinator does has an effect any more."""
         with self._lock:
             self._state = "closed"
-            self._paused.clear()
+            self._paused = ()
             background = self._background
         if background is not None:
             background.close()
@@ -165,7 +177,7 @@ class CoordinatorContext:
             if self._state == "closed":
                 return None
             if self._background is None:
-                self._background = self._make_background()
+                self._background = self._make_background(self.operator)
             return self._background
 
     def _guarded(self, f: Callable[..., Any], *args: Any) -> None:

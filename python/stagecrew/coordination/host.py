@@ -97,7 +97,7 @@ class Host:
         """A new coordinator takes over, as of a checkpoint; no evaluation of before gets an answer, or succeeds."""
         with self._lock:
             over = self._cut_off(binding)
-            binding.seen.clear()
+            binding.seen = 0
             pending, binding.pending = binding.pending, None
             binding.reset(checkpoint_id, state, seconds)
         if pending is not None:
@@ -142,7 +142,7 @@ class Host:
     def _cut_off(self, binding: Binding) -> list[Live]:
         over = list(binding.live.values())
         binding.live.clear()
-        binding.statistics.over["failed"] += len(over)
+        binding.statistics.count("failed", len(over))
         for one in over:
             self._live.pop(one.evaluation.id, None)
             _remember(self._ended, one.evaluation.id, None, _OVER)
@@ -285,11 +285,11 @@ class Host:
                 binding.statistics.began(gateway)
                 anew = (
                     subtask is not None
-                    and subtask in binding.seen
+                    and binding.seen >> subtask & 1
                     and not any(one.evaluation.subtask == subtask for one in binding.live.values())
                 )
                 if subtask is not None:
-                    binding.seen.add(subtask)
+                    binding.seen |= 1 << subtask
                 binding.live[evaluation.id] = live
                 self._live[evaluation.id] = (binding, live)
                 # With the lock: an instance hears only of evaluations that began under it.
@@ -336,7 +336,8 @@ class Host:
                 return
             binding, live = known
             binding.live.pop(id_, None)
-            binding.statistics.over[outcome] += 1
+            binding.live = binding.live or {}  # one that was used is larger, and an idle binding stays
+            binding.statistics.count(outcome)
             binding.instance.over(live, outcome, *([reason] if outcome == "failed" else []))
         live.gateway.over(reason or outcome)
         binding.statistics.ended(live.gateway)

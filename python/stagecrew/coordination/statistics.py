@@ -36,12 +36,19 @@ _COUNTS: Final = (
 class Statistics:
     """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any."""
 
+    __slots__ = (
+        "_gateways", "_sent", "acknowledgements", "counted", "cut", "error", "events_in", "failed", "finished", "is_closed",
+        "is_failed", "is_told", "replies", "requests", "resets",
+    )  # fmt: skip
+    #: Of all of them: each holds it for a moment, and there may be many.
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
         #: Of whoever reads what comes from executors.
         self.events_in = self.requests = 0
         #: Under the host's lock.
         self.resets = 0
-        self.over = {"finished": 0, "failed": 0, "cut": 0}
+        self.finished = self.failed = self.cut = 0
         #: From a request's arrival to its reply; from an event's sending to the acknowledgement that is also the first of it.
         self.replies, self.acknowledgements = Times(), Times()
         #: What the coordinator raised last, and whether that ended it.
@@ -51,21 +58,29 @@ class Statistics:
         self.is_told = False
         #: The counts that were told last.
         self.counted: tuple[int, ...] | None = None
-        self._lock = threading.Lock()
-        self._gateways: set[Gateway] = set()
+        self._gateways: tuple[Gateway, ...] = ()
         self._sent = 0
 
     def began(self, gateway: Gateway) -> None:
         """An evaluation has begun; what is sent to it is counted by its gateway."""
         with self._lock:
-            self._gateways.add(gateway)
+            self._gateways = (*self._gateways, gateway)
 
     def ended(self, gateway: Gateway) -> None:
         """Nothing more is sent to it."""
         with self._lock:
             if gateway in self._gateways:
-                self._gateways.remove(gateway)
+                self._gateways = tuple(one for one in self._gateways if one is not gateway)
                 self._sent += gateway.sent
+
+    def count(self, outcome: str, number: int = 1) -> None:
+        """This many evaluations ended so: `finished`, `failed` or `cut`."""
+        setattr(self, outcome, getattr(self, outcome) + number)
+
+    @property
+    def over(self) -> dict[str, int]:
+        """How many evaluations ended, by how."""
+        return {"finished": self.finished, "failed": self.failed, "cut": self.cut}
 
     @property
     def events_out(self) -> int:
