@@ -28,6 +28,7 @@ from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
+    CommitUnreadable,
     LeadershipLost,
     SessionLost,
     StateStorageError,
@@ -35,6 +36,7 @@ from stagecrew.errors import (
     StoreError,
     StoreUnavailable,
 )
+from stagecrew.logs import HarmlessFormatter, harmless
 from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.job import Job, set_current
@@ -167,7 +169,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--finish", action="store_true", help="run nothing: finish what is decided")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(HarmlessFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
@@ -177,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
         """Nothing that this process writes from now on would be done."""
         # The store is closed so that the next run need not wait for a time-out; of the files nobody else may be left to take care.
         leave_behind(
-            lambda: print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True),
+            lambda: print(f"stagecrew: this run ends: {harmless(reason)}", file=sys.stderr, flush=True),
             lambda: shutil.rmtree(given.folder, ignore_errors=True),
             store.close,
         )
@@ -298,7 +302,9 @@ def _ended_by_itself(error: BaseException) -> Result | None:
 
 def _no_fault_of_its_own(error: BaseException) -> str | None:
     """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that."""
-    ours = (StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitPending, CommitSuperseded)
+    ours = (
+        StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitUnreadable, CommitPending, CommitSuperseded,
+    )  # fmt: skip
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
