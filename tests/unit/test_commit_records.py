@@ -407,7 +407,7 @@ def test_records_have_the_format_in_them(keep, tmp_path):
 
 
 def test_a_job_with_a_record_of_an_earlier_version(tmp_path, caplog):
-    """No run of it begins and it does not end: the leader says why, and all that it has staged and stored stays."""
+    """It is unreadable for the leader, and nothing finishes or aborts its commits: all its staged rows and its records stay."""
     session = ModelServer().session()
     (tmp_path / "state").mkdir()
     storage = StateStorage(tmp_path / "state")
