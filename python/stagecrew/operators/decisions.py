@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import pyarrow.fs
 
