@@ -54,7 +54,7 @@ FOUND["session"] = (
     ("use", "v", ("session", (5,))),
     ("step", "b", (("act", "v", None),)),
 )
-FOUND["batches"] = (("stream", "q", 4, False, (), (("use", "u", ("session", (5,))), ("act", "u", None))),)
+FOUND["batches"] = (("stream", "q", 4, False, None, (), (("use", "u", ("session", (5,))), ("act", "u", None))),)
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
