@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import pickle
 import uuid
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
-__all__ = ["Identity"]
+__all__ = ["Identity", "RedefinedError", "Registration", "chosen"]
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -20,8 +24,26 @@ def _key() -> bytes:
     return os.urandom(32)
 
 
+@functools.cache
+def _maker() -> bytes:
+    """Tells apart the processes that make listeners: digests under different keys cannot be compared."""
+    return hashlib.sha256(b"maker" + _key()).digest()[:8]
+
+
 #: Of how many registrations a listener knows.
 _REMEMBERED: Final = 5
+
+
+class Registration(NamedTuple):
+    """One topology that has a listener. `what` names it in messages; a pickled copy has `ended` as of its pickling."""
+
+    what: str
+    id: str
+    ended: bool = False
+
+
+class RedefinedError(LookupError):
+    """The listener that is open has the same name and arguments, but different code."""
 
 
 class Identity:
@@ -32,13 +54,19 @@ class Identity:
     without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
     """
 
-    def __init__(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any], defined_by: Callable[..., Any] | None = None
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.factory = factory
-        self.topologies: list[str] = []
+        self.topologies: list[Registration] = []
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
+        #: The class or the function, where it was made, and a keyed digest of its code.
+        self._defined_by = defined_by
+        self._definition: bytes | None = None
+        self._maker = _maker()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -47,15 +75,22 @@ class Identity:
             "topologies": self.topologies,
             "_pickled": self.pickled_arguments,
             "_digest": self.digest,
+            "_definition": self.definition,
+            "_maker": self._maker,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _arguments=None)
+        self.__dict__.update(state, _arguments=None, _defined_by=None)
 
-    def registered_for(self, topology: str) -> None:
+    def registered_for(self, what: str, topology: str) -> None:
         """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
         # A new list: another thread may pickle the old one.
-        self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
+        others = [one for one in self.topologies if one.what != what]
+        self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
+
+    def has_ended(self, topology: str) -> None:
+        """Remembers that a topology of this id has ended."""
+        self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
 
     @property
     def pickled_arguments(self) -> bytes | None:
@@ -73,6 +108,30 @@ class Identity:
 
             self._digest = hmac.digest(_key(), self.pickled_arguments, "sha256")
         return self._digest
+
+    @property
+    def definition(self) -> bytes | None:
+        """A keyed digest of the code, made where the listener was made; None when every process imports that by its name."""
+        made_by = self._defined_by
+        if made_by is not None:
+            if made_by.__module__ == "__main__" or "<locals>" in getattr(made_by, "__qualname__", ""):
+                import hmac
+
+                from stagecrew.operators.fingerprints import fingerprint  # on the driver alone: it needs PySpark
+
+                self._definition = hmac.digest(_key(), fingerprint(made_by, b""), "sha256")
+            self._defined_by = None
+        return self._definition
+
+    def redefines(self, other: Identity) -> bool:
+        """Whether one process has made both, of different code."""
+        mine, theirs = self.definition, other.definition
+        return self._maker == other._maker and mine is not None and theirs is not None and mine != theirs
+
+    def is_comparable(self, other: Identity) -> bool:
+        """Whether `same` can compare the arguments of both."""
+        by_digest = self._maker == other._maker and None not in (self.digest, other.digest)
+        return by_digest or None not in (self.pickled_arguments, other.pickled_arguments)
 
     def same(self, other: Identity) -> bool:
         """Whether both name the same listener."""
@@ -101,5 +160,25 @@ class Identity:
             _arguments=None,
             _pickled=None,
             _digest=self.digest,
+            _defined_by=None,
+            _definition=self.definition,
+            _maker=self._maker,
         )
         return bare
+
+
+def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
+    """The first of these that is the same listener; the very listener comes before one that has only the same name.
+
+    None when none is the same. Raises `RedefinedError` when the code of each that is the same differs.
+    """
+    for one in known:
+        if of(one).id == identity.id:
+            return one
+    alike = [one for one in known if identity.same(of(one))]
+    for one in alike:
+        if not identity.redefines(of(one)):
+            return one
+    if alike:
+        raise RedefinedError(of(alike[0]))
+    return None

@@ -177,6 +177,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     assert 0 < mine.replies.p50 <= mine.replies.p99 <= mine.replies.max < 60
     assert 1 <= mine.acknowledgements.count <= 2 * TASKS
     assert (splits.name, splits.kind, splits.progress["splits done"]) == ("splits/1", "splits", "5")
+    assert topology.progress["splits/1"] == {"splits done": 5, "splits in work": 0, "splits left": 0}
 
     shown = fetched(spark, "/stagecrew/json")
     (of,) = (one for one in shown["topologies"] if one["name"] == name)

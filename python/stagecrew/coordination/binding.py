@@ -6,13 +6,13 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from stagecrew.coordination.background import Background, InBackground
 from stagecrew.coordination.checkpoints import Pending, checked
-from stagecrew.coordination.context import CoordinatorContext
+from stagecrew.coordination.context import NO_PROGRESS, CoordinatorContext
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
@@ -84,7 +84,17 @@ _hearing: Final = threading.Lock()
 class Instance:
     """One coordinator with its context and its loop."""
 
-    __slots__ = ("_binding", "_heard", "_is_silent", "asked", "context", "coordinator", "loop", "shown")
+    __slots__ = (
+        "_binding",
+        "_heard",
+        "_is_silent",
+        "_own_progress",
+        "asked",
+        "context",
+        "coordinator",
+        "loop",
+        "shown",
+    )
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
@@ -94,6 +104,8 @@ class Instance:
         #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
         self.shown: tuple[str, str, dict[str, str]] = _NOTHING_SHOWN
         self.asked: float | None = None
+        #: The last value of `Coordinator.progress`.
+        self._own_progress: Mapping[str, Any] = NO_PROGRESS
         #: Evaluations that it has not yet heard the end of: they may be over, and wait for its thread with all that they sent.
         self._heard: dict[int, Live] | None = None
         self._is_silent = False
@@ -190,6 +202,11 @@ class Instance:
         if getattr(type(self.coordinator), method, None) is not getattr(Coordinator, method):
             self.call(method, checkpoint_id)
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The values that the coordinator reported, and those that it returned when it was last asked."""
+        return {**self.context.progress, **self._own_progress}
+
     def ask(self, now: float) -> None:
         """Has the coordinator say how far it is, when its thread comes to that; `shown` has it then."""
         if self.asked is None:
@@ -207,7 +224,9 @@ class Instance:
         try:
             kind = cut_to(_KIND, str(coordinator.kind))
             waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
-            said = {**self.context.progress, **coordinator.progress()}
+            if own := dict(coordinator.progress()):
+                self._own_progress = own
+            said = self.progress
             progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
         except BaseException:
             if not self._is_silent:

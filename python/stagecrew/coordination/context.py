@@ -14,10 +14,10 @@ from stagecrew.logs import handles
 if TYPE_CHECKING:
     from stagecrew.coordination.background import InBackground
 
-__all__ = ["CoordinatorContext"]
+__all__ = ["NO_PROGRESS", "CoordinatorContext"]
 
 
-_NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
+NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
 
 
 class Effects(Protocol):
@@ -58,7 +58,7 @@ class CoordinatorContext:
         #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
         self.store = store
         #: What was reported; replaced as a whole, so that any thread may read it.
-        self.progress: Mapping[str, Any] = _NO_PROGRESS
+        self.progress: Mapping[str, Any] = NO_PROGRESS
         self._lock = threading.Lock()
         self._state = "uninitialised"
         self._effects: Effects | None = None

@@ -13,7 +13,7 @@ from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
-from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
+from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
@@ -278,7 +278,7 @@ class Operators:
                         ) from error
                 if late:
                     names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
-                    raise CheckpointFailed(
+                    raise CheckpointTimeout(
                         f"checkpoint {id_} of topology {self.name!r}: within {timeout:g} s no state came of {names}"
                     )
                 complete = True
@@ -329,7 +329,7 @@ class Operators:
         """See `Topology.progress`."""
         with self._lock:
             bindings, past = self._all() or self._ended, dict(self._past_progress)
-        return past | {binding.key: dict(binding.instance.context.progress) for binding in bindings}
+        return past | {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
         """A frame for the driver's JVM: the last word of coordinators that have closed. None when there were none."""
@@ -362,7 +362,7 @@ class Operators:
         with self._lock:
             for binding in bindings:
                 self.changed.pop(binding, None)
-                self._past_progress[binding.key] = dict(binding.instance.context.progress)
+                self._past_progress[binding.key] = binding.instance.progress
                 if len(self._past_progress) > _ENDED:
                     del self._past_progress[next(iter(self._past_progress))]
         if host is not None:
