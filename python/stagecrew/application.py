@@ -192,20 +192,22 @@ class Crew:
         if not self.running:
             raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
 
-    def await_slots(self, wanted: int) -> None:
+    def await_slots(self, wanted: int) -> int:
         """Waits until so many tasks can run at once, while executors still come: in the first seconds of an application.
 
-        It does not raise when they do not come.
+        Returns how many tasks can run at once then, which may be fewer.
         """
         began = self.context.startTime / 1000
-        last, since = self.facade.slots(), time.monotonic()
+        last: int = self.facade.slots()
+        since = time.monotonic()
         while last < wanted and not str(self.context.master).startswith("local[") and time.time() - began < _COME:
             time.sleep(0.1)
             now = self.facade.slots()
             if now != last:
                 last, since = now, time.monotonic()
             if last and time.monotonic() - since > _STABLE:
-                return
+                break
+        return last
 
     @property
     def reports(self) -> list[TopologyReport]:

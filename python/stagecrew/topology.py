@@ -204,6 +204,9 @@ class Topology:
             self._end_once(cancel=False)
             self._tell(None)
             return
+        if (supersteps := sys.modules.get("stagecrew.operators.supersteps")) is not None:
+            with contextlib.suppress(Exception):  # Spark may be gone, and with it the text of its error
+                supersteps.note_remedy(error, self._crew.facade.slots)
         try:
             self._end_once(cancel=True)
         except Exception:

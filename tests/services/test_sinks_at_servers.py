@@ -644,6 +644,24 @@ def test_rights_that_suffice(server, tmp_path):
     assert trial.left() == []
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("{password}@", "wrong-{password}@", "password authentication failed for user"),
+        ("/postgres", "/postgres?sslmode=require", "server does not support SSL, but SSL was required"),
+        ("/postgres", "/no_such_database", 'database "no_such_database" does not exist'),
+    ],
+)
+def test_why_a_server_refuses_a_connection(server, old, new, reason):
+    """A wrong password, missing TLS and a wrong database are named, with the server's own error as the cause."""
+    old, new = (text.replace("{password}", server.password) for text in (old, new))
+    sink = DatabaseSink(server.url.replace(old, new), "target")
+    with pytest.raises(CommitFailed, match=reason) as failed:
+        sink.begin(Staging("c", "run", SCHEMA))
+    assert isinstance(failed.value.__cause__, psycopg.OperationalError)
+    assert server.password not in f"{failed.value} {failed.value.__cause__}"
+
+
 def test_a_connection_that_is_lost(server, tmp_path):
     """While it stages: abort, a clear error, nothing visible or left. While it commits: tried again."""
     trial = at_postgresql(server, tmp_path, 0)
@@ -712,6 +730,7 @@ def test_a_server_that_is_gone(tmp_path):
         assert len(trial.visible()) == 40
         assert trial.left() == []
         trial.make_sink()
-    with pytest.raises(CommitFailed, match="cannot be reached: OperationalError") as failed:
+    with pytest.raises(CommitFailed, match="cannot be reached: OperationalError: .*Connection refused") as failed:
         commit(trial.make_sink(), trial.decisions, "e", SCHEMA, lambda staging: [])
+    assert isinstance(failed.value.__cause__, psycopg.OperationalError)
     assert server.password not in str(failed.value)

@@ -341,13 +341,26 @@ def test_the_example_of_pagerank(sessions):
     assert np.allclose([row["rank"] for row in sorted(rows)], expected, rtol=0, atol=10 * epsilon)
 
 
-def test_too_few_slots(sessions):
-    """More partitions than slots: Spark's error, which says so, instead of a wait without end."""
+def test_too_few_slots(sessions, caplog):
+    """More partitions than slots: Spark's error, which says so, instead of a wait without end; and the remedy is named."""
     spark = sessions.get(LOCAL)
-    with stagecrew.crew(spark).topology("t") as topology:
+    with (
+        pytest.raises(Exception, match="requires more slots") as failed,
+        stagecrew.crew(spark).topology("t") as topology,
+    ):
         many = topology.supersteps(spark.range(0, 8, 1, 8), mean_by_steps, SCHEMA)
-        with pytest.raises(Exception, match="requires more slots"):
-            many.collect()
+        (record,) = caplog.records
+        many.collect()
+    said = record.getMessage()
+    assert said.startswith("supersteps: the dataset has 8 partitions, and 2 tasks can run at once: ")
+    assert "`dataset.repartition(2)`" in said
+    assert any("to at most 2 partitions" in note for note in failed.value.__notes__)
+    caplog.clear()
+    with stagecrew.crew(spark).topology("t") as topology:
+        shuffled = spark.range(0, 8, 1, 8).repartition(100)  # of which Spark may make fewer
+        topology.supersteps(shuffled, mean_by_steps, SCHEMA)
+        topology.supersteps(spark.range(0, 2, 1, 2), mean_by_steps, SCHEMA)
+    assert caplog.records == []
 
 
 def test_dynamic_allocation(sessions):

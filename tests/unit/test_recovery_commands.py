@@ -69,6 +69,18 @@ def test_the_same_id_is_the_same_job(places):
         assert known.read("nightly")[0].state == "succeeded"
 
 
+@pytest.mark.parametrize("option", ["store", "state"])
+@pytest.mark.parametrize("command", [["jobs"], ["submit", "etl:load"], ["driver"], ["result", "one"]])
+def test_a_place_that_is_missing(places, monkeypatch, option, command):
+    """The message says what to write, as an option or in the environment."""
+    monkeypatch.delenv(f"STAGECREW_{option.upper()}")
+    refused = run(*command)
+    assert refused.exit_code == 2
+    assert (
+        f"Missing option '--{option}'. Set STAGECREW_{option.upper()}, or give --{option}, such as " in refused.stderr
+    )
+
+
 def test_options_of_a_function_may_follow_it(places):
     """`submit target --arg n=3` works; what follows a script is the script's own, also when it looks like an option of ours."""
     assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"

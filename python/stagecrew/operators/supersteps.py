@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Steps", "SuperstepCoordinator", "run_supersteps"]
 
+_log = logging.getLogger("stagecrew")
+
+#: In Spark's error for a barrier stage that has more tasks than slots (SPARK-24819).
+_TOO_FEW: Final = "requires more slots than the total number of slots"
 #: The column by which the rows of a subtask stay together behind the stage.
 _TOGETHER: Final = "__stagecrew_together"
 #: Values travel in pieces of at most so many bytes, and of less where `spark.stagecrew.event.maxSize` is small.
@@ -291,7 +296,7 @@ def run_supersteps(
     use: str | None,
     stop_when: StopWhen | None,
     timeout: float,
-    await_slots: Callable[[int], None],
+    await_slots: Callable[[int], int],
 ) -> DataFrame:
     """See `Topology.supersteps`."""
     from pyspark.sql.types import LongType, StructField, StructType
@@ -315,7 +320,15 @@ def run_supersteps(
         )
     # Where executors have not come yet, Spark refuses a stage at once that it would run a second later. AQE may make fewer of
     # these partitions: so this is no reason to refuse.
-    await_slots(dataset._jdf.queryExecution().executedPlan().outputPartitioning().numPartitions())
+    plan = dataset._jdf.queryExecution().executedPlan()
+    wanted_slots = plan.outputPartitioning().numPartitions()
+    slots = await_slots(wanted_slots)
+    if slots < wanted_slots and plan.getClass().getSimpleName() != "AdaptiveSparkPlanExec":
+        _log.warning(
+            "%s: the dataset has %d partitions, and %d tasks can run at once: Spark refuses to run it, as all tasks of a "
+            "superstep run at once. Use `dataset.repartition(%d)`, or give Spark more cores",
+            use or "supersteps", wanted_slots, slots, max(1, slots),
+        )  # fmt: skip
     piece = max(1, min(_PIECE, scope.host().limit - _AROUND))
     operator = Operator(
         scope, use or "supersteps", lambda context: SuperstepCoordinator(context, stop_when, timeout, piece), use
@@ -340,6 +353,15 @@ def run_supersteps(
     # The shuffle makes a map stage of the tasks: where one of them fails, Spark runs the stage again instead of failing the
     # job, and whoever takes some of the rows takes them of tasks that all ran (G5).
     return dataset.mapInArrow(mapped, carried, barrier=True).repartition(_TOGETHER).drop(_TOGETHER)
+
+
+def note_remedy(error: BaseException, slots: Callable[[], int]) -> None:
+    """Adds the remedy to Spark's error for supersteps that need more slots than there are."""
+    if type(error).__module__.partition(".")[0] in ("pyspark", "py4j") and _TOO_FEW in str(error):
+        error.add_note(
+            f"stagecrew: all tasks of a superstep run at once. Repartition the dataset of `topology.supersteps` to at most "
+            f"{max(1, slots())} partitions, or give Spark more cores"
+        )
 
 
 def _together(batch: Any, subtask: int | None) -> Iterator[pa.RecordBatch]:

@@ -43,12 +43,25 @@ def _say(text: str) -> None:
     console.print(harmless(text), markup=False)
 
 
+class _Place(click.types.StringParamType):
+    """An address, whose option is named with an example when it is missing."""
+
+    def __init__(self, example: str) -> None:
+        self._example = example
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
+        """See `StringParamType`."""
+        return f"Set STAGECREW_{str(param.name).upper()}, or give --{param.name}, such as {self._example}"
+
+
 _store = click.option(
     "--store", envvar="STAGECREW_STORE", required=True, metavar="URL",
+    type=_Place("sqlite:////var/lib/jobs.db (an absolute path) or zookeeper://host:2181/jobs"),
     help="sqlite:///path or zookeeper://host:port,host:port/chroot. Or STAGECREW_STORE.",
 )  # fmt: skip
 _state = click.option(
     "--state", envvar="STAGECREW_STATE", required=True, metavar="URI",
+    type=_Place("/var/lib/states, a folder that exists, or s3://bucket/folder"),
     help="Where state lies: a folder, or a URI such as s3://bucket/folder. Or STAGECREW_STATE.",
 )  # fmt: skip
 

@@ -317,17 +317,37 @@ class DatabaseSink:
             return
         import psycopg
 
+        reason: Exception | None = None
         try:
             connection = psycopg.connect(self._url, autocommit=True, **self._bounds())
-        except psycopg.Error as error:  # whose text may have parts of the url
+        except psycopg.Error as error:
+            reason = self._without_password(error)
+        if reason is not None:  # raised here, so that the error itself is not its context
             raise CommitFailed(
-                f"the server of table {self._table} cannot be reached: {type(error).__name__}; is it there, and the url right?"
-            ) from None
+                f"the server of table {self._table} cannot be reached: {type(reason).__name__}: {reason}. Check the server and the url"
+            ) from reason
         with connection as database:
             # Nobody waits for a driver that is stopped.
             database.execute(f"SET lock_timeout = '{_BUSY}s'")
             database.execute(f"SET idle_in_transaction_session_timeout = '{_BUSY}s'")
             yield database
+
+    def _without_password(self, error: Exception) -> Exception:
+        """The error on one line. Its text may repeat parts of the url."""
+        import psycopg
+
+        rest = self._url.partition("://")[2]
+        password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
+        if "@" in password or isinstance(
+            error, psycopg.ProgrammingError
+        ):  # to libpq, the host begins after the first @
+            return type(error)("the url cannot be read: in a password, write @ as %40, / as %2F and % as %25")
+        text = " ".join(str(error).split()).rstrip(".")
+        query = urllib.parse.parse_qs(rest.partition("?")[2])
+        secrets = {password, *query.get("password", ()), *query.get("sslpassword", ())}
+        for secret in sorted({*secrets, *map(urllib.parse.unquote, secrets)} - {""}, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return type(error)(text)
 
     def _bounds(self) -> dict[str, Any]:
         """What ends a wait for a host that is gone, where the url does not say so."""

@@ -72,8 +72,9 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
         super().__init__()
         self._session, self._context, self._patience = session, context, patience
         self._socket: socket.socket | None = None
-        #: Why there was no connection, last.
+        #: Why there was no connection, last, and the error of the system.
         self.problem = "no server was tried yet"
+        self.cause: Exception | None = None
 
     def create_connection(
         self, address: tuple[str, int], hostname: str | None = None, timeout: float | None = None, **options: Any
@@ -94,11 +95,15 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]
             OSError,
             ValueError,
         ) as error:  # a name that TLS cannot verify is the latter, which would end kazoo's thread
-            self.problem = f"{hostname or address[0]}:{address[1]}: {error}"
+            self.failed(f"{hostname or address[0]}:{address[1]}: {error}", error)
             raise ConnectionError(self.problem) from error
-        self.problem = f"{hostname or address[0]}:{address[1]} does not answer"
+        self.failed(f"{hostname or address[0]}:{address[1]} does not answer", None)
         self._socket = made
         return made
+
+    def failed(self, problem: str, cause: Exception | None) -> None:
+        """There is no connection, for this reason."""
+        self.problem, self.cause = problem, cause
 
     def abort(self) -> None:
         """Has kazoo notice that it waits in vain."""
@@ -152,6 +157,7 @@ class ZooKeeperSession:
             connection_retry={"max_tries": -1, "delay": 0.05, "max_delay": 1.0, "sleep_func": self._handler.sleep_func},
         )  # fmt: skip
         self._learn_timeout()
+        self._learn_unresolved()
         self._kazoo.add_listener(self._listen)
         self._kazoo.start_async()
 
@@ -177,7 +183,7 @@ class ZooKeeperSession:
             if self._over.is_set():
                 break
             if time.monotonic() >= due:
-                raise AwayError(self.problem)
+                raise AwayError(self.problem) from self._handler.cause
         if self._over.is_set():
             raise OverError
         asked = ask(self._kazoo)
@@ -252,6 +258,21 @@ class ZooKeeperSession:
             return reading, connecting
 
         self._kazoo._connection._connect = connected
+
+    def _learn_unresolved(self) -> None:
+        """Keeps the error of the name service, which kazoo only logs."""
+        expand = self._kazoo._connection._expand_client_hosts
+
+        def expanded() -> Any:
+            if not (found := expand()):
+                for host, port in self._kazoo.hosts:
+                    try:
+                        socket.getaddrinfo(host, port, 0, 0, socket.IPPROTO_TCP)
+                    except OSError as error:
+                        self._handler.failed(f"{host}: {error}", error)
+            return found
+
+        self._kazoo._connection._expand_client_hosts = expanded
 
 
 def failed(results: Sequence[Any]) -> tuple[int, Any]:
