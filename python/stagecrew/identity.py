@@ -22,6 +22,8 @@ def _key() -> bytes:
 
 #: Of how many registrations a listener knows.
 _REMEMBERED: Final = 5
+#: The pickled arguments of a listener that has none: they hold no secret.
+_NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
 
 
 class Identity:
@@ -30,12 +32,14 @@ class Identity:
     `id` travels with a listener that is pickled. A module that is imported in the worker makes its listeners anew: these
     are recognised by `factory` (module and name of the class or function) and equal arguments. A reference that travels
     without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
+    Another process cannot compare that digest. So a listener that `spark.stagecrew.listeners` names carries this name too.
     """
 
     def __init__(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.id = uuid.uuid4().hex
         self.factory = factory
         self.topologies: list[str] = []
+        self.names: tuple[str, ...] = ()
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
@@ -45,6 +49,7 @@ class Identity:
             "id": self.id,
             "factory": self.factory,
             "topologies": self.topologies,
+            "names": self.names,
             "_pickled": self.pickled_arguments,
             "_digest": self.digest,
         }
@@ -56,6 +61,15 @@ class Identity:
         """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
         # A new list: another thread may pickle the old one.
         self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
+
+    def add_name(self, name: str) -> None:
+        """Adds a name of the form `module:name` by which the configuration registers the listener."""
+        if name not in self.names:
+            self.names = (*self.names, name)
+
+    def same_name(self, other: Identity) -> bool:
+        """Whether the configuration registers both by one name."""
+        return not set(self.names).isdisjoint(other.names)
 
     @property
     def pickled_arguments(self) -> bytes | None:
@@ -76,7 +90,7 @@ class Identity:
 
     def same(self, other: Identity) -> bool:
         """Whether both name the same listener."""
-        if self.id == other.id:
+        if self.id == other.id or self.same_name(other):
             return True
         if self.factory != other.factory:
             return False
@@ -94,12 +108,14 @@ class Identity:
     def reference(self) -> Identity:
         """The same identity without the arguments, which may hold secrets."""
         bare = Identity.__new__(Identity)
+        nothing = self.pickled_arguments == _NO_ARGUMENTS
         bare.__dict__.update(
             id=self.id,
             factory=self.factory,
             topologies=self.topologies,
+            names=self.names,
             _arguments=None,
-            _pickled=None,
+            _pickled=_NO_ARGUMENTS if nothing else None,
             _digest=self.digest,
         )
         return bare

@@ -212,14 +212,15 @@ class Lifecycle:
     def find(self, identity: Identity) -> Any:
         """What a listener of the current task's topologies opened. Raises `LookupError`.
 
-        The very listener comes before one that only looks the same (two functions of one name); then the innermost first.
+        The very listener comes first, then one that the configuration registers by the same name, then one that only looks
+        the same (two functions of one name); among these the innermost comes first.
         """
         inside = [
             (self._topologies[topology], registered)
             for topology in reversed(self._current)
             for registered in self._topologies[topology].listeners
         ]
-        for matches in (lambda one: one.id == identity.id, identity.same):
+        for matches in (lambda one: one.id == identity.id, identity.same_name, identity.same):
             for described, registered in inside:
                 if matches(registered.identity):
                     return self._answer(described, registered)
