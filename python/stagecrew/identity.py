@@ -63,7 +63,7 @@ class Identity:
         self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
 
     def add_name(self, name: str) -> None:
-        """Adds a name of the form `module:name` by which the configuration registers the listener."""
+        """Adds a name, `module:name`, of the listener in the configuration."""
         if name not in self.names:
             self.names = (*self.names, name)
 

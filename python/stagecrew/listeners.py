@@ -183,7 +183,7 @@ def _restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _note_names(listener: Listener) -> None:
-    """Notes by which names the configuration registers this listener; before it is pickled on the driver."""
+    """Notes the names of this listener in the configuration; before it is pickled on the driver."""
     for target in _configured():
         module, _, path = target.partition(":")
         found: Any = sys.modules.get(module)

@@ -83,14 +83,19 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   // -- A task begins (its own thread, TaskContext set)
 
-  def taskStarted(task: TaskContext): Unit = {
+  /** Whatever fails here fails the attempt with its cause: Spark would swallow it, and run the body. */
+  def taskStarted(task: TaskContext): Unit = try {
     val topology = task.getLocalProperty(TopologyProperty)
-    val wanted = try {
-      if (topology == null && nothingForAll) return
-      chain(task, topology)
-    } catch {
-      case Failure(error) => return refuse(task, error)
-    }
+    if (topology != null || !nothingForAll) begin(task, topology)
+  } catch {
+    // Spark has asked the attempt to end: so its body does not run, and nothing is to be said of it.
+    case error: Throwable if task.isInterrupted() => Log.log.debug(s"attempt ${task.taskAttemptId()} was ended while it began", error)
+    case failed: SideFailed => listenerFailed(task, failed)
+    case error: Throwable => refuse(task, error)
+  }
+
+  private def begin(task: TaskContext, topology: String): Unit = {
+    val wanted = chain(task, topology)
     val attempt = task.taskAttemptId()
     val booked = table.begin(attempt, wanted.map(_.id))
     val began = System.nanoTime()
@@ -131,13 +136,13 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
-    } else try {
+    } else {
       if ("true" == task.getLocalProperty(UnifiedProperty)) throw new UnsupportedOperationException(UnifiedMessage)
       described.foreach { description =>
         try {
           val side = sides.opened(description)
           side.jvm.foreach(listeners => decorations = (listeners -> listeners.decorate(task)) :: decorations)
-        } catch { case Failure(error) => throw new SideFailed(description, error) }
+        } catch { case error: Throwable => throw new SideFailed(description, error) }
       }
       if (described.exists(_.listeners.exists(_.python))) {
         properties.setProperty(ChainProperty, booked.mkString(" "))
@@ -146,9 +151,6 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         watched = true
         watch(task, attempt)
       } else properties.remove(ChainProperty)
-    } catch {
-      case failed: SideFailed => listenerFailed(task, failed)
-      case Failure(error) => refuse(task, error)
     }
     if (talks || watched) heedInterrupt(task, attempt)
   }
@@ -180,7 +182,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   private def refuse(task: TaskContext, cause: Throwable): Unit = refuse(task, Description.Application, "",
-    s"stagecrew: this task cannot have its listeners on executor $executor: ${Refusal.trace(cause)}")
+    s"stagecrew: this task cannot begin on executor $executor: ${Refusal.trace(cause)}")
 
   /** The body of this attempt does not run, and the driver is told. */
   private def refuse(task: TaskContext, topology: String, listener: String, text: String): Unit =
@@ -337,8 +339,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private def place: Path = lock.synchronized {
     if (server.isEmpty) {
-      val folder = SparkInternals.temporaryFolder(conf)
-      server = Some(new Channels(folder.toPath, settings, version, () => welcome, this) -> folder)
+      val folder = try SparkInternals.temporaryFolder(conf) catch {
+        case Failure(error) => throw new java.io.IOException(s"executor $executor (host $host) cannot create a folder for the channel to its Python " +
+          s"processes; check its local directories (spark.local.dir): ${Refusal.text(error)}", error)
+      }
+      val channels = try new Channels(folder.toPath, settings, version, () => welcome, this) catch {
+        case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error
+      }
+      server = Some(channels -> folder)
     }
     server.get._1.place
   }

@@ -156,8 +156,14 @@ final class ExecutorShim extends ExecutorPlugin {
     } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }
   }
 
-  override def onTaskStart(): Unit =
-    if (notRunning != null) notRunning.taskStarted(TaskContext.get()) else if (crew != null) crew.taskStarted(TaskContext.get())
+  /** Never throws: Spark would run the body all the same. */
+  override def onTaskStart(): Unit = {
+    val task = TaskContext.get()
+    try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
+      // Even to say what failed has failed, for want of memory or of stack.
+      case error: Throwable => SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
+    }
+  }
 
   override def shutdown(): Unit = {
     end()
