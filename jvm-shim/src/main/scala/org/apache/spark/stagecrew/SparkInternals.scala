@@ -486,9 +486,6 @@ package org.apache.spark {
 
       def slots(sc: SparkContext): Int = sc.maxNumConcurrentTasks(sc.resourceProfileManager.defaultResourceProfile)
 
-      /** The environment of executors; the keys spark.executorEnv.* were read before plugins: core/SparkContext.scala. */
-      def executorEnvironment(sc: SparkContext): scala.collection.mutable.Map[String, String] = sc.executorEnvs
-
       /** To the queue of executor management, which always has a listener (HeartbeatReceiver.scala) and is quick: a queue
         * of our own would cost each task's start and end another hand-over between threads. */
       def addListener(sc: SparkContext, listener: SparkListener): Unit = sc.listenerBus.addToManagementQueue(listener)
