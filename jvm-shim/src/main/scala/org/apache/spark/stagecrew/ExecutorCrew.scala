@@ -50,7 +50,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val sides = new Sides(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
   private val partitions = new Partitions(ownerOf, ledger, pool, new Partitions.Disk {
-    override def delete(output: Output): Unit = SparkInternals.deleteOutput(output)
+    override def delete(output: Output): Boolean = SparkInternals.deleteOutput(output)
+    override def has(block: CachedBlock): Boolean = SparkInternals.hasBlock(block)
     override def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkInternals.outputsOf(shuffles)
   })
   private val closings = new Closings(executor, table, processes, sides, pool, this)(release, closingReport, closed)
@@ -367,6 +368,12 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case "END_TOPOLOGY" =>
         descriptions.ended(frame.text("topology"))
         inLoop(end(frame.text("topology"), frame.long("timeout"), Json.parse(frame.text("body")), Some(reply)))
+      case "UNPERSISTED" => inLoop {
+          val topology = frame.text("topology")
+          partitions.unpersisted(topology, Json.integers(Json.parse(frame.text("body")).get("caches")).toSet)
+          val (sequence, counts) = ledger.full(topology)
+          reply.answer(Frames.encode("REPORT", executor, sequence, counts))
+        }
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
@@ -384,8 +391,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     closings.end(topology, timeoutMs, reply)
   }
 
-  private def release(topology: String): CompletableFuture[Taken] =
-    partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
+  private def release(topology: String): CompletableFuture[Taken] = {
+    val releasing = partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
+    if (partitions.awaits(topology)) schedule(RememberMs)(partitions.unpersisted(topology, Set.empty)) // the driver may be gone
+    releasing
+  }
 
   /** The topology that a partition of this attempt belongs to: the innermost. What tasks of one that had ended write is the
     * application's until nobody uses the shuffle. */
@@ -401,7 +411,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val body = Json.parse(counts)
     body.set[JsonNode]("unclosed", Json.arr(unclosed))
     taken.foreach { of =>
-      body.set[JsonNode]("shuffles", Json.numbers(of.outputs.map(_.shuffle).distinct))
+      body.set[JsonNode]("shuffles", Json.numbers(of.outputs.keySet.map(_.shuffle)))
       body.set[JsonNode]("caches", Json.numbers(of.caches))
     }
     Frames.encode("REPORT", executor, sequence, Json.write(body))
@@ -416,7 +426,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def report(): Unit = {
     // What is closed everywhere and reported is not remembered; deferred workers close later.
     partitions.tell()
-    toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
+    toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || partitions.awaits(topology) || !ledger.forget(topology))
     ledger.report().foreach { case (sequence, counts) =>
       driver.ask(message(sequence, counts), AskMs) {
         case Right(_) => ledger.delivered(sequence)
@@ -519,7 +529,8 @@ object ExecutorCrew {
   /** How much longer one has that was asked to end; as Spark's daemon has it with stagecrew (worker/politely.py). */
   private val KillGraceMs = 5000L
 
-  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it late. */
+  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it late; and the
+    * blocks of a topology that has closed here, for the driver to unpersist their datasets. */
   private val RememberMs = 60000L
 
   /** How long an executor waits for an answer of the driver. */
