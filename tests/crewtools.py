@@ -213,6 +213,10 @@ def base(master: str) -> SparkSession.Builder:
     )
 
 
+#: In the paths of our frames, as tracebacks of workers and agents have them.
+OURS = f"{Path(stagecrew.jar_path()).name}/stagecrew/"
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -10,13 +10,13 @@ import contextlib
 import json
 import signal
 import sys
-import traceback
 from types import FrameType
 from typing import Any
 
 from stagecrew.errors import ChannelError, ListenerError
 from stagecrew.frames import Frame
 from stagecrew.listeners import Listener, opened_value, registering
+from stagecrew.tracebacks import sentence_first
 from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.descriptions import described
@@ -97,7 +97,7 @@ class Agent:
                 self._lifecycle.open(topology.id)
                 self._values(topology, body, blobs)
         except Exception as error:
-            body["error"] = "".join(traceback.format_exception(error))
+            body["error"] = sentence_first(error)
             self._lifecycle.close(frame["topology"])
         body["open"] = self._lifecycle.anything_open
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)

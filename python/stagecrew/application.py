@@ -18,8 +18,10 @@ from pyspark import SparkContext
 from stagecrew.conf import KEYS, parse_bytes, parse_seconds
 from stagecrew.coordination.checkpoints import NOTHING
 from stagecrew.coordination.operators import Factory, Operators
+from stagecrew.coordination.program_path import Place, Uses, current_place
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, OperatorMisused
 from stagecrew.frames import encode
+from stagecrew.identity import RedefinedError, chosen
 from stagecrew.listeners import Listener, listener_name
 from stagecrew.marks import Marks
 from stagecrew.operators.decisions import MemoryDecisions
@@ -53,7 +55,13 @@ class Application:
     def __init__(self, coordinators: Mapping[str, Factory] | None = None, restore: Checkpoint | None = None) -> None:
         self.coordinators = dict(coordinators or {})
         self.crew: Crew | None = None
-        self.operators = Operators(self, lambda: 30.0 if self.crew is None else self.crew.close_timeout)
+        #: The program outside of steps and topologies; the thread that starts the session began it.
+        self.place = Place()
+        self.operators = Operators(
+            self,
+            lambda: 30.0 if self.crew is None else self.crew.close_timeout,
+            uses=Uses(self.place, is_application=True),
+        )
         try:
             for name, factory in self.coordinators.items():
                 try:
@@ -102,7 +110,8 @@ class Crew:
         self.facade = facade
         self.application = Application()
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
-        self.active: list[Topology] = []
+        #: Those that have begun and not ended, in the order in which they began.
+        self._active: list[Topology] = []
         self.marks = Marks(self)
         #: Of commits that are given no others.
         self.decisions = MemoryDecisions()
@@ -121,6 +130,39 @@ class Crew:
     def running(self) -> bool:
         """Whether the SparkContext has not stopped."""
         return self.context._jsc is not None
+
+    @property
+    def active(self) -> tuple[Topology, ...]:
+        """The topologies that are active, in all threads: in the order in which they began, so that outer ones come first."""
+        return tuple(topology for topology in tuple(self._active) if topology.is_active)
+
+    def close_all(self) -> None:
+        """Closes every active topology, of all threads, the last one first; for notebooks, after a cell that failed.
+
+        It cancels what still runs of them, as `close(cancel=True)`, so each takes at most twice `spark.stagecrew.close.timeout`
+        and 5 s. When one raises, it closes the others too, and then raises the first error.
+
+        Example:
+            crew.close_all()
+            topology = crew.topology("explore", listeners=[orders]).start()
+        """
+        errors: list[Exception] = []
+        for topology in reversed(self.active):
+            try:
+                topology.close(cancel=True)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    @property
+    def place(self) -> Place:
+        """Where in the program this thread is; in one that Spark started, the topology that it works for."""
+        place = current_place()
+        if place is None:
+            topology = self.marks.innermost
+            place = self.application.place if topology is None else topology.place
+        return place
 
     def topology(
         self,
@@ -213,7 +255,7 @@ class Crew:
             self._description("application", "application", None, listeners, (), bool(application.coordinators))
         )
         for listener in listeners:
-            listener._stagecrew.registered_for("the application")
+            listener._stagecrew.registered_for("the application", "application")
         self._registered = listeners
         self.application = application
         application.begin(self)
@@ -221,7 +263,14 @@ class Crew:
     def already_has(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
         """Raises `ConfigurationError` unless all of these are the application's listeners, and operators with coordinators."""
         mine = self._registered or ()
-        missing = [one for one in listeners if not any(one._stagecrew.same(other._stagecrew) for other in mine)]
+        missing = []
+        for one in listeners:
+            try:
+                found = chosen(one._stagecrew, mine, lambda other: other._stagecrew)
+            except RedefinedError:
+                found = None
+            if found is None:
+                missing.append(one)
         if missing:
             names = ", ".join(map(listener_name, missing))
             raise ConfigurationError(
@@ -369,7 +418,7 @@ class Crew:
         self.context.stop = drained_stop  # type: ignore[method-assign]
 
     def _close_coordinators(self) -> None:
-        every = [topology.operators for topology in reversed(tuple(self.active))]
+        every = [topology.operators for topology in reversed(tuple(self._active))]
         for operators in (*every, self.application.operators):
             operators.close("the session stops")
             self.tell(operators)

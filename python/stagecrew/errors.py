@@ -20,6 +20,7 @@
     │   ├── NotInitialised          a coordinator's context used before the session runs
     │   ├── CoordinatorFailed       a coordinator failed, and its topology with it
     │   ├── CheckpointFailed        a checkpoint was declined, or given up
+    │   │   └── CheckpointTimeout   a state, or an acknowledgement, came too late
     │   ├── CheckpointCorrupt       bytes that are no checkpoint
     │   ├── SplitsFailed            an enumerator of splits failed
     │   ├── SuperstepsFailed        tasks that compute together have come apart
@@ -74,6 +75,7 @@ __all__ = [
     "ChannelError",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CheckpointTimeout",
     "CommitConflict",
     "CommitFailed",
     "CommitPending",
@@ -178,7 +180,7 @@ class ListenerNotPicklable(ListenerError):
 
 
 class ListenerNotImportable(ListenerError):
-    """A name in `spark.stagecrew.listeners` cannot be imported on an executor. Ship its module with `--py-files`."""
+    """A name in `spark.stagecrew.listeners` cannot be imported, on the driver or an executor. Ship its module with `--py-files`."""
 
 
 class HookTimeout(ListenerError, TimeoutError):
@@ -219,6 +221,13 @@ class CoordinatorFailed(CoordinationError):
 
 class CheckpointFailed(CoordinationError):
     """A checkpoint was not taken: a coordinator declined it, gave no state, or was late. Take another."""
+
+
+class CheckpointTimeout(CheckpointFailed, TimeoutError):
+    """A checkpoint was not taken in time: a coordinator was slow, or an executor did not acknowledge an event.
+
+    No coordinator declined. Take another checkpoint. A job whose step ends with this error is not failed: it runs again.
+    """
 
 
 class CheckpointCorrupt(CoordinationError):

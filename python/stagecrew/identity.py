@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 import pickle
 import uuid
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
-__all__ = ["Identity"]
+__all__ = ["Identity", "RedefinedError", "Registration", "chosen"]
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -20,10 +24,28 @@ def _key() -> bytes:
     return os.urandom(32)
 
 
+@functools.cache
+def _maker() -> bytes:
+    """Tells apart the processes that make listeners: digests under different keys cannot be compared."""
+    return hashlib.sha256(b"maker" + _key()).digest()[:8]
+
+
 #: Of how many registrations a listener knows.
 _REMEMBERED: Final = 5
 #: The pickled arguments of a listener that has none: they hold no secret.
 _NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
+
+
+class Registration(NamedTuple):
+    """One topology that has a listener. `what` names it in messages; a pickled copy has `ended` as of its pickling."""
+
+    what: str
+    id: str
+    ended: bool = False
+
+
+class RedefinedError(LookupError):
+    """The listener that is open has the same name and arguments, but different code."""
 
 
 class Identity:
@@ -35,14 +57,20 @@ class Identity:
     Another process cannot compare that digest. So a listener that `spark.stagecrew.listeners` names carries this name too.
     """
 
-    def __init__(self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, factory: str, args: tuple[Any, ...], kwargs: dict[str, Any], defined_by: Callable[..., Any] | None = None
+    ) -> None:
         self.id = uuid.uuid4().hex
         self.factory = factory
-        self.topologies: list[str] = []
+        self.topologies: list[Registration] = []
         self.names: tuple[str, ...] = ()
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
+        #: The class or the function, where it was made, and a keyed digest of its code.
+        self._defined_by = defined_by
+        self._definition: bytes | None = None
+        self._maker = _maker()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -52,15 +80,22 @@ class Identity:
             "names": self.names,
             "_pickled": self.pickled_arguments,
             "_digest": self.digest,
+            "_definition": self.definition,
+            "_maker": self._maker,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _arguments=None)
+        self.__dict__.update(state, _arguments=None, _defined_by=None)
 
-    def registered_for(self, topology: str) -> None:
+    def registered_for(self, what: str, topology: str) -> None:
         """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
         # A new list: another thread may pickle the old one.
-        self.topologies = [*(one for one in self.topologies if one != topology), topology][-_REMEMBERED:]
+        others = [one for one in self.topologies if one.what != what]
+        self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
+
+    def has_ended(self, topology: str) -> None:
+        """Remembers that a topology of this id has ended."""
+        self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
 
     def add_name(self, name: str) -> None:
         """Adds a name, `module:name`, of the listener in the configuration."""
@@ -87,6 +122,30 @@ class Identity:
 
             self._digest = hmac.digest(_key(), self.pickled_arguments, "sha256")
         return self._digest
+
+    @property
+    def definition(self) -> bytes | None:
+        """A keyed digest of the code, made where the listener was made; None when every process imports that by its name."""
+        made_by = self._defined_by
+        if made_by is not None:
+            if made_by.__module__ == "__main__" or "<locals>" in getattr(made_by, "__qualname__", ""):
+                import hmac
+
+                from stagecrew.operators.fingerprints import fingerprint  # on the driver alone: it needs PySpark
+
+                self._definition = hmac.digest(_key(), fingerprint(made_by, b""), "sha256")
+            self._defined_by = None
+        return self._definition
+
+    def redefines(self, other: Identity) -> bool:
+        """Whether one process has made both, of different code."""
+        mine, theirs = self.definition, other.definition
+        return self._maker == other._maker and mine is not None and theirs is not None and mine != theirs
+
+    def is_comparable(self, other: Identity) -> bool:
+        """Whether `same` can compare the arguments of both."""
+        by_digest = self._maker == other._maker and None not in (self.digest, other.digest)
+        return by_digest or None not in (self.pickled_arguments, other.pickled_arguments)
 
     def same(self, other: Identity) -> bool:
         """Whether both name the same listener."""
@@ -117,5 +176,28 @@ class Identity:
             _arguments=None,
             _pickled=_NO_ARGUMENTS if nothing else None,
             _digest=self.digest,
+            _defined_by=None,
+            _definition=self.definition,
+            _maker=self._maker,
         )
         return bare
+
+
+def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
+    """The first of these that is the same listener.
+
+    The very listener comes first, then one that the configuration registers by the same name, then one that has only the
+    same factory and arguments. None when none is the same. Raises `RedefinedError` when the code of each that is the same
+    differs.
+    """
+    for matches in (lambda other: other.id == identity.id, identity.same_name):
+        for one in known:
+            if matches(of(one)):
+                return one
+    alike = [one for one in known if identity.same(of(one))]
+    for one in alike:
+        if not identity.redefines(of(one)):
+            return one
+    if alike:
+        raise RedefinedError(of(alike[0]))
+    return None

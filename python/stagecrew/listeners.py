@@ -11,20 +11,27 @@ import contextvars
 import dataclasses
 import enum
 import functools
+import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
+from stagecrew import notopen
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.identity import Identity
 from stagecrew.logs import mark
 
 __all__ = ["Lifetime", "Listener", "ListenerContext", "LoggingContext", "Resource", "Scope", "Task", "resource"]
 
+#: Local properties: the topology of a task, and topologies that have ended in the thread that ran the action.
+PROPERTY: Final = "spark.stagecrew.topology"
+LEFT: Final = "spark.stagecrew.left"
+
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=enum.Enum)
 
 
 class Scope(enum.Enum):
@@ -43,6 +50,17 @@ class Lifetime(enum.Enum):
     """From the first task to the end of the application."""
     EXECUTION = "execution"
     """Opened and closed once for each root SQL execution, RDD job or streaming query: what Flink calls a job."""
+
+
+def _member(kind: type[E], value: Any, what: str) -> E:
+    """The member of an enumeration that is given as itself or by its value. Raises `ConfigurationError`."""
+    try:
+        return kind(value)
+    except ValueError:
+        values = ", ".join(repr(member.value) for member in kind)
+        raise ConfigurationError(
+            f"{what} {value!r} is none of {values}: write {kind.__name__}.{next(iter(kind)).name} or another member"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +98,7 @@ class Resolver(Protocol):
     """Finds what a listener opened; the worker installs one while a task runs, `stagecrew.testing` another."""
 
     def __call__(self, identity: Identity) -> Any:
-        """The opened value. Raises `LookupError` with the place it looked at when there is none."""
+        """The opened value. Raises `NotRegisteredError`, or a `LookupError` that says why the value is missing."""
 
 
 _resolvers: Final[list[Resolver]] = []
@@ -97,20 +115,29 @@ def resolving(resolver: Resolver) -> Iterator[None]:
 
 
 def _resolve(listener: Listener) -> Any:
-    where = "this process runs no task of a topology"
+    identity, name = listener._stagecrew, listener_name(listener)
+    refusals: list[LookupError] = []
     for resolver in reversed(_resolvers):
         try:
-            return resolver(listener._stagecrew)
+            return resolver(identity)
         except LookupError as error:
-            where = str(error.args[0]) if error.args else where
-    registered = sorted(set(listener._stagecrew.topologies))
-    of = f" It was registered for {' and '.join(registered)}." if registered else " It was registered nowhere."
-    raise ResourceNotOpen(
-        f"listener {listener_name(listener)!r} is not open here: {where}.{of} Run the action inside "
-        f"`with crew.topology(..., listeners=[...])` (a lazy dataset that is run after the `with` is outside), or register "
-        f"the listener for the whole application: `stagecrew.configure(builder, listeners=[...])`. A dataset whose stored "
-        f"partitions went with its topology is computed again: `topology.keep(dataset)` inside it keeps them."
-    )
+            refusals.append(error)
+    innermost = refusals[0] if refusals else None
+    if innermost is None or isinstance(innermost, notopen.NotRegisteredError):
+        raise ResourceNotOpen(notopen.explained(name, identity.topologies, _task(), innermost))
+    raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
+
+
+def _task() -> notopen.Task | None:
+    """The task that this process runs; None when it runs none."""
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark import TaskContext
+
+    if (context := TaskContext.get()) is None:
+        return None
+    left = context.getLocalProperty(LEFT) or ""
+    return notopen.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
 
 
 class Listener:
@@ -142,8 +169,15 @@ class Listener:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         self = super().__new__(cls)
-        object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs))
+        object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs, cls))
         return self
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name, kind in (("scope", Scope), ("lifetime", Lifetime)):
+            # A property or a slot belongs to each instance: `normalised` converts it at the registration.
+            if name in vars(cls) and not hasattr(type(vars(cls)[name]), "__get__"):
+                setattr(cls, name, _member(kind, vars(cls)[name], f"{name} of {cls.__qualname__},"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _note_names(self)
@@ -218,6 +252,15 @@ def listener_name(listener: Listener) -> str:
     return listener.name or type(listener).__qualname__
 
 
+def normalised(listener: Listener) -> Listener:
+    """This listener, whose scope and lifetime are members where it has them by value. Raises `ConfigurationError`."""
+    for name, kind in (("scope", Scope), ("lifetime", Lifetime)):
+        value = getattr(listener, name)
+        if not isinstance(value, kind):
+            object.__setattr__(listener, name, _member(kind, value, f"{name} of listener {listener_name(listener)!r},"))
+    return listener
+
+
 def decorates(listener: Listener) -> bool:
     """Whether the listener overrides `decorate`; one that does not costs a task nothing."""
     return type(listener).decorate is not Listener.decorate
@@ -252,7 +295,7 @@ class Resource(Listener, Generic[T]):
         if factory is not None:
             self.scope, self.lifetime, self.required = factory.scope, factory.lifetime, factory.required
             self.name = factory.name
-            object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs))
+            object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs, factory.function))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _note_names(self)
@@ -315,16 +358,39 @@ class ResourceFactory(Generic[P, T]):
     ) -> None:
         self.function = function
         self.scope, self.lifetime, self.required = scope, lifetime, required
-        self.name = name or function.__qualname__
-        self.identity = f"{function.__module__}:{function.__qualname__}"
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        self.name = name or called
+        self.identity = f"{function.__module__}:{called}"
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Resource[T]:
+        if (signature := _signature(self.function)) is not None:
+            try:
+                signature.bind(None, *args, **kwargs)
+            except TypeError as error:
+                _, *takes = signature.parameters
+                raise ConfigurationError(  # without the values: they may be secrets
+                    f"resource {self.name!r} cannot be made: {error}. It takes: {', '.join(takes) or 'no arguments'}"
+                ) from None
         return Resource(self, args, kwargs)
 
     def __reduce__(self) -> Any:
         # By its parts: `__wrapped__` and the like would carry the function twice.
         return (ResourceFactory, (self.function, self.scope, self.lifetime, self.required, self.name))
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The parameters of a function; None where Python does not know them."""
+    try:
+        return inspect.signature(function)
+    except (ValueError, TypeError):
+        return None
+
+
+def _is_generator_function(function: Any) -> bool:
+    return any(
+        map(inspect.isgeneratorfunction, (function, inspect.unwrap(function), getattr(function, "__call__", None)))  # noqa: B004
+    )
 
 
 @overload
@@ -333,7 +399,7 @@ def resource(function: Callable[Concatenate[ListenerContext, P], Iterator[T]], /
 
 @overload
 def resource(
-    *, scope: Scope = ..., lifetime: Lifetime = ..., required: bool = ..., name: str | None = ...
+    *, scope: Scope | str = ..., lifetime: Lifetime | str = ..., required: bool = ..., name: str | None = ...
 ) -> Callable[[Callable[Concatenate[ListenerContext, P], Iterator[T]]], Callable[P, Resource[T]]]: ...
 
 
@@ -341,8 +407,8 @@ def resource(
     function: Any = None,
     /,
     *,
-    scope: Scope = Scope.WORKER,
-    lifetime: Lifetime = Lifetime.APPLICATION,
+    scope: Scope | str = Scope.WORKER,
+    lifetime: Lifetime | str = Lifetime.APPLICATION,
     required: bool = True,
     name: str | None = None,
 ) -> Any:
@@ -359,13 +425,28 @@ def resource(
     >>> orders
     <resource orders_pool>
 
-    What is said of `Listener.open` and `Listener.close` holds for the parts before and behind the `yield`.
+    The part before the `yield` runs as `Listener.open` does, and the part after it as `Listener.close` does. `scope` and
+    `lifetime` may be given by their values, such as `"executor"`.
+
+    Raises `ConfigurationError` for another scope or lifetime, for a function that is no generator function, and, when the
+    resource is called, for arguments that the function does not take.
     """
 
     def decorator(function: Any) -> Any:
         if not callable(function):
             raise ConfigurationError(f"@resource decorates a generator function, not {function!r}")
-        return ResourceFactory(function, scope, lifetime, required, name)
+        called = getattr(function, "__qualname__", type(function).__qualname__)
+        if not _is_generator_function(function):
+            raise ConfigurationError(
+                f"@resource decorates a generator function, and {called!r} has no yield: open the resource, yield it once, "
+                f"then close it"
+            )
+        if (signature := _signature(function)) is not None and not signature.parameters:
+            raise ConfigurationError(f"@resource: the first parameter of {called!r} must be the ListenerContext")
+        where = _member(Scope, scope, f"scope of resource {called!r},")
+        return ResourceFactory(
+            function, where, _member(Lifetime, lifetime, f"lifetime of resource {called!r},"), required, name
+        )
 
     return decorator if function is None else decorator(function)
 

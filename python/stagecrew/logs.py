@@ -82,9 +82,10 @@ _installed = False
 
 
 def coordinates(topology: str, operator: str) -> None:
-    """Records of this thread are a coordinator's from now on."""
-    _install()
-    _here.place = (topology, operator)
+    """Records of this thread are this coordinator's from now on, about no evaluation."""
+    if not _installed:
+        _install()
+    _here.place, _here.evaluation = (topology, operator), None
 
 
 def handles(evaluation: Evaluation | None) -> None:

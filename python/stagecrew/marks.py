@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from stagecrew.listeners import LEFT, PROPERTY
+
 if TYPE_CHECKING:
     from stagecrew.application import Crew
     from stagecrew.topology import Topology
 
 __all__ = ["PROPERTY", "Marks"]
 
-#: The local property by which a task finds its topology.
-PROPERTY: Final = "spark.stagecrew.topology"
+#: How many of the topologies that a thread has left it remembers, for errors.
+_REMEMBERED: Final = 5
 
 
 class Marks(threading.local):
@@ -28,6 +30,8 @@ class Marks(threading.local):
         #: The property as it was before the outermost of them, and the topology that it named, if that was active.
         self._before: str | None = None
         self._around: Topology | None = None
+        #: Topologies with listeners that ended in this thread, by their ids.
+        self._left: list[str] = []
 
     @property
     def innermost(self) -> Topology | None:
@@ -37,6 +41,15 @@ class Marks(threading.local):
                 return topology
         around = self._around if self._inside else self._named(self._crew.context.getLocalProperty(PROPERTY))
         return around if around is not None and around.is_active else None
+
+    def started(self, name: str) -> bool:
+        """Whether this thread is in an active topology of this name that began by `start`."""
+        inside = [*self._inside]
+        around = self.innermost
+        while around is not None:
+            inside.append(around)
+            around = around.parent
+        return any(one.name == name and one.by_start and one.is_active for one in inside)
 
     def enter(self, topology: Topology) -> None:
         """What the thread starts from here on belongs to the topology."""
@@ -65,6 +78,11 @@ class Marks(threading.local):
         self._inside = [topology for topology in self._inside if not topology.has_ended]
         if not self._crew.running:
             return
+        if ids := [
+            topology.id for topology in dict.fromkeys((*left, *ended)) if topology.has_ended and topology.listens
+        ]:
+            self._left = [*self._left, *ids][-_REMEMBERED:]
+            self._crew.context.setLocalProperty(LEFT, " ".join(self._left))
         for topology in {*left, *ended}:
             # Entered twice, or inherited: the mark is still that of the outer one.
             if topology.has_ended or not (topology in self._inside or topology is self._around):
@@ -80,4 +98,4 @@ class Marks(threading.local):
         return None if around is None else around.id
 
     def _named(self, mark: str | None) -> Topology | None:
-        return next((topology for topology in tuple(self._crew.active) if topology.id == mark), None)
+        return next((topology for topology in tuple(self._crew._active) if topology.id == mark), None)

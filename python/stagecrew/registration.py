@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pyspark import cloudpickle
 
-from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotPicklable
-from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, registering
+from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
+from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, normalised, registering
 
-__all__ = ["checked", "class_names", "pickled"]
+__all__ = ["checked", "class_names", "import_named", "pickled"]
+
+_log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """These listeners, if each is one. Raises `ListenerError` that says what to write instead."""
+    """These listeners, if each is one. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -26,6 +29,7 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     every: tuple[Any, ...] = (given,) if alone else tuple(given)
     for listener in every:
         if isinstance(listener, Listener):
+            normalised(listener)
             continue
         if inspect.isclass(listener) and issubclass(listener, Listener):
             raise ListenerError(
@@ -41,6 +45,30 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
     if alone:
         raise ListenerError(f"{listener_name(every[0])} stands alone; register a list: listeners=[...]")
     return every
+
+
+def import_named(targets: str) -> None:
+    """Imports the listeners that a value of `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
+
+    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerNotImportable` for everything
+    else that an executor would refuse.
+    """
+    from stagecrew.worker.descriptions import named
+
+    for target in filter(None, map(str.strip, targets.split(","))):
+        module = target.partition(":")[0].partition(".")[0]
+        try:
+            named(target, "on the driver")
+        except ListenerNotImportable as error:
+            cause = error.__cause__
+            if not (isinstance(cause, ModuleNotFoundError) and cause.name == module):
+                raise
+            _log.warning(
+                "the driver has no module %r, of %r in spark.stagecrew.listeners: it must exist on each executor. To ship it, "
+                "use --py-files",
+                module,
+                target,
+            )
 
 
 def class_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from stagecrew.errors import (
 )
 from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
 from stagecrew.listeners import Listener
-from stagecrew.registration import checked, class_names, pickled
+from stagecrew.registration import checked, class_names, import_named, pickled
 
 if TYPE_CHECKING:
     from stagecrew.coordination.checkpoints import Checkpoint
@@ -70,7 +70,8 @@ def configure(
     Raises `ConfigurationError` for a session instead of a builder and for `jvm_listeners` that are no list of names,
     `OperatorMisused` for coordinators that are no factories by name,
     `UnsupportedSession` for Spark Connect, `UnsupportedSpark`, `JarMissing`, `ListenerError` for a class instead of an
-    instance, and `ListenerNotPicklable`.
+    instance, and `ListenerNotPicklable`. `getOrCreate` and `create` raise `ListenerNotImportable` for a name in
+    `spark.stagecrew.listeners` that the driver cannot import, and stop the session; a missing top-level module is a warning.
     """
     if isinstance(builder, SparkSession):
         raise ConfigurationError(
@@ -158,6 +159,8 @@ def _start_new(
             raise
         raise refusal from error
     try:
+        # Now, as files of the configuration are on the path since Spark has started.
+        import_named(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
         crew(session).register(wanted.listeners, application)
     except BaseException:
         session.stop()

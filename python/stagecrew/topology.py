@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagecrew.coordination.operators import Operators
-from stagecrew.coordination.positions import POSITION
+from stagecrew.coordination.operators import COMMIT, Operators
+from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
 from stagecrew.listeners import Listener
 from stagecrew.partitions import PartitionReport, Release, java_dataset
@@ -86,8 +87,12 @@ class Topology:
         self.tag = f"stagecrew-{self.id}"
         self._listeners, self._jvm_listeners = tuple(listeners), tuple(jvm_listeners)
         self._state = "new"
+        #: Whether it began by `start`, not by a `with`.
+        self.by_start = False
         self._told = False  # whether a failure of a coordinator was raised
         self.parent: Topology | None = None
+        #: Where in the program it began.
+        self.place = Place()
         self._last_report: TopologyReport | None = None
         self.operators = Operators(self, lambda: crew.close_timeout)
 
@@ -104,11 +109,28 @@ class Topology:
         """Whether it is closed, by itself or with the one that it lay in."""
         return self._state == "closed"
 
+    @property
+    def listens(self) -> bool:
+        """Whether it has Python listeners of its own."""
+        return bool(self._listeners)
+
     def start(self) -> Topology:
         """Begins the topology in this thread, inside the active one that the thread is in.
 
-        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped.
+        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped, and `TopologyError` while the
+        thread is in an active topology of the same name that began by `start`, as when a notebook cell runs again. Topologies of
+        one name may be nested by `with`.
         """
+        if self._state == "new" and self._crew.running and self._crew.marks.started(self.name):
+            raise TopologyError(
+                f"a topology {self.name!r} is active in this thread already, begun by start(), perhaps by an earlier run of this "
+                f"cell: close it by its close(), or close all by crew.close_all(), and start again"
+            )
+        self._begin()
+        self.by_start = True
+        return self
+
+    def _begin(self) -> None:
         if self._state != "new":
             raise TopologyClosed(
                 f"topology {self.name!r} is {self._state}: a topology runs once; create another with crew.topology({self.name!r})"
@@ -119,11 +141,13 @@ class Topology:
         parent = None if self.parent is None else self.parent.id
         crew.begin(self.id, self.name, parent, self._listeners, self._jvm_listeners, self.release)
         for listener in self._listeners:
-            listener._stagecrew.registered_for(f"topology {self.name!r}")
+            listener._stagecrew.registered_for(f"topology {self.name!r}", self.id)
+        self.place = Place(crew.place, "topology", self.name)
+        self.operators.begin_in(self.place)
         self._state = "active"
-        crew.active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
+        crew._active.append(self)  # also when nobody keeps the object: the thread belongs to it until `close`
         crew.marks.enter(self)
-        return self
+        PLACE.set(self.place)
 
     def close(self, cancel: bool = False) -> None:
         """Ends the topology, and those that began inside it; a second call does nothing.
@@ -154,19 +178,24 @@ class Topology:
         finally:
             for topology in (self, *self._inside()):  # the driver ended those inside too
                 topology._state = "closed"
+                for listener in topology._listeners:
+                    listener._stagecrew.has_ended(topology.id)
+                topology.place.ended = True
                 with contextlib.suppress(ValueError):
-                    self._crew.active.remove(topology)
+                    self._crew._active.remove(topology)
             self._crew.marks.leave(self)
+            PLACE.set(current_place())
 
     def _inside(self) -> Iterator[Topology]:
         """The active ones that lie in this one, at any depth."""
-        for topology in tuple(self._crew.active):
+        for topology in tuple(self._crew._active):
             if topology.parent is self and topology.is_active:
                 yield topology
                 yield from topology._inside()
 
     def __enter__(self) -> Topology:
-        return self.start()
+        self._begin()
+        return self
 
     def __exit__(
         self, type_: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -189,7 +218,8 @@ class Topology:
         Calling it after the topology closed raises `TopologyClosed`, after the session has stopped `NotActive`.
         """
 
-        position = POSITION.get()
+        here = current_place()
+        place = here if here is not None and here.is_within(self.place) else self.place
 
         @functools.wraps(f)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -200,11 +230,11 @@ class Topology:
                 )
             self._crew.require_running()
             self._crew.marks.enter(self)
-            token = POSITION.set(position)
+            token = PLACE.set(place)
             try:
                 return f(*args, **kwargs)
             finally:
-                POSITION.reset(token)
+                PLACE.reset(token)
                 self._crew.marks.leave(self)
 
         return wrapped
@@ -261,7 +291,7 @@ class Topology:
         read: Callable[[Any], Iterable[pa.RecordBatch]],
         schema: StructType | str,
         parallelism: int | None = None,
-        name: str = "splits",
+        name: str | None = None,
     ) -> DataFrame:
         """A DataFrame whose tasks pull what they read next, so that none is left with the rest: a dynamic source.
 
@@ -280,16 +310,14 @@ class Topology:
         from stagecrew.operators.splits import read_splits
 
         self._require_active("read splits")
-        return read_splits(
-            self, self._crew.context, enumerator, read, schema, parallelism, self.operators.free_name(name)
-        )
+        return read_splits(self, self._crew.context, enumerator, read, schema, parallelism, name)
 
     def supersteps(
         self,
         dataset: DataFrame,
         work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
         schema: StructType | str,
-        name: str = "supersteps",
+        name: str | None = None,
         stop_when: Callable[[int, Any], bool] | None = None,
         timeout: float = 600.0,
     ) -> DataFrame:
@@ -315,17 +343,15 @@ class Topology:
         from stagecrew.operators.supersteps import run_supersteps
 
         self._require_active("run supersteps")
-        return run_supersteps(
-            self, dataset, work, schema, self.operators.free_name(name), stop_when, timeout, self._crew.await_slots
-        )
+        return run_supersteps(self, dataset, work, schema, name, stop_when, timeout, self._crew.await_slots)
 
     def commit(
         self,
         dataset: DataFrame,
         sink: Committer,
         commit_id: str | None = None,
-        decisions: Decisions | None = None,
-        name: str = "commit",
+        decisions: Decisions | str | os.PathLike[str] | None = None,
+        name: str = COMMIT,
     ) -> CommitReport:
         """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
 
@@ -333,7 +359,7 @@ class Topology:
         failed, speculative, lost and repeated ones leave nothing. See `stagecrew.operators.sinks` for Parquet files, objects with a
         manifest, databases and Iceberg tables, and what readers see in between; `Committer` for one of your own.
 
-        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`), a driver that dies at any point may be followed by
+        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`, or the path of its folder), a driver that dies at any point may be followed by
         another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
         written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
         `commit_id` each call is a commit of its own, whose id the errors name.
@@ -347,6 +373,7 @@ class Topology:
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
         from stagecrew.operators.commits import commit_dataset
+        from stagecrew.operators.decisions import decisions_of
         from stagecrew.recovery.job import running_job
 
         self._require_active("commit datasets")
@@ -357,14 +384,13 @@ class Topology:
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")
-        name = self.operators.free_name(name)
         return commit_dataset(
             self,
             dataset,
             sink,
             name,
             id_,
-            self._crew.decisions if decisions is None else decisions,
+            self._crew.decisions if decisions is None else decisions_of(decisions),
             self._crew.close_timeout,
         )
 
@@ -389,7 +415,11 @@ class Topology:
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
-        """What its coordinators reported of their progress, by operator and use: `{"supersteps/1": {"step": 12}}`."""
+        """The progress of its coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
+
+        It has the names of `progress` in `report.operators`, with their values as they are. A value that a coordinator reported is
+        here at once; one that it returns from `Coordinator.progress`, as splits do, about a second later, and at the end.
+        """
         return self.operators.progress()
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
+import traceback
+import types
 from typing import Final
 
-__all__ = ["end_of", "error_line"]
+__all__ = ["end_of", "error_line", "sentence_first", "without_our_frames"]
+
+_OURS: Final = __file__.rpartition("/")[0] + "/"
+#: Inside the package, but written as a user's code.
+_AS_USERS: Final = _OURS + "demo/"
+#: Modules that we call, and that call a user's code.
+_BETWEEN: Final = (contextlib.__file__, importlib.__file__, "<frozen importlib")
 
 #: A frame of a traceback, with the bar of an exception group in front where it is one's.
 _FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
@@ -41,6 +51,43 @@ def error_line(text: str) -> str:
             if not bar:
                 break
     return found or next((line.strip() for line in lines if line.strip()), "")
+
+
+def without_our_frames(error: BaseException) -> None:
+    """Removes the frames of this package from the tracebacks of an exception, its causes and the members of its group."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _of_others(one.__traceback__)
+        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def _of_others(found: types.TracebackType | None) -> types.TracebackType | None:
+    kept: list[types.TracebackType] = []
+    after_ours = False
+    while found is not None:
+        file = found.tb_frame.f_code.co_filename
+        ours = file.startswith(_OURS) and not file.startswith(_AS_USERS)
+        after_ours = ours or (after_ours and file.startswith(_BETWEEN))
+        if not after_ours:
+            kept.append(found)
+        found = found.tb_next
+    made: types.TracebackType | None = None
+    for one in reversed(kept):
+        made = types.TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return made
+
+
+def sentence_first(error: BaseException) -> str:
+    """The exception's own lines, and after them its traceback with the frames of others."""
+    without_our_frames(error)
+    said = "".join(traceback.format_exception_only(error))
+    whole = "".join(traceback.format_exception(error))
+    return whole if whole.startswith(said) else f"{said}\n{whole}"
 
 
 def end_of(text: str, length: int) -> str:

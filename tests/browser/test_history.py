@@ -167,6 +167,11 @@ def listed(base: str, how_many: int) -> None:
     )
 
 
+def tab_of(app: str) -> str:
+    """The path of the tab in the History Server. It has the application's id: pages also show paths of this checkout."""
+    return f"/history/{app}/stagecrew/"
+
+
 def hostile() -> list[dict[str, Any]]:
     """Every text is markup, or long."""
     counts = {
@@ -207,6 +212,7 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
     assert [int(quiet[name]) for name in ("Opens", "Closes", "Failures", "Lost")] == [
         counted.opens, counted.closes, counted.failures, counted.lost,
     ]  # fmt: skip
+    assert tab_of(made.finished) in page.content()
     page.get_by_role("link", name="nightly").first.click()
     page.wait_for_url("**/stagecrew/topology/**")
     assert page.locator(".alert").count() == 0
@@ -350,7 +356,7 @@ def test_a_history_server_without_the_jar_reads_our_logs(made: Made, tmp_path: P
             with urllib.request.urlopen(f"{base}/history/{app}/jobs/", timeout=60) as response:
                 body = response.read().decode()
             assert response.status == 200
-            assert "/stagecrew/" not in body
+            assert tab_of(app) not in body
             assert fetched(f"{base}/api/v1/applications/{app}/jobs")
 
 

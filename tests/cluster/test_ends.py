@@ -130,7 +130,8 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
                 raise
     except BaseException as error:
         same = all(left is entered for left, entered in zip(parts(error), raised))
-        ours = [frame.name for frame in traceback.extract_tb(error.__traceback__) if "/stagecrew/" in frame.filename]
+        package = os.path.dirname(stagecrew.__file__) + os.sep
+        ours = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
         journal.write(event="interrupted", type=type(error).__name__, same=same, ours=ours)
     def inner(event):
         return sorted(e["pid"] for e in journal.read(event=event, listener="inner"))

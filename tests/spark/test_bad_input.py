@@ -10,10 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Recorder, Sessions, base
+from crewtools import OURS, Recorder, Sessions, base
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -98,14 +99,28 @@ def test_a_listener_that_cannot_be_pickled(sessions, journal):
         crew.topology("t", listeners=[bad])
 
 
-def test_a_name_that_cannot_be_imported(sessions):
-    """A name in spark.stagecrew.listeners that no executor can import fails the job, and is named with the remedy."""
+def test_a_name_that_cannot_be_imported(sessions, caplog):
+    """A name in spark.stagecrew.listeners that no executor can import fails the job, and its sentence comes first."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
+    assert "the driver has no module 'no_such_module'" in caplog.text
     with pytest.raises(
         Exception, match=r"'no_such_module:pool' in spark.stagecrew.listeners cannot be imported"
     ) as caught:
         spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
-    assert "--py-files" in str(caught.value)
+    (line,) = (line for line in str(caught.value).splitlines() if "this task cannot have its listeners" in line)
+    assert "ListenerNotImportable: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
+    assert "--py-files" in line
+    assert OURS not in str(caught.value)
+
+
+def test_a_name_that_the_module_does_not_have(sessions, tmp_path, monkeypatch):
+    """It fails the start, and the session is stopped."""
+    (tmp_path / "without_a_pool.py").write_text("import stagecrew\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sessions.stop()
+    with pytest.raises(stagecrew.ListenerNotImportable, match="'without_a_pool:pool'.*has no attribute 'pool'"):
+        sessions.get("local[2,2]", spark__stagecrew__listeners="without_a_pool:pool")
+    assert SparkContext._active_spark_context is None
 
 
 def test_a_name_that_only_the_driver_can_import(sessions, tmp_path, monkeypatch):

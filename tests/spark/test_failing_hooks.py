@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, STANDALONE, Recorder, Sessions, body, eventually, free_master, kill
+from crewtools import LOCAL, LOCAL_CLUSTER, OURS, STANDALONE, Recorder, Sessions, body, eventually, free_master, kill
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -47,6 +47,7 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
     text = str(caught.value)
     assert "ValueError: open of recorder fails on purpose" in text
     assert "in _called" in text  # the user's own frames
+    assert OURS not in text
     assert "raised by open of listener 'recorder' (topology 't', executor" in text
     assert not journal.read(event="body")
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 4
@@ -263,7 +264,9 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
     failing = Recorder(journal, "server", fail=("open",), scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[failing]), pytest.raises(Exception) as caught:
         spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
-    assert "ValueError: open of server fails on purpose" in str(caught.value)
+    line = str(caught.value).partition("could not be opened on executor")[2].splitlines()[1]
+    assert line == "ValueError: open of server fails on purpose"
+    assert OURS not in str(caught.value)
     assert not journal.read(event="body")
     assert 4 <= len(journal.read(event="open")) <= 8
     assert len(journal.read(event="open")) == len(journal.read(event="close"))

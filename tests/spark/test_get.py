@@ -83,8 +83,76 @@ def test_a_cell_that_was_run_again(spark, crew):
     assert found == [("orders in t", "planes in t", "plain in t")] * 2
 
 
+def refused(f, *args) -> str:
+    """The message of the ResourceNotOpen that an action raises."""
+    with pytest.raises(Exception, match="ResourceNotOpen") as caught:
+        f(*args)
+    return str(caught.value).partition("ResourceNotOpen: ")[2].partition("\n")[0]
+
+
+def test_a_cell_that_was_run_again_with_other_code(spark, crew):
+    """get() does not return the value of the earlier definition, but raises, until the topology is started again."""
+    first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
+    exec(POOLS, first.__dict__)
+    exec(POOLS.replace("{dsn} in", "{dsn}, changed, in"), second.__dict__)
+    crew.topology("t", listeners=[first.orders, first.planes, first.plain]).start()
+    assert "'pool' is not open here: its definition was run again with different code" in refused(
+        collect, spark, second.words
+    )
+    crew.close_all()
+    assert crew.active == ()
+    topology = crew.topology("t", listeners=[second.orders, second.planes, second.plain]).start()
+    try:
+        assert collect(spark, second.words) == [("orders, changed, in t", "planes, changed, in t", "plain in t")] * 2
+    finally:
+        topology.close()
+
+
+def test_a_listener_that_its_topology_does_not_have(spark, crew, pools):
+    """get() says which listeners the topology has; without any topology it says that."""
+    with crew.topology("outer", listeners=[pools.orders]), crew.topology("inner", listeners=[pools.plain]):
+        text = refused(collect, spark, pools.words)
+    assert text.startswith(
+        "listener 'pool' is not open here: topology 'inner' inside 'outer', in which this task runs,"
+    )
+    assert "(it has: 'Plain', 'pool')" in text
+    assert "Register it there: `crew.topology('inner', listeners=[pool])`" in text
+
+    def never(rows):
+        yield pools.pool("never").get()
+
+    text = refused(collect, spark, never)
+    assert "this task belongs to no topology" in text
+    assert "topology.wrap(f)" in text
+
+
 def test_a_dataset_that_is_run_after_its_topology(spark, crew, pools):
     """get() outside of its topology raises ResourceNotOpen, which names the topology and the remedy."""
+    orders = pools.pool("orders")
+    with crew.topology("gone", listeners=[orders]):
+        planned = spark.range(0, 2, 1, 2).mapInArrow(asking(orders), "a string")
+        assert planned.count() == 2
+    for text in (refused(planned.count), refused(collect, spark, asking(orders))):
+        assert "the action ran after topology 'gone' had closed, for which it was registered" in text
+    with crew.topology("next", listeners=[pools.planes]):
+        assert "the action ran after topology 'gone' had closed" in refused(planned.count)
+
+
+def asking(listener):
+    """A task's function that asks a listener, and has one row."""
+
+    def ask(batches):
+        import pyarrow as pa
+
+        for _ in batches:
+            pass
+        yield pa.record_batch({"a": [listener.get()]})
+
+    return ask
+
+
+def test_a_lazy_dataset_of_a_topology_that_has_ended(spark, crew, pools):
+    """Its error names the topology and the remedy."""
     orders = pools.pool("orders")
     with crew.topology("gone", listeners=[orders]):
         dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda _: orders.get())
@@ -100,21 +168,30 @@ def test_a_dataset_that_is_run_after_its_topology(spark, crew, pools):
 def test_threads_with_and_without_wrap(spark, crew, pools):
     """A thread's jobs belong to the topology when its function was wrapped, and not otherwise."""
     results: dict[str, object] = {}
+    listeners = [pools.orders, pools.planes, pools.plain]
+
+    def words(rows):  # of no module: the listeners travel with it, and with them where they are registered
+        orders, planes, plain = listeners
+        for _ in rows:
+            yield orders.get(), planes.get(), plain.get().opened
 
     def job(name: str) -> None:
         try:
-            results[name] = collect(spark, pools.words, 1)
+            results[name] = collect(spark, words, 1)
         except Exception as error:
             results[name] = str(error)
 
-    with crew.topology("t", listeners=[pools.orders, pools.planes, pools.plain]) as topology:
+    with crew.topology("t", listeners=listeners) as topology:
         wrapped = threading.Thread(target=topology.wrap(job), args=("wrapped",))
         plain = threading.Thread(target=job, args=("plain",))
         for thread in (wrapped, plain):
             thread.start()
             thread.join(60)
     assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
-    assert "ResourceNotOpen" in str(results["plain"])
+    assert "the action ran in a thread that is not in topology 't', for which it was registered" in str(
+        results["plain"]
+    )
+    assert "`topology.wrap(f)`" in str(results["plain"])
 
 
 def test_a_topology_used_after_it_closed(spark, crew, journal):

@@ -177,6 +177,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     assert 0 < mine.replies.p50 <= mine.replies.p99 <= mine.replies.max < 60
     assert 1 <= mine.acknowledgements.count <= 2 * TASKS
     assert (splits.name, splits.kind, splits.progress["splits done"]) == ("splits/1", "splits", "5")
+    assert topology.progress["splits/1"] == {"splits done": 5, "splits in work": 0, "splits left": 0}
 
     shown = fetched(spark, "/stagecrew/json")
     (of,) = (one for one in shown["topologies"] if one["name"] == name)
@@ -214,7 +215,12 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     steps, commits = (StateHandleStore(store, storage, name) for name in ("steps", "commits"))
     job = Job("nightly", 2, steps, commits, facts={"term": "3", "store": "sqlite"})
     assert job.step("load", lambda: 5) == 5
-    recovery = fetched(spark, "/stagecrew/json")["recovery"]
+
+    def ended() -> Any:
+        found = fetched(spark, "/stagecrew/json")["recovery"]
+        return [step["state"] for step in found["steps"]] == ["finished"] and found
+
+    recovery = eventually(ended, what="the driver is told of the step's end")
     assert recovery["facts"] == {"job": "nightly", "run": "2", "term": "3", "store": "sqlite"}
     (step,) = recovery["steps"]
     assert (step["name"], step["state"]) == ("load", "finished")

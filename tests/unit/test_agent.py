@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 from stagecrew import Listener, Scope
 from stagecrew.agent import Agent
 from stagecrew.frames import Decoder, encode
+from stagecrew.tracebacks import error_line
 from stagecrew.worker.channel import Channel
 
 pytestmark = [
@@ -105,7 +107,7 @@ def agent(monkeypatch):
     def say(line: str) -> None:
         os.write(writing, line.encode() + b"\n")
 
-    for listener in (Server, Stubborn, SlowToClose, Forks):
+    for listener in (Server, Stubborn, SlowToClose, Forks, Unset):
         setattr(module, listener.__name__.lower(), listener(say))
     monkeypatch.setitem(sys.modules, "of_the_agent", module)
     pid = os.fork()
@@ -172,6 +174,33 @@ def test_sigterm_during_an_open_ends_the_agent(agent):
     assert agent.lines[-2:] == ["closed second", "closed first"]
     assert [frame["topology"] for frame in frames if frame.kind == "OPENED"] == ["first"]
     assert frames[-1].kind == "GOODBYE"
+
+
+class Unset(Server):
+    """One whose open raises."""
+
+    def open(self, context):
+        return {}["dsn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "frames"),
+    [
+        ("unset", "KeyError: 'dsn'", ["open"]),
+        ("absent", "stagecrew.errors.ListenerNotImportable: 'of_the_agent:absent' in spark.stagecrew.listeners", []),
+    ],
+)
+def test_the_error_of_an_open_begins_with_its_sentence(agent, name, first, frames):
+    """The traceback follows, with the frames of the user's code alone."""
+    agent.say(opening("t", name))
+    agent.say(opening("next", "server"))
+    agent.heard("opened next")
+    os.kill(agent.pid, signal.SIGTERM)
+    opened = next(frame for frame in agent.sent() if frame.kind == "OPENED")
+    text = json.loads(opened["body"])["error"]
+    assert text.splitlines()[0].startswith(first)
+    assert error_line(text).startswith(first)
+    assert re.findall(r'File ".*", line \d+, in (\w+)', text) == frames
 
 
 def test_sigterm_while_it_waits_ends_the_agent(agent):

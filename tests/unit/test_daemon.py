@@ -161,7 +161,7 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
     import pyspark.worker
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
-    for name in ("main", "setup_broadcasts"):
+    for name in ("main", "setup_broadcasts", "handle_worker_exception"):
         monkeypatch.setattr(pyspark.worker, name, getattr(pyspark.worker, name))
     before = pyspark.worker.main
     monkeypatch.setattr(daemon, "_hooked", False)

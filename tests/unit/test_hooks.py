@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import os
+import re
 import signal
 import time
 import traceback
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import stagecrew
 from stagecrew import ChannelClosed, HookTimeout, Listener, Scope, TaskKilled, resource
 from stagecrew.frames import encode
 from stagecrew.tracebacks import error_line
@@ -20,6 +23,8 @@ from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
 #: Else pytest's own time limit is the timer of the user here.
 pytestmark = pytest.mark.timeout(60, method="thread")
+
+PACKAGE = os.path.dirname(stagecrew.__file__) + os.sep
 
 WELCOME = {
     "application": "app-1",
@@ -148,6 +153,33 @@ def test_an_open_that_raises():
     assert fields["outcome"] == "failed"
     assert "in hook" in fields["error"]
     assert "ZeroDivisionError: no database" in fields["error"]
+    assert PACKAGE not in fields["error"]
+
+
+def test_tracebacks_of_an_open_have_the_frames_of_the_user():
+    """Not those of this package: of the exception, of what caused it, and where it was interrupted."""
+
+    @resource
+    def pool(context):
+        try:
+            fails("the cause")
+        except ValueError as error:
+            raise KeyError("the error") from error
+        yield
+
+    for listener, seen in ((pool(), ["pool", "fails", "pool"]), (Calls(open=hangs), ["open", "hangs"])):
+        hooks, channel, topology, registered = setting(listener)
+        with pytest.raises((KeyError, HookTimeout)):
+            hooks.open(topology, registered)
+        text = channel.sent[-1][1]["error"]
+        assert PACKAGE not in text
+        assert os.sep + "contextlib.py" not in text
+        assert re.findall(r'File ".*", line \d+, in (\w+)', text) == seen
+
+
+def fails(message: str) -> None:
+    """Raises in a frame of its own."""
+    raise ValueError(message)
 
 
 @pytest.mark.parametrize("required", [True, False])

@@ -7,11 +7,11 @@ import json
 import pyarrow.fs
 import pytest
 
-import stagecrew
 from modelstore import ModelServer
 from stagecrew import session
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
+from stagecrew.coordination.program_path import Place, Uses
 from stagecrew.errors import (
     JobError,
     JobStepReused,
@@ -26,9 +26,10 @@ from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
 from stagecrew.recovery.shown import Shown
 from stagecrew.recovery.storage import StateStorage
+from unit_scopes import Keeping, Nowhere, Scope
 
 
-class Place:
+class Store:
     """Where the steps of one job lie, for any number of runs."""
 
     def __init__(self):
@@ -56,13 +57,16 @@ class FakeOperators:
 
         return Checkpoint(1, {"count/1": str(self.state).encode()})
 
-    def restore(self, checkpoint):
+    def reset(self, checkpoint):
         self.state = int(checkpoint.states["count/1"])
+
+    def forget(self, place):
+        pass
 
 
 @pytest.fixture
 def place():
-    return Place()
+    return Store()
 
 
 @pytest.fixture
@@ -165,45 +169,6 @@ def test_state_belongs_to_a_position(place, operators):
     assert program(place.run(), stop_before=None) == 1111
 
 
-class Nowhere:
-    """A way to executors that drops all."""
-
-    def dirty(self, gateway):
-        while gateway.take() is not None:
-            pass
-
-    def flush(self):
-        pass
-
-    def wait(self, loop):
-        return False
-
-
-class Scope:
-    """A topology without Spark."""
-
-    name = id = "load"
-    is_active = True
-
-    def cancel_failed(self, cause):
-        raise cause
-
-
-class Keeping(stagecrew.Coordinator):
-    """Has a text as its state."""
-
-    def __init__(self, context, made):
-        super().__init__(context)
-        self.text = ""
-        made.append(self)
-
-    def checkpoint(self, checkpoint_id):
-        return self.text.encode()
-
-    def reset_to_checkpoint(self, checkpoint_id, state):
-        self.text = (state or b"").decode()
-
-
 @pytest.mark.parametrize("outside", [False, True])
 def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
     """Steps that bind one operator each have a coordinator of their own, known by its step: one of a step that is cut short begins empty
@@ -211,7 +176,7 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
 
     def program(job, fail):
         made, host = [], Host(Nowhere(), 1 << 20, 30.0)
-        operators = Operators(Scope(), lambda: 5.0)
+        operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
         operators.name_operator("o")
         monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
 
@@ -429,6 +394,8 @@ def test_what_people_see_of_a_job(place, operators, monkeypatch):
     shown = []
 
     class Crew:
+        place = None
+
         def tell_job(self, body):
             shown.append(json.loads(body))
 

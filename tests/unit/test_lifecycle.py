@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagecrew import Listener, TaskKilled, resource
+from stagecrew.notopen import NotRegisteredError
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
 
@@ -627,14 +632,16 @@ def test_find_prefers_the_very_listener_to_one_that_looks_the_same():
 
 
 def test_find_says_where_it_looked():
-    """No task; a task of other topologies, innermost first; a listener that is not open yet."""
+    """The names of the task's topologies, innermost first, and of all that is registered there; a listener that is not open yet."""
     asked = Plain("asked")
     lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), asked))
-    with pytest.raises(LookupError, match="no task of a topology runs here"):
+    with pytest.raises(NotRegisteredError) as nowhere:
         lifecycle.find(asked._stagecrew)
+    assert (nowhere.value.inside, nowhere.value.registered) == ((), ())
     lifecycle.begin(["a"], "task")
-    with pytest.raises(LookupError, match="this task runs in topology 'name of a', which does not have it"):
+    with pytest.raises(NotRegisteredError) as elsewhere:
         lifecycle.find(asked._stagecrew)
+    assert (elsewhere.value.inside, elsewhere.value.registered) == (("name of a",), ("Plain",))
     lifecycle.end(None)
 
     def asks(topology, registered):
@@ -645,8 +652,125 @@ def test_find_says_where_it_looked():
         lifecycle.begin(["a", "b"], "task")
     hooks.open = lambda topology, registered: None
     lifecycle.begin(["a", "b"], "task")
-    with pytest.raises(LookupError, match="this task runs in topology 'name of b' inside 'name of a', which does not"):
+    with pytest.raises(NotRegisteredError) as both:
         lifecycle.find(Plain("nowhere")._stagecrew)
+    assert both.value.inside == ("name of b", "name of a")
+    assert both.value.registered == ("Plain", "Plain", "Plain")
+    assert both.value.reason == ""
+    lifecycle.begin(["a"], "task")
+    with pytest.raises(NotRegisteredError) as other:
+        lifecycle.find(asked._stagecrew)
+    assert other.value.others == ("name of b",)
+
+
+CELL = """
+import stagecrew
+
+DSN = "a"
+
+@stagecrew.resource
+def pool(context, size=1):
+    yield DSN
+
+class Pool(stagecrew.Listener):
+    limit = 1
+
+    def open(self, context):
+        self.opened = "a"
+
+listeners = pool(size=2), Pool()
+"""
+
+
+def cell(text: str) -> Any:
+    """The listeners of a notebook cell that is run once."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, f"cell {id(names)}", "exec"), names)
+    return names["listeners"]
+
+
+def by(what: str) -> Any:
+    """How a task's function knows a listener: by a pickled copy, or by the reference that travels with a function."""
+    return {
+        "copy": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew)),
+        "reference": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew.reference())),
+    }[what]
+
+
+@pytest.mark.parametrize("how", ["copy", "reference"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    yield DSN", '    yield DSN + "b"'),
+        ('DSN = "a"', 'DSN = "b"'),
+        ("size=1", "size=3"),
+        ('self.opened = "a"', 'self.opened = "b"'),
+        ("limit = 1", "limit = 2"),
+    ],
+)
+def test_a_cell_that_was_run_again_with_other_code(how, old, new):
+    """`get` of the new listener does not return the old one's value: it says that the cell was run again, and what to do."""
+    before, after = cell(CELL), cell(CELL.replace(old, new))
+    registered = topology("a", *before)
+    travelled = Described(
+        registered.id,
+        registered.name,
+        tuple(dataclasses.replace(one, identity=by("copy")(one.listener)) for one in registered.listeners),
+    )
+    lifecycle, hooks = machine(travelled)
+    hooks.open = lambda topology, registered: registered.listener.open(None)
+    lifecycle.begin(["a"], "task")
+    changed = [one for one, two in zip(after, before, strict=True) if one._stagecrew.redefines(two._stagecrew)]
+    assert len(changed) == 1
+    for listener in after:
+        if listener in changed:
+            with pytest.raises(NotRegisteredError) as redefined:
+                lifecycle.find(by(how)(listener))
+            assert "was run again with different code" in redefined.value.reason
+            assert "crew.close_all()" in redefined.value.reason
+        else:
+            lifecycle.find(by(how)(listener))
+    for listener in before:
+        lifecycle.find(by(how)(listener))  # the one that is open, whatever is defined since
+
+
+def test_a_cell_that_was_run_again_unchanged():
+    """Where it is written, comments and the cell's name make no difference."""
+    before, after = cell(CELL), cell("\n# a comment\n" + CELL.replace("    yield", "    # another\n    yield"))
+    for one, two in zip(before, after, strict=True):
+        assert not one._stagecrew.redefines(two._stagecrew)
+    lifecycle, _ = machine(topology("a", *before))
+    lifecycle.begin(["a"], "task")
+    for listener in after:
+        lifecycle.find(by("reference")(listener))
+
+
+def test_an_outer_topology_with_the_definition_that_is_asked_for():
+    """Its value is returned, though an inner topology has an earlier definition."""
+    before, after, again = (cell(CELL.replace("size=1", f"size={size}"))[0] for size in (1, 2, 2))
+    lifecycle, hooks = machine(topology("a", after), topology("b", before))
+    hooks.open = lambda topology, registered: registered.listener.open(None)
+    lifecycle.begin(["a", "b"], "task")
+    assert lifecycle.find(by("reference")(again)) == "a"
+
+
+def test_a_copy_that_another_process_made():
+    """It cannot be compared with the listener of that name that is open here: that is said, and not that it is missing."""
+    made = cell(CELL)[0]
+    code = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(made._stagecrew.reference()))"
+    script = f"import sys\n{CELL}\nmade = listeners[0]\n{code}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    foreign = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, check=True, env=environment, timeout=60
+    ).stdout
+    lifecycle, _ = machine(topology("a", made))
+    lifecycle.begin(["a"], "task")
+    with pytest.raises(NotRegisteredError) as copied:
+        lifecycle.find(pickle.loads(foreign))
+    assert "a pickled copy of it that another process made" in copied.value.reason
+    with pytest.raises(NotRegisteredError) as other:
+        lifecycle.find(by("reference")(type(made)(made._factory, (), {"size": 7})))
+    assert (other.value.registered, other.value.reason) == (("Resource",), "")
 
 
 def test_a_listener_finds_those_that_were_opened_before_it():

@@ -31,8 +31,10 @@ from stagecrew import (
     resource,
 )
 from stagecrew.errors import ConfigurationError
-from stagecrew.identity import Identity
+from stagecrew.identity import Identity, Registration
 from stagecrew.listeners import decorates, listener_name, opened_value, registering, resolving
+from stagecrew.notopen import NotRegisteredError, explained
+from stagecrew.notopen import Task as TaskOf
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 SECRET = "a-password-in-an-argument"
@@ -160,14 +162,14 @@ def test_a_notebook_cell_that_is_run_again():
 def test_a_reference_is_known_without_its_arguments():
     """It has no arguments, and is not mistaken for a listener with others; a cell that was run again is the same."""
     one, again, other = pool("a"), pool("a"), pool("b")
-    one._stagecrew.topologies.append("topology 'enrich'")
+    one._stagecrew.registered_for("topology 'enrich'", "enrich-1")
     bare = one._stagecrew.reference()
     assert bare.same(one._stagecrew)
     assert one._stagecrew.same(bare)
     assert bare.same(pickle.loads(pickle.dumps(again._stagecrew)))
     assert not bare.same(other._stagecrew)
     assert not bare.same(pickle.loads(pickle.dumps(other._stagecrew)))
-    assert bare.topologies == ["topology 'enrich'"]
+    assert bare.topologies == [("topology 'enrich'", "enrich-1", False)]
     assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
 
 
@@ -240,8 +242,8 @@ def test_where_a_listener_was_registered_stays_short():
     """Each place once, the last few: it travels with each task's function."""
     one = pool("a")
     for i in (*range(50), 49, 48):
-        one._stagecrew.registered_for(f"topology 'run {i}'")
-    assert one._stagecrew.topologies == [f"topology 'run {i}'" for i in (45, 46, 47, 49, 48)]
+        one._stagecrew.registered_for(f"topology 'run {i}'", f"run-{i}")
+    assert one._stagecrew.topologies == [(f"topology 'run {i}'", f"run-{i}", False) for i in (45, 46, 47, 49, 48)]
 
 
 def test_identities_of_different_factories_differ():
@@ -503,29 +505,62 @@ def test_a_resource_that_does_not_yield_once(yields, text):
 # -- get
 
 
-def test_get_outside_names_listener_topologies_and_remedy():
-    """The error says what is not open, where it was looked for, for what it was registered, and what to do."""
-    orders = pool("a")
+def test_get_outside_of_a_task():
+    """The error names the listener, the cause and the remedy."""
     with pytest.raises(ResourceNotOpen) as never:
-        orders.get()
-    assert str(never.value).startswith(
-        "listener 'pool' is not open here: this process runs no task of a topology. It was registered nowhere. Run the "
-        "action inside `with crew.topology(..., listeners=[...])`"
+        pool("a").get()
+    assert str(never.value) == (
+        "listener 'pool' is not open here: get() was called outside of a task, and listeners are open in tasks only. Call it in "
+        "a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
+        "`with stagecrew.testing.opened(pool, value=...)`."
     )
-    assert "stagecrew.configure(builder, listeners=[...])" in str(never.value)
-    orders._stagecrew.topologies += ["topology 'b'", "the application", "topology 'b'"]
-    arrived = pickle.loads(cloudpickle.dumps(orders))
-    with pytest.raises(ResourceNotOpen, match="It was registered for the application and topology 'b'"):
-        arrived.get()
+
+
+ENRICH = Registration("topology 'enrich'", "enrich-1")
+THREAD = "the action ran in a thread that is not in topology 'enrich', for which it was registered"
+AFTER = "the action ran after topology 'enrich' had closed, for which it was registered"
+INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes"])
+
+
+@pytest.mark.parametrize(
+    ("registrations", "task", "missing", "cause", "remedy"),
+    [
+        ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
+        ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
+        ([], TaskOf(left=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
+        ([], TaskOf("t-1"), INNER, "topology 'inner' inside 'outer', in which this task runs, does not have it", "topology('inner',"),
+        ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
+        ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
+        ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),
+        ([ENRICH], TaskOf(left=("other-1",)), None, THREAD, "topology.wrap(f)"),
+        ([ENRICH], TaskOf(), NotRegisteredError(["application"], ["a"]), THREAD, "topology.wrap(f)"),
+        ([], TaskOf(), NotRegisteredError([], [], "", ["enrich"]), THREAD, "topology.wrap(f)"),
+        ([ENRICH._replace(ended=True)], TaskOf(), None, AFTER, "Run the action inside `with crew.topology("),
+        ([ENRICH], TaskOf(left=("other-1", "enrich-1")), None, AFTER, "topology.keep(dataset)"),
+        ([ENRICH], TaskOf("enrich-1"), None, AFTER, "Run the action inside"),
+        ([ENRICH], TaskOf("t-1", left=("enrich-1",)), INNER, AFTER, "Run the action inside"),
+        ([Registration("the application", "application")], TaskOf(), None, "of another session", "configure(builder"),
+        ([ENRICH], None, None, "get() was called outside of a task", "stagecrew.testing.opened(pool"),
+        ([ENRICH], TaskOf("t-1"), NotRegisteredError(["t"], [], "it is a copy. Do this"), "it is a copy", "Do this"),
+    ],
+)  # fmt: skip
+def test_each_cause_has_its_message(registrations, task, missing, cause, remedy):
+    """Not registered in the task's topology, no topology, a thread without `wrap`, after the topology, another definition."""
+    text = explained("pool", registrations, task, missing)
+    assert text.startswith("listener 'pool' is not open here: ")
+    assert cause in text
+    assert remedy in text
+    assert (THREAD in text) + (AFTER in text) + ("belongs to no topology" in text) + ("does not have it" in text) <= 1
+    assert text.count("..") == text.count("...")
 
 
 def test_get_asks_the_innermost_resolver_first():
-    """It goes on to the outer ones, and tells what the last of them said."""
+    """It asks the outer ones next, and then reports the reason of the innermost."""
     orders = pool("a")
 
     def refuses(text):
         def resolve(identity):
-            raise LookupError(text)
+            raise NotRegisteredError([], [], text)
 
         return resolve
 

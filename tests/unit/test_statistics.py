@@ -169,7 +169,7 @@ def test_what_is_over_has_nothing_queued():
             if event == "first":
                 task.send("behind it")
                 told(harness, 1)
-                taken(harness._host.last_statistics(list(harness._host._bindings.values())), known, sums)
+                taken(harness._host.last_statistics("test", list(harness._host._bindings.values())), known, sums)
                 ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
 
     known, sums = {}, {}
@@ -285,11 +285,51 @@ def test_splits_say_what_is_done_and_left():
             two.request((0, "h"))
             one.request((1, "h"))
             left = {"splits left": "0"} if known else {}
-            assert told(harness)[0]["progress"] == {"splits done": "1", "splits in work": "2", **left}
+            found = told(harness)[0]["progress"]
+            assert found == {"splits done": "1", "splits in work": "2", **left}
+            assert as_texts(harness.operators.progress()["operator/1"]) == found
             one.request((2, "h"))
             two.request((1, "h"))
             assert told(harness)[0]["progress"] == {"splits done": "3", "splits in work": "0", "splits left": "0"}
             assert told(harness)[0].get("kind", "splits") == "splits"
+
+
+def as_texts(progress):
+    """Progress as a report has it."""
+    return {name: str(value) for name, value in progress.items()}
+
+
+class Reporting(stagecrew.Coordinator):
+    """Has values of its own, beside those that it reports and over one of them."""
+
+    done = 0
+
+    def handle_event(self, evaluation, event):
+        self.done = event
+        self.context.report(seen=event, both="reported")
+
+    def progress(self):
+        if self.done == 3:
+            raise ValueError
+        return {"done": self.done, "both": "own"}
+
+
+def test_progress_has_what_the_report_has():
+    """`topology.progress` has the values that a coordinator returns from `progress`, beside those that it reported, as they are."""
+    with CoordinatorHarness(Reporting) as harness:
+        task = harness.evaluation()
+        task.send(1)
+        found = told(harness)[0]["progress"]
+        assert harness.operators.progress() == {"operator/1": {"seen": 1, "both": "own", "done": 1}}
+        assert as_texts(harness.operators.progress()["operator/1"]) == found
+        task.send(2)
+        assert (
+            harness.operators.progress()["operator/1"]["seen"] == 2
+        )  # at once; what it returns, when it is asked next
+        task.send(3)
+        told(harness)
+        assert harness.operators.progress()["operator/1"] == {"seen": 3, "both": "own", "done": 1}  # it raised
+    assert harness.operators.progress()["operator/1"]["seen"] == 3
 
 
 def test_supersteps_say_whom_they_wait_for():

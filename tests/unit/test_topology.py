@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
-from stagecrew.marks import PROPERTY, Marks
+from stagecrew.application import Application
+from stagecrew.listeners import LEFT, PROPERTY
+from stagecrew.marks import Marks
 from stagecrew.session import Crew
 from stagecrew.topology import Topology
 
@@ -33,7 +35,15 @@ class Context:
         assert key == PROPERTY
         return self.here["property"]
 
+    @property
+    def left(self) -> str | None:
+        """The ids of the topologies that have ended in this thread."""
+        return self._here.__dict__.get("left")
+
     def setLocalProperty(self, key: str, value: str | None) -> None:
+        if key == LEFT:
+            self._here.left = value
+            return
         assert key == PROPERTY
         self.here["property"] = value
 
@@ -78,8 +88,8 @@ class Driver:
 def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside one that has ended."""
     made: Any = Crew.__new__(Crew)
-    made.context, made.facade, made.close_timeout, made.active = Context(), Driver(), 1.0, []
-    made.marks = Marks(made)
+    made.context, made.facade, made.close_timeout, made._active = Context(), Driver(), 1.0, []
+    made.marks, made.application = Marks(made), Application()
 
     def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
         assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)
@@ -118,7 +128,7 @@ def test_nested_topologies_mark_the_thread(crew):
             assert crew.facade.parents == {a.id: None, b.id: a.id}
         assert marks(crew, a)
     assert marks(crew, before="somebody's")
-    assert crew.active == []
+    assert crew.active == ()
     assert crew.facade.ended == [b.id, a.id]
 
 
@@ -127,7 +137,7 @@ def test_closed_out_of_order(crew):
     a, b = topology(crew, "a").start(), topology(crew, "b").start()
     a.close()
     assert marks(crew)
-    assert crew.active == []
+    assert crew.active == ()
     assert crew.facade.ended == [b.id, a.id]
     with pytest.raises(TopologyClosed, match="is closed"):
         b.wrap(print)()
@@ -263,9 +273,99 @@ def test_after_the_session_has_stopped(crew):
             call()
     a.close()
     new.close()
-    assert crew.active == []
+    assert crew.active == ()
     with pytest.raises(TopologyClosed):
         wrapped()
+
+
+def test_a_cell_that_starts_its_topology_again(crew):
+    """`start` raises while a topology of that name, begun by `start`, is active in the thread; the message names the remedy."""
+    first = topology(crew, "notebook").start()
+    with topology(crew, "inside"), pytest.raises(TopologyError) as refused:
+        topology(crew, "notebook").start()
+    assert "'notebook' is active in this thread already" in str(refused.value)
+    assert "crew.close_all()" in str(refused.value)
+    again = topology(crew, "notebook")
+    with pytest.raises(TopologyError):
+        again.start()
+    assert crew.active == (first,)
+    assert marks(crew, first)
+    crew.close_all()
+    again.start().close()  # nothing had begun of it
+    assert marks(crew)
+
+
+def test_topologies_of_one_name_that_are_legal(crew):
+    """Nested `with` blocks, a `start` inside a `with` or the other way round, another name, another thread, one after another."""
+    with topology(crew, "t"), topology(crew, "t"):
+        outer = topology(crew, "t").start()
+        with topology(crew, "t"):
+            topology(crew, "u").start()
+            in_thread(lambda: topology(crew, "t").start().close())
+        outer.close()
+    topology(crew, "t").start().close()
+    assert crew.active == ()
+
+
+def test_a_thread_that_takes_part_does_not_start_it_again(crew):
+    """A wrapped function and a thread that inherited the mark are in the topology too."""
+    outer = topology(crew, "t").start()
+
+    def again() -> bool:
+        with pytest.raises(TopologyError, match="is active in this thread already"):
+            topology(crew, "t").start()
+        return True
+
+    def inherited() -> bool:
+        crew.context.setLocalProperty(PROPERTY, outer.id)
+        return again()
+
+    assert in_thread(outer.wrap(again))
+    assert in_thread(inherited)
+
+
+def test_what_is_active(crew):
+    """A tuple of the topologies that have begun and not begun to close, outermost first."""
+    assert crew.active == ()
+    with topology(crew, "a") as a, topology(crew, "b") as b:
+        new = topology(crew, "new")
+        assert crew.active == (a, b)
+        b._state = "closing"
+        assert crew.active == (a,)
+        b._state = "active"
+        assert not new.is_active
+    assert crew.active == ()
+
+
+def test_close_all(crew):
+    """It closes all topologies in reverse order, also those of other threads, cancels their jobs, and raises the first error at the end."""
+    a, b = topology(crew, "a").start(), failed(crew, "b")
+    c = in_thread(topology(crew, "c").start)
+    d = failed(crew, "d")
+    with pytest.raises(CoordinatorFailed, match="'d' failed"):
+        crew.close_all()
+    assert crew.facade.ended == [d.id, c.id, b.id, a.id]
+    assert [one for what, one in crew.facade.asked if what == "cancel"] == [d.id, c.id, b.id, a.id]
+    assert crew.active == ()
+    assert marks(crew)
+    crew.close_all()
+
+
+def test_close_all_is_bounded(crew, monkeypatch):
+    """What does not end when it is cancelled is waited for until `spark.stagecrew.close.timeout`, and is named."""
+    crew.close_timeout = 0.05
+    one, two = topology(crew, "one").start(), topology(crew, "two").start()
+    monkeypatch.setattr(crew.facade, "activity", lambda _: json.dumps({"jobs": [1], "executions": [], "queries": []}))
+    crew.close_all()
+    assert (one.has_ended, two.has_ended) == (True, True)
+
+
+def test_close_all_after_the_session_has_stopped(crew):
+    """It forgets them, and raises nothing."""
+    topology(crew, "a").start()
+    crew.context._jsc = None
+    crew.close_all()
+    assert crew.active == ()
 
 
 def test_a_driver_that_forgot_the_topology(crew):
@@ -346,7 +446,23 @@ def test_many_topologies_leave_little_in_a_listener(crew):
     listener = Listener()
     for i in range(20):
         crew.topology(f"run {i % 10}", listeners=[listener]).start().close()
-    assert listener._stagecrew.topologies == [f"topology 'run {i}'" for i in range(5, 10)]
+    assert [one.what for one in listener._stagecrew.topologies] == [f"topology 'run {i}'" for i in range(5, 10)]
+    assert all(one.ended for one in listener._stagecrew.topologies)
+
+
+def test_a_thread_remembers_the_topologies_that_ended_in_it(crew):
+    """The last few that have listeners, for errors of tasks that it starts later; other threads do not."""
+    ids = []
+    for i in range(8):
+        with crew.topology(f"run {i}", listeners=[Listener()]) as one, topology(crew, "without listeners"):
+            assert crew.context.left == (" ".join(ids[-5:]) or None)
+        ids.append(one.id)
+    assert crew.context.left == " ".join(ids[-5:])
+    assert in_thread(lambda: crew.context.left) is None
+    with crew.topology("outer", listeners=[Listener()]) as outer:
+        in_thread(outer.wrap(lambda: None))
+        assert crew.context.left == " ".join(ids[-5:])
+    assert crew.context.left == " ".join([*ids[-4:], outer.id])
 
 
 def test_failures_of_all_that_ended_are_told(crew, caplog):

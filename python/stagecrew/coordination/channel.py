@@ -1,8 +1,8 @@
 """The socket between the driver's JVM and its Python, by which coordinators reach executors.
 
-Whoever is idle reads it: a coordinator's thread that has nothing to do reads for all until there is something for itself, so
-that a request is answered by the thread that read it. (A hop to another thread costs Python more than all the rest.) While all
-coordinators are busy, or there is none, a thread of the channel's own reads.
+An idle thread of the coordinators' pool reads it until there is work, so that a request is handled by the thread that read it. (A
+hop to another thread costs Python more than all the rest.) While all threads of the pool are busy, or there is none, the channel's
+own thread reads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.payloads import TOGETHER
+from stagecrew.coordination.pool import COORDINATORS, Pool
 from stagecrew.errors import ChannelClosed, ChannelError
 from stagecrew.frames import encode, encoded
 from stagecrew.worker.channel import Channel
@@ -50,7 +50,8 @@ class DriverChannel:
     the reader's next turn.
     """
 
-    def __init__(self, place: str, make_host: Callable[[DriverChannel], Host]) -> None:
+    def __init__(self, place: str, make_host: Callable[[DriverChannel], Host], pool: Pool = COORDINATORS) -> None:
+        self._pool = pool
         self._channel = Channel.connect(place, role="driver")
         self._lock = threading.Lock()
         self._waiting: dict[str, list[bytes]] = {}
@@ -68,9 +69,10 @@ class DriverChannel:
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._wake_out, select.POLLIN)
         self._waking = threading.Lock()
-        #: Whether the channel's own thread reads, and loops that would rather.
-        self._own = False
-        self._idle: set[Loop] = set()
+        #: Whether the channel's own thread reads, and whether a thread of the pool waits to read instead.
+        self._own = self._is_wanted = False
+        #: Set when the channel's own thread has to look whether somebody reads.
+        self._attention = threading.Event()
         self._ended = threading.Event()
         self._closed = False
         self.host = make_host(self)
@@ -78,6 +80,7 @@ class DriverChannel:
         self._thread.start()
         self._teller = threading.Thread(target=self._tell, name="stagecrew-statistics", daemon=True)
         self._teller.start()
+        pool.set_reader(self)
 
     # -- What coordinators and the host enqueue
 
@@ -154,22 +157,20 @@ class DriverChannel:
 
     # -- Whoever reads
 
-    def wait(self, loop: Loop) -> bool:
-        """Reads for all until this loop, whose thread it is, has something to do. False when another reads."""
+    def read(self, until: Callable[[], bool]) -> bool:
+        """Reads for all on the calling thread until the condition holds. False when another thread reads."""
         if self._ended.is_set():
             return False
         if not self._reading.acquire(blocking=False):
             if self._own:  # it gives way
-                self._idle.add(loop)
+                self._is_wanted = True
                 self.wake()
             return False
         try:
-            self._idle.discard(loop)
-            loop.waits_in = self.wake
-            while loop.is_empty and not self._ended.is_set():
+            self._is_wanted = False
+            while not until() and not self._ended.is_set():
                 self._turn(_QUIET)
         finally:
-            loop.waits_in = None
             self._reading.release()
         return True
 
@@ -213,18 +214,21 @@ class DriverChannel:
                 if before == turns and self._reading.acquire(blocking=False):
                     try:
                         self._own = True
-                        while not self._idle and not self._ended.is_set():
+                        while not self._is_wanted and not self._ended.is_set():
                             self._turn(_QUIET)
                     finally:
                         self._own = False
                         self._reading.release()
-                    while self._idle:
-                        self._idle.pop().call(_nothing)  # it takes over
-                self._ended.wait(_ABSENCE if self.host.is_busy else _QUIET)
+                    if self._is_wanted:
+                        self._is_wanted = False
+                        self._pool.submit(_nothing)  # a thread of the pool takes over
+                self._attention.clear()
+                self._attention.wait(_ABSENCE if self.host.is_busy else _QUIET)
         except Exception:
             _log.exception("the channel of coordinators failed")
 
     def _take(self, frame: Any) -> None:
+        was_busy = self.host.is_busy
         try:
             if frame.kind == "FROM":
                 self.host.received(frame["executor"], frame["frames"])
@@ -233,6 +237,8 @@ class DriverChannel:
         except Exception:
             _log.exception("frames of an executor could not be handled")
         self._read += 1
+        if not was_busy and self.host.is_busy:
+            self._attention.set()
 
     @property
     def is_broken(self) -> bool:
@@ -243,6 +249,8 @@ class DriverChannel:
         """Ends the reader and the connection; a second call does nothing."""
         self.flush()
         self._ended.set()
+        self._pool.remove_reader(self)
+        self._attention.set()
         self.wake()
         self._channel.shutdown()
         for thread in (self._thread, self._teller):
@@ -271,4 +279,4 @@ def _parts(frames: list[bytes]) -> Iterator[bytes]:
 
 
 def _nothing() -> None:
-    """A call that makes a loop look around."""
+    """A task that makes a thread of the pool look what there is to do."""

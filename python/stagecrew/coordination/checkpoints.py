@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.coordinator import NO_CHECKPOINT
+from stagecrew.coordination.program_path import operator_of
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 
 if TYPE_CHECKING:
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["NOTHING", "Checkpoint", "Pending"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The states of a topology's coordinators as of one cut. `states` is by operator and its use: `"budget/1"`."""
+    """The states of a topology's coordinators as of one cut.
+
+    `states` is by the use's place in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
+    `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
+    """
 
     id: int
     states: Mapping[str, bytes | None]
@@ -35,8 +39,8 @@ class Checkpoint:
         return (self.id, self.states[key]) if key in self.states else (NO_CHECKPOINT, None)
 
     def keys_of(self, operator: str) -> list[str]:
-        """The keys of an operator's uses, in their order."""
-        return [key for key in self.states if key.rpartition("/")[0] == operator]
+        """The keys of an operator's uses, wherever in the program they are."""
+        return [key for key in self.states if operator_of(key) == operator]
 
     def to_bytes(self) -> bytes:
         """As bytes to be stored.
@@ -44,10 +48,12 @@ class Checkpoint:
         >>> Checkpoint.from_bytes(Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()).states
         {'budget/1': b'left: 7'}
         """
-        states = {
-            key: None if state is None else base64.b64encode(state).decode() for key, state in self.states.items()
+        header = {
+            "format": _FORMAT,
+            "id": self.id,
+            "states": {key: None if state is None else len(state) for key, state in self.states.items()},
         }
-        body = json.dumps({"format": _FORMAT, "id": self.id, "states": states}).encode()
+        body = b"".join((json.dumps(header).encode(), b"\n", *filter(None, self.states.values())))
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @classmethod
@@ -58,18 +64,25 @@ class Checkpoint:
             raise CheckpointCorrupt(
                 f"these {len(data)} bytes are no checkpoint, or not as they were written: their digest differs"
             )
+        header, _, states = body.partition(b"\n")
         try:
-            found = json.loads(body)
+            found = json.loads(header)
             if found["format"] != _FORMAT:
                 raise CheckpointCorrupt(
                     f"a checkpoint of format {found['format']}; this stagecrew reads format {_FORMAT}: use the one that wrote it"
                 )
-            states = {
-                key: None if state is None else base64.b64decode(state, validate=True)
-                for key, state in found["states"].items()
-            }
-            return cls(found["id"], states)
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            id_, sizes = found["id"], found["states"]
+            ends = list(itertools.accumulate(size or 0 for size in sizes.values()))
+            if (ends or [0])[-1] != len(states):
+                raise ValueError(f"its states have {len(states)} bytes, not {ends[-1:] or 0}")
+            return cls(
+                id_,
+                {
+                    key: None if size is None else states[end - size : end]
+                    for (key, size), end in zip(sizes.items(), ends, strict=True)
+                },
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
 
 

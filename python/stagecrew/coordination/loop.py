@@ -1,16 +1,21 @@
-"""A coordinator's own thread: everything that it does happens there, one after the other."""
+"""A coordinator's calls: one at a time and in order, on whichever thread of the pool is free."""
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from stagecrew.coordination.pool import COORDINATORS, Pool
+from stagecrew.logs import coordinates
 
 __all__ = ["CallsInOrder", "Loop"]
 
 _log = logging.getLogger("stagecrew")
+
+_Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class CallsInOrder(Protocol):
@@ -21,91 +26,105 @@ class CallsInOrder(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on its thread."""
+        """Whether the caller is in one of its calls."""
 
     def end(self, seconds: float) -> bool:
-        """Takes no more; waits so long for those that were taken."""
+        """Takes no more; waits this long for those that were taken."""
 
 
 class Loop:
-    """One thread that calls what it is given, in order. What a call raises goes to `failed`, and the loop goes on.
+    """Calls what it is given, in order, never two at once. What a call raises goes to `failed`, and the loop goes on.
 
-    `begin` is called first, there. `idle` is called whenever there is nothing more to do at once: what was put off until then is done. `wait` is then asked
-    to wait for the next call; it answers whether it did, and may do for others what it can meanwhile.
+    It has a thread of the pool only while it has calls. Log records of its calls name the topology and the operator. `idle` is
+    called whenever there is nothing more to do at once.
     """
+
+    __slots__ = (
+        "_calls",
+        "_closed",
+        "_failed",
+        "_idle",
+        "_is_scheduled",
+        "_lock",
+        "_name",
+        "_pool",
+        "_thread",
+        "_topology",
+        "_waits",
+    )
 
     def __init__(
         self,
         name: str,
         failed: Callable[[BaseException], None],
         idle: Callable[[], None],
-        wait: Callable[[Loop], bool] = lambda _: False,
-        begin: Callable[[], None] = lambda: None,
+        topology: str = "",
+        pool: Pool = COORDINATORS,
     ) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
-        self._failed, self._idle, self._wait, self._begin = failed, idle, wait, begin
-        #: Ends the waiting of `wait`, while it waits.
-        self.waits_in: Callable[[], None] | None = None
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"stagecrew-{name}", daemon=True)
-        self._thread.start()
+        self._name, self._failed, self._idle, self._topology, self._pool = name, failed, idle, topology, pool
+        self._lock = threading.Lock()
+        self._calls: list[_Call] = []
+        self._is_scheduled = self._closed = False
+        #: The thread that runs its calls now, and what `end` waits for.
+        self._thread: int | None = None
+        self._waits: tuple[threading.Lock, ...] = ()
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call; from any thread. After the loop's end it does nothing."""
-        if not self._closed.is_set():
-            self._put((f, args))
+        with self._lock:
+            if self._closed:
+                return
+            self._calls.append((f, args))
+            if self._is_scheduled:
+                return
+            self._is_scheduled = True
+        self._pool.submit(self._run)
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on this loop's thread."""
-        return threading.current_thread() is self._thread
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is enqueued."""
-        return self._calls.empty()
+        """Whether the caller is in one of its calls."""
+        return threading.get_ident() == self._thread
 
     def end(self, seconds: float) -> bool:
-        """No more calls are taken; waits so long for those that were. Answers whether all are done."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._put(None)
-        if not self.is_current:
-            self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _put(self, call: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:
-        self._calls.put(call)
-        # It says first that it waits, and looks then whether there is something.
-        if (wake := self.waits_in) is not None and not self.is_current:
-            wake()
-
-    def _next(self) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        while True:
-            try:
-                return self._calls.get_nowait()
-            except queue.Empty:
-                self._contained(self._idle)
-            try:
-                waited = self._wait(self)
-            except BaseException:
-                _log.exception("stagecrew's own part of thread %s failed", self._thread.name)
-                waited = False
-            if not waited:
-                return self._calls.get()
+        """No more calls are taken; waits this long for those that were. Returns whether all are done."""
+        with self._lock:
+            self._closed = True
+            if not self._is_scheduled:
+                return True
+            if self.is_current:
+                return False
+            wait = threading.Lock()
+            wait.acquire()
+            self._waits = (*self._waits, wait)
+        deadline = time.monotonic() + seconds
+        return wait.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
     def _run(self) -> None:
-        self._begin()
-        while (call := self._next()) is not None:
-            f, args = call
+        """Makes the calls that are there, on a thread of the pool; those that come meanwhile have their next turn."""
+        with self._lock:
+            calls, self._calls = self._calls, []
+        self._thread = threading.get_ident()
+        coordinates(self._topology, self._name)
+        for f, args in calls:
             try:
                 f(*args)
             except BaseException as error:
                 self._contained(self._failed, error)
-        self._contained(self._idle)
+        if not self._calls:
+            self._contained(self._idle)
+        self._thread = None
+        with self._lock:
+            if not self._calls:
+                self._is_scheduled = False
+                if self._closed:
+                    waits, self._waits = self._waits, ()
+                    for wait in waits:
+                        wait.release()
+                return
+        self._pool.submit(self._run)
 
     def _contained(self, f: Callable[..., Any], *args: Any) -> None:
         try:
             f(*args)
         except BaseException:
-            _log.exception("stagecrew's own part of thread %s failed", self._thread.name)
+            _log.exception("stagecrew's own part of the coordinator of operator %r failed", self._name)

@@ -55,10 +55,17 @@ class Operator:
     closed when the topology ends.
     """
 
-    def __init__(self, scope: Scope, name: str, factory: Factory) -> None:
+    def __init__(
+        self, scope: Scope, name: str, factory: Factory, use: str | None = None, is_transient: bool = False
+    ) -> None:
         self._scope = scope
         self.name = name
         self._factory = factory
+        #: The name of its use in another thread, for one that is used once.
+        self._use = use
+        #: Whether its uses end with `end`, and have no state; and their bindings.
+        self._is_transient = is_transient
+        self._transient: list[str] = []
 
     def __repr__(self) -> str:
         return f"<operator {self.name!r} of {self._scope!r}>"
@@ -68,19 +75,25 @@ class Operator:
         dataset: DataFrame,
         work: Callable[[Any, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
         schema: StructType | str,
+        name: str | None = None,
     ) -> DataFrame:
         """`dataset.mapInArrow` whose function gets a gateway to the coordinator first: `work(gateway, batches)`.
 
         Each partition of the dataset is a subtask, and keeps its number whatever stands above it: `coalesce`, unions, joins,
         caches, retries. An evaluation of an empty partition has none. Run its actions inside the topology.
 
-        Raises `OperatorMisused` for a dataset that is none, or work that cannot be called, and `TopologyClosed`.
+        `name` identifies this use after a recovery. By default that is its place in the program: the steps and topologies around it,
+        and its ordinal among the uses of this operator there. A use in another thread than the one that began the place, or in
+        `foreachBatch` outside of `job.batch`, needs a name of its own.
+
+        Raises `OperatorMisused` for a dataset that is none, work that cannot be called, a name that was used before in this place, or
+        a use that needs a name; and `TopologyClosed`.
         """
         from pyspark.sql import functions as f
 
         if not hasattr(dataset, "mapInArrow"):
             raise OperatorMisused(f"operator {self.name!r} maps a DataFrame, not {type(dataset).__name__}")
-        bound = self.bound(work, subtask=SUBTASK)
+        bound = self.bound(work, subtask=SUBTASK, name=name)
 
         def mapped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             rows: Iterator[pa.RecordBatch] = evaluate(bound, work, batches)
@@ -88,18 +101,24 @@ class Operator:
 
         return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, schema)
 
-    def bind(self, work: Callable[..., R]) -> Callable[..., R]:
+    def bind(self, work: Callable[..., R], name: str | None = None) -> Callable[..., R]:
         """`work(gateway, ...)` as a function without the gateway, for every other entry point of PySpark.
 
         It has no subtask, and nothing is reset or replayed. One that answers an iterator (`mapInPandas`, `mapPartitions`) is one
         evaluation; of one that answers a value each call is. It belongs to one dataset: a second DataFrame or RDD that is made
         with it raises `OperatorMisused` (not where it is within a UDF, which belongs to no dataset).
 
-        Raises `OperatorMisused` for work that cannot be called, and `TopologyClosed`.
+        `name` is that of `map`. Raises `OperatorMisused` for work that cannot be called and for a name as `map`, and `TopologyClosed`.
         """
-        return BoundFunction(self.bound(work, subtask=None), work)
+        return BoundFunction(self.bound(work, subtask=None, name=name), work)
 
-    def bound(self, work: Any, subtask: str | None) -> Bound:
+    def end(self) -> None:
+        """Ends its transient uses: each coordinator is closed, and has no thread any more."""
+        for id_ in self._transient:
+            self._scope.operators.end(id_)
+        self._transient.clear()
+
+    def bound(self, work: Any, subtask: str | None, name: str | None = None) -> Bound:
         """One more use of the operator, and the coordinator for it: what `work` carries to its tasks."""
         if not callable(work):
             raise OperatorMisused(
@@ -109,7 +128,11 @@ class Operator:
         if not scope.is_active:
             raise TopologyClosed(f"operator {self.name!r} belongs to {scope!r}; bind it inside the `with`")
         host = scope.host()
-        id_ = scope.operators.add(self.name, self._factory, host)
+        if self._is_transient:
+            id_ = scope.operators.add_transient(self.name, self._factory, host)
+            self._transient.append(id_)
+        else:
+            id_ = scope.operators.add(self.name, self._factory, host, name, self._use)
         return Bound(id_, self.name, scope.name, subtask, host.limit, scope.request_timeout)
 
 

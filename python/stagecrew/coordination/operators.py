@@ -7,22 +7,26 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
-from stagecrew.coordination.coordinator import Coordinator
-from stagecrew.coordination.positions import keyed
-from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
+from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
+from stagecrew.coordination.program_path import Place, Uses, unused
+from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.host import Host
-    from stagecrew.coordination.loop import Loop
 
-__all__ = ["Factory", "Operators"]
+__all__ = ["COMMIT", "Factory", "Operators"]
 
 _log = logging.getLogger("stagecrew")
+
+#: The progress of this many uses that have ended is kept.
+_ENDED: Final = 100
+#: The name of the operator of commits that are given no other.
+COMMIT: Final = "commit"
 
 Factory = Callable[["CoordinatorContext"], Coordinator]
 
@@ -44,7 +48,13 @@ class Scope(Protocol):
 class Operators:
     """Knows the bindings of a topology, and its coordinators' first failure. Usable from any thread."""
 
-    def __init__(self, scope: Scope, close_timeout: Callable[[], float], threads: Threads | None = None) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        close_timeout: Callable[[], float],
+        threads: Threads | None = None,
+        uses: Uses | None = None,
+    ) -> None:
         self._scope, self._close_timeout, self._threads = scope, close_timeout, threads or Threads()
         self.name, self.id = scope.name, scope.id
         self.store: dict[str, Any] = {}
@@ -52,45 +62,52 @@ class Operators:
         self._lock = threading.Lock()
         self._host: Host | None = None
         self._names: set[str] = set()
-        self._uses: dict[str, int] = {}
-        self._bindings: list[Binding] = []
-        self._ended: list[Binding] = []
-        #: Made before the session ran, by their keys; taken by the binding that comes first.
+        self._uses = uses or Uses(Place())
+        #: By their keys: those that datasets use, and those that were made before the session ran and wait for their use.
+        self._bindings: dict[str, Binding] = {}
         self._prepared: dict[str, Binding] = {}
-        #: What coordinators begin as of that are made from now on, each once.
-        self._restored = NOTHING
+        #: Those of commits, which end with their commit and have no state.
+        self._transient: dict[str, Binding] = {}
+        self._transients = 0
+        self._ended: list[Binding] = []
+        #: The progress of the last uses that ended before the topology.
+        self._past_progress: dict[str, dict[str, Any]] = {}
+        #: The uses whose coordinators were called since their states were taken, and the states that were.
+        self.changed: dict[Binding, None] = {}
+        self._states: dict[str, bytes | None] = {}
+        #: What a checkpoint has of uses that the program has not reached: each waits for the use with its key.
+        self._unclaimed: dict[str, bytes | None] = {}
+        self._restored_id = NO_CHECKPOINT
         self._closing = self._closed = False
         self._checkpointing = threading.Lock()
         self._last_checkpoint = 0
 
     # -- Names and bindings
 
+    def begin_in(self, place: Place) -> None:
+        """The topology begins in this place of the program, in the calling thread."""
+        self._uses = Uses(place)
+
     def name_operator(self, name: str) -> None:
-        """Takes a name. Raises `OperatorMisused` when another operator of the topology has it."""
+        """Reserves a name for an operator that the user makes.
+
+        Raises:
+            OperatorMisused: another operator of the topology has the name.
+        """
         with self._lock:
-            if name in self._names:
+            if name in self._names or name == COMMIT:
                 raise OperatorMisused(
                     f"topology {self.name!r} has an operator {name!r} already; use that one, or another name: a checkpoint knows "
                     f"coordinators by the names of their operators"
                 )
             self._names.add(name)
 
-    def free_name(self, wanted: str) -> str:
-        """Takes this name, or the first of `wanted-2`, `wanted-3`… that nobody has."""
-        with self._lock:
-            name, number = wanted, 1
-            while name in self._names:
-                number += 1
-                name = f"{wanted}-{number}"
-            self._names.add(name)
-            return name
-
     def prepare(self, name: str, factory: Factory, restored: Checkpoint = NOTHING) -> None:
-        """Makes the coordinators of an operator before the session runs, restored as of a checkpoint."""
+        """Makes the coordinators of an operator before the session runs: one for each state of the checkpoint, or a fresh one."""
         self.name_operator(name)
         self._last_checkpoint = max(self._last_checkpoint, restored.id)
-        for key in restored.keys_of(name) or [f"{name}/1"]:
-            self._prepared[key] = self._made(key, name, factory, restored)
+        for key in restored.keys_of(name) or [unused(name)]:
+            self._prepared[key] = self._made(key, name, factory, *restored.of(key))
 
     def begin(self, host: Host) -> None:
         """The session runs: those that were prepared start."""
@@ -100,33 +117,95 @@ class Operators:
         for binding in prepared:
             binding.begin()
 
-    def add(self, operator: str, factory: Factory, host: Host) -> str:
-        """One more use of an operator: a coordinator for it. Answers the binding's id. Raises `CoordinatorFailed` when one did."""
+    def add(
+        self, operator: str, factory: Factory, host: Host, name: str | None = None, otherwise: str | None = None
+    ) -> str:
+        """One more use of an operator, here in the program, with a coordinator of its own.
+
+        Args:
+            operator: Its name.
+            factory: Makes the coordinator.
+            host: Serves it.
+            name: The name of the use; by default it has its ordinal in this place.
+            otherwise: The name of the use where its order differs from run to run.
+
+        Returns:
+            The binding's id.
+
+        Raises:
+            CoordinatorFailed: A coordinator of the topology has failed.
+            OperatorMisused: The use needs a name, or its name was used here.
+        """
         self.raise_failure()
-        place = keyed(operator)
         with self._lock:
             self._host = host
-            self._uses[place] = self._uses.get(place, 0) + 1
-            key = f"{place}/{self._uses[place]}"
-            # Those that were made before the session ran are taken in their order, wherever they are used.
-            mine = [prepared for prepared in self._prepared if prepared.rpartition("/")[0] == operator]
-            binding = self._prepared.pop(mine[0]) if mine else None
+            key = self._uses.key(operator, name, otherwise)
+            binding = self._prepared.pop(key, None)
+            if binding is None and key not in self._unclaimed:
+                binding = self._prepared.pop(unused(operator), None)
             if binding is not None:
-                self._bindings.append(binding)
+                self._states.pop(binding.key, None)
+                binding.key = key
+                self._bindings[key] = binding
+                binding.touch()
         if binding is None:
-            binding = self._made(key, operator, factory, self._restored)
+            claimed, checkpoint_id, state = self._claimable(key, operator)
+            binding = self._made(key, operator, factory, checkpoint_id, state)
             binding.begin()
             with self._lock:
-                self._bindings.append(binding)
+                self._unclaimed.pop(claimed, None)
+                self._bindings[key] = binding
+        return self._served(binding, host)
+
+    def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
+        """A use that ends with what it is made for, and has no state; from any thread. `end` has to follow."""
+        self.raise_failure()
+        with self._lock:
+            self._host = host
+            self._transients += 1
+            key = f"{operator}/{self._transients}" if operator == COMMIT else f"{operator}/{COMMIT}-{self._transients}"
+        binding = self._made(key, operator, factory)
+        binding.begin()
+        with self._lock:
+            self._transient[key] = binding
+        return self._served(binding, host)
+
+    def forget(self, place: Place) -> None:
+        """This place is executed again, or never will be: its uses end, and their states are dropped."""
+        with self._lock:
+            self._uses.forget(place)
+            ended = [self._bindings.pop(key) for key in tuple(self._bindings) if self._uses.is_in(key, place)]
+            for states in (self._unclaimed, self._states):
+                for key in tuple(states):
+                    if self._uses.is_in(key, place):
+                        del states[key]
+        self._end_early(ended, f"{place!r} has ended, or is executed again")
+
+    def _claimable(self, key: str, operator: str) -> tuple[str, int, bytes | None]:
+        """What a use begins with: the key of the state, its checkpoint, and the state itself."""
+        with self._lock:
+            for known in (key, unused(operator)):
+                if known in self._unclaimed:
+                    return known, self._restored_id, self._unclaimed[known]
+        return key, NO_CHECKPOINT, None
+
+    def _served(self, binding: Binding, host: Host) -> str:
         host.add(binding)
         if self.cause is not None:  # one failed meanwhile, which removed only those that it knew
             host.remove(binding, self._why(self.cause))
             self.raise_failure()
         return binding.id
 
-    def _made(self, key: str, operator: str, factory: Factory, restored: Checkpoint = NOTHING) -> Binding:
+    def _made(
+        self,
+        key: str,
+        operator: str,
+        factory: Factory,
+        checkpoint_id: int = NO_CHECKPOINT,
+        state: bytes | None = None,
+    ) -> Binding:
         id_ = f"{self._scope.id}/{key}/{uuid.uuid4().hex[:12]}"
-        return Binding(id_, key, operator, factory, self, self._threads, *restored.of(key))
+        return Binding(id_, key, operator, factory, self, self._threads, checkpoint_id, state)
 
     # -- What a coordinator's instance asks of its owner
 
@@ -156,16 +235,12 @@ class Operators:
 
     def _all(self) -> list[Binding]:
         """With the lock."""
-        return [*self._bindings, *self._prepared.values()]
+        return [*self._bindings.values(), *self._prepared.values(), *self._transient.values()]
 
     def idle(self) -> None:
         """Sends what waits to be sent."""
         if (host := self._host) is not None:
             host.wire.flush()
-
-    def wait(self, loop: Loop) -> bool:
-        """Reads what comes from executors on this coordinator's thread, which has nothing else to do."""
-        return (host := self._host) is not None and host.wire.wait(loop)
 
     def raise_failure(self) -> None:
         """Raises `CoordinatorFailed` from the first failure, if there was one."""
@@ -186,10 +261,11 @@ class Operators:
                     f"checkpoint {id_} of topology {self.name!r} does not come after {self._last_checkpoint}: ids grow"
                 )
             self._last_checkpoint = id_
+            bindings = self._take_changed()
             with self._lock:
-                host, bindings = self._host, self._all()
+                host = self._host
             if host is None:
-                return Checkpoint(id_, {})
+                return Checkpoint(id_, dict(self._unclaimed))
             taken = {binding: host.checkpoint(binding, id_) for binding in bindings}
             complete = False
             try:
@@ -202,42 +278,64 @@ class Operators:
                         ) from error
                 if late:
                     names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
-                    raise CheckpointFailed(
+                    raise CheckpointTimeout(
                         f"checkpoint {id_} of topology {self.name!r}: within {timeout:g} s no state came of {names}"
                     )
                 complete = True
-                return Checkpoint(id_, {binding.key: state.result() for binding, state in taken.items()})
+                with self._lock:
+                    self._states |= {
+                        binding.key: state.result() for binding, state in taken.items() if self._has(binding)
+                    }
+                    return Checkpoint(id_, self._unclaimed | self._states)
             finally:
+                if not complete:
+                    self.changed |= dict.fromkeys(bindings)
                 for binding in bindings:
                     host.end_checkpoint(binding, id_, complete)
 
+    def _take_changed(self) -> list[Binding]:
+        """The uses whose states have to be taken. Those that are called from now on are for the next checkpoint, too."""
+        with self._lock:
+            changed = list(self.changed)
+            for binding in changed:
+                self.changed.pop(binding, None)
+            return [binding for binding in changed if self._has(binding)]
+
+    def _has(self, binding: Binding) -> bool:
+        """With the lock: whether it is a use with a state."""
+        return binding is (self._bindings.get(binding.key) or self._prepared.get(binding.key))
+
     def reset(self, checkpoint: Checkpoint | None) -> None:
-        """See `Topology.reset`."""
+        """See `Topology.reset`. A use that the program reaches later begins with its state of the checkpoint, too."""
         self.raise_failure()
+        restored = checkpoint or NOTHING
         with self._lock:
             host, bindings = self._host, self._all()
+            known = {binding.key for binding in bindings}
+            self._unclaimed = {key: state for key, state in restored.states.items() if key not in known}
+            self._restored_id = restored.id
+            self._last_checkpoint = max(self._last_checkpoint, restored.id)
+            if (
+                checkpoint is not None
+            ):  # one that no dataset uses yet is as it was made, and its state is its first use's
+                bindings = [one for one in bindings if one.key in restored.states or one.key not in self._prepared]
+            for binding in bindings:
+                self._states.pop(binding.key, None)
         for binding in bindings:
             assert host is not None
-            host.reset(binding, *(checkpoint or NOTHING).of(binding.key), self._close_timeout())
-
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """All coordinators begin as of a checkpoint: those that are there are reset, and those that are made from now on."""
-        with self._lock:
-            self._restored = checkpoint
-            self._last_checkpoint = max(self._last_checkpoint, checkpoint.id)
-        self.reset(checkpoint)
+            host.reset(binding, *restored.of(binding.key), self._close_timeout())
 
     def progress(self) -> dict[str, dict[str, Any]]:
         """See `Topology.progress`."""
         with self._lock:
-            bindings = self._all() or self._ended
-        return {binding.key: dict(binding.instance.context.progress) for binding in bindings}
+            bindings, past = self._all() or self._ended, dict(self._past_progress)
+        return past | {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
         """A frame for the driver's JVM: the last word of coordinators that have closed. None when there were none."""
         with self._lock:
             host, bindings = self._host, self._ended
-        return None if host is None else host.last_statistics(bindings)
+        return None if host is None else host.last_statistics(self.id, bindings)
 
     def close(self, reason: str) -> None:
         """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""
@@ -245,8 +343,33 @@ class Operators:
             bindings, host = self._all(), self._host
             self._closing = True
             self._ended = bindings or self._ended
-            self._bindings.clear()
-            self._prepared.clear()
+            for known in (self._bindings, self._prepared, self._transient):
+                known.clear()
+        self._end(bindings, host, reason)
+        with self._lock:
+            self._closed = True
+
+    def end(self, id_: str) -> None:
+        """Ends a transient use: what it was made for is done."""
+        with self._lock:
+            ended = [self._transient.pop(key) for key, one in tuple(self._transient.items()) if one.id == id_]
+        self._end_early(ended, "what it was made for is done")
+
+    def _end_early(self, bindings: list[Binding], reason: str) -> None:
+        with self._lock:
+            host = self._host
+        self._end(bindings, host, reason)
+        with self._lock:
+            for binding in bindings:
+                self.changed.pop(binding, None)
+                self._past_progress[binding.key] = binding.instance.progress
+                if len(self._past_progress) > _ENDED:
+                    del self._past_progress[next(iter(self._past_progress))]
+        if host is not None:
+            for binding in bindings:
+                host.ended(binding)
+
+    def _end(self, bindings: list[Binding], host: Host | None, reason: str) -> None:
         seconds = self._close_timeout()
         deadline = time.monotonic() + seconds
         for binding in bindings:
@@ -259,8 +382,6 @@ class Operators:
                 )  # fmt: skip
             if host is not None:
                 host.remove(binding, reason)
-        with self._lock:
-            self._closed = True
 
 
 def _short(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class AlignmentCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.every(_LOOK, self._let_go)
+        self.context.every(_LOOK, self._let_go, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
         """A task has come so far with one of its sources, and waits until it may read on."""
@@ -188,7 +188,7 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
 
     if idle_after is not None and not idle_after > 0:
         raise OperatorMisused(f"idle_after is after how many seconds a silent source holds nobody, not {idle_after!r}")
-    return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after)))
+    return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))
 
 
 class InEventTime:

@@ -519,7 +519,7 @@ def commit_dataset(
         made.append(CommitCoordinator(context))
         return made[-1]
 
-    operator = Operator(scope, name, coordinator)
+    operator = Operator(scope, name, coordinator, is_transient=True)
 
     def execute(staging: Staging) -> Sequence[Message]:
         sent = getattr(sink, "in_tasks", lambda: sink)()
@@ -545,7 +545,10 @@ def commit_dataset(
             _log.warning("commit %r: tasks whose rows are not needed still stage after %g s", commit_id, patience)
 
     schema = to_arrow_schema(dataset.schema)
-    report = commit(sink, decisions, commit_id, schema, execute, quiet)
-    if made:
-        made[-1].context.report(committed=report.parts)
-    return report
+    try:
+        report = commit(sink, decisions, commit_id, schema, execute, quiet)
+        if made:
+            made[-1].context.report(committed=report.parts)
+        return report
+    finally:
+        operator.end()

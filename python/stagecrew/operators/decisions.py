@@ -18,10 +18,10 @@ from typing import Any, Final, Protocol
 
 import pyarrow.fs
 
-from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown
+from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.files import make_folder, sync
 
-__all__ = ["Decisions", "FileDecisions", "MemoryDecisions"]
+__all__ = ["Decisions", "FileDecisions", "MemoryDecisions", "decisions_of"]
 
 #: A record: what JSON can say.
 Record = dict[str, Any]
@@ -177,6 +177,19 @@ class FileDecisions:
                         ) from None
                     time.sleep(0.01)
             yield
+
+
+def decisions_of(given: Any) -> Decisions:
+    """The decisions that a caller gives: an object that keeps records, or the path of a folder. Raises `OperatorMisused`."""
+    if isinstance(given, (str, os.PathLike)) and os.fspath(given) and "://" not in os.fsdecode(given):
+        return FileDecisions(os.fsdecode(given))
+    if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
+        raise OperatorMisused(
+            f"decisions={given!r} is no folder on a local disk and keeps no records: give a path, FileDecisions(path), or an "
+            f"object with read and write"
+        )
+    found: Decisions = given
+    return found
 
 
 _SUFFIX: Final = ".json"

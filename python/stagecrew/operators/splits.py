@@ -82,9 +82,9 @@ class SplitCoordinator(Coordinator):
     def start(self) -> None:
         """See `Coordinator`."""
         if not self._is_there:
-            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
+            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4), while_live=True)
         if self._reading is not None:
-            self.context.every(_LOOK, self._let_go)
+            self.context.every(_LOOK, self._let_go, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
         """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""
@@ -207,13 +207,14 @@ def read_splits(
     read: Callable[[Any], Iterable[pa.RecordBatch]],
     schema: StructType | str,
     parallelism: int | None,
-    name: str,
+    use: str | None,
 ) -> DataFrame:
     """See `Topology.splits`."""
     from pyspark.sql import SparkSession
 
     from stagecrew.coordination.operator import Operator
 
+    name = use or "splits"
     if not hasattr(enumerator, "splits") and not isinstance(enumerator, Iterable):
         raise OperatorMisused(
             f"splits() takes an iterable of splits, or an object whose splits() answers one; {type(enumerator).__name__} is neither"
@@ -226,7 +227,7 @@ def read_splits(
     if not isinstance(tasks, int) or tasks < 1:
         raise OperatorMisused(f"parallelism is the number of tasks, at least 1, not {tasks!r}")
     patience = 0.9 * scope.request_timeout
-    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, patience))
+    operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, patience), use)
     session = SparkSession.getActiveSession() or SparkSession(context)
 
     def work(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

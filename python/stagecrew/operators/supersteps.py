@@ -62,7 +62,7 @@ class SuperstepCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.every(min(_WATCH, self._timeout / 4), self._look_who_is_late)
+        self.context.every(min(_WATCH, self._timeout / 4), self._look_who_is_late, while_live=True)
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
         """See `Coordinator`. A new attempt at a stage ends those before."""
@@ -288,7 +288,7 @@ def run_supersteps(
     dataset: DataFrame,
     work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
     schema: StructType | str,
-    name: str,
+    use: str | None,
     stop_when: StopWhen | None,
     timeout: float,
     await_slots: Callable[[int], None],
@@ -317,7 +317,9 @@ def run_supersteps(
     # these partitions: so this is no reason to refuse.
     await_slots(dataset._jdf.queryExecution().executedPlan().outputPartitioning().numPartitions())
     piece = max(1, min(_PIECE, scope.host().limit - _AROUND))
-    operator = Operator(scope, name, lambda context: SuperstepCoordinator(context, stop_when, timeout, piece))
+    operator = Operator(
+        scope, use or "supersteps", lambda context: SuperstepCoordinator(context, stop_when, timeout, piece), use
+    )
     wait = timeout + scope.request_timeout  # the coordinator says first who is late
 
     def stepped(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

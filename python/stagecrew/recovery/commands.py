@@ -7,6 +7,7 @@ import datetime as dt
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 
+from stagecrew.conf import parse_seconds
 from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
 from stagecrew.terminal import table
 
@@ -69,7 +71,29 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str,
     return found
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+def _age(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """Seconds. A number needs its unit: Spark would read 30 as milliseconds."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\d{1,9}[smhd]", text) is None:
+        raise click.BadParameter(
+            f"{text!r} is no age: write a number and s, m, h or d, such as 30d", context, parameter
+        )
+    return parse_seconds(text)
+
+
+class _Submit(click.Command):
+    """Takes options after a function too; what follows a script is the script's own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        ctx.allow_interspersed_args = False
+        given, _, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.allow_interspersed_args = not str(given.get("target")).endswith(".py")
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Submit)
 @_places
 @click.option(
     "--id", "id_", help="The job's id; the same id with the same content is the same job. Made up without it."
@@ -103,7 +127,7 @@ def submit(
     """Store a job for whichever driver leads, and print its id.
 
     It is durable when the id is printed, with the bytes of all its files: nothing of this machine is needed any more. What a
-    function returns is the job's result. Options stand before the target; what follows a script is its command line.
+    function returns is the job's result. What follows a script is its command line: options of this command come before it.
     """
     from stagecrew.recovery.specs import JobSpec
 
@@ -129,7 +153,11 @@ def submit(
     help="Folder for the output of jobs, and for their files while they run.",
 )  # fmt: skip
 @click.option("--at-once", type=click.IntRange(min=1), default=16, show_default=True, help="Jobs that run at once.")
-def driver(store: str, state: str, work: Path, at_once: int) -> None:
+@click.option(
+    "--keep", callback=_age, metavar="AGE",
+    help="Remove jobs that ended longer ago than this, such as 90d or 12h, with their results. All are kept without it.",
+)  # fmt: skip
+def driver(store: str, state: str, work: Path, at_once: int, keep: float | None) -> None:
     """Campaign for leadership, and while it is held run every job that is stored.
 
     Start one on each host; one leads, the others wait. SIGTERM and Ctrl-C hand over: the jobs of this one go on elsewhere.
@@ -158,7 +186,8 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
             opened.read(TERM)  # by which one that is elsewhere is reached
     except (StoreUnavailable, SessionLost) as error:
         logging.getLogger("stagecrew").warning("the store cannot be reached yet, and is tried again: %s", error)
-    running = Driver(lambda: open_store(store), StateStorage(state), Launcher(store, state, work.resolve()), at_once)
+    launcher = Launcher(store, state, work.resolve())
+    running = Driver(lambda: open_store(store), StateStorage(state), launcher, at_once, keep)
     logging.getLogger("stagecrew").info("this driver campaigns, as process %d", os.getpid())
     stop.wait()
     running.close()
@@ -166,14 +195,37 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
 
 @click.command("jobs")
 @_places
+@click.option(
+    "--prune", callback=_age, metavar="AGE",
+    help="List nothing: remove jobs that ended longer ago than this, such as 30d or 12h, with their results.",
+)  # fmt: skip
 @_json
-def list_jobs(store: str, state: str, as_json: bool) -> None:
-    """List all jobs, and those that cannot be read."""
+@click.pass_context
+def list_jobs(context: click.Context, store: str, state: str, prune: float | None, as_json: bool) -> None:
+    """List all jobs, and those that cannot be read; or remove old ones.
+
+    `--prune` removes jobs that have ended and are cleaned up, and nothing else. It may run beside drivers. The id of a removed job
+    is free: submitting it again runs a new job. The exit code is 1 when an old job could not be removed.
+    """
     from stagecrew.recovery.driver import shown
 
+    if prune is not None:
+        with _opened(store, state) as jobs, Console(stderr=True).status("Removing old jobs ..."):
+            pruned = list(jobs.prune(prune))
+        removed, left = sum(one.removed for one in pruned), {one.job: one.reason for one in pruned if one.reason}
+        if as_json:
+            click.echo(json.dumps({"removed": removed, "failed": left}))
+        else:
+            console.print(f"{removed} {'job' if removed == 1 else 'jobs'} removed")
+            for job, reason in left.items():
+                console.print(f"{job}: {reason}", markup=False)
+        context.exit(1 if left else 0)
     with _opened(store, state) as jobs:
         records, unreadable = jobs.all()
-        found = [shown(record, job, jobs.process(job)) for job, (record, _) in records.items()]
+        # A clean job has no process.
+        found = [
+            shown(record, job, None if record.clean else jobs.process(job)) for job, (record, _) in records.items()
+        ]
     found.sort(key=lambda one: one["submitted"])
     if as_json:
         errors = [{"id": job, "error": str(error)} for job, error in unreadable.items()]

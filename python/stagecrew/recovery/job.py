@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from stagecrew.coordination.checkpoints import Checkpoint
-from stagecrew.coordination.positions import POSITION
+from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import (
     HandleMissing,
     JobError,
@@ -106,13 +106,13 @@ class Job:
         same topology and that has coordinators; `StateStorageError` and what the store raises when the result cannot be stored for
         ten minutes.
         """
-        path = (*POSITION.get(), _named(name))
-        key = "/".join(path)
+        place = Place(_here(), "step", _named(name))
+        key = _key(place)
         self._use("step", key)
         if (known := self._known(key)) is not None:
             value: T = known[0]
             return value
-        return self._run(path, f)
+        return self._run(place, f)
 
     def batch(self, name: str, batch_id: int, f: Callable[[], T]) -> T:
         """`step` for a batch of a streaming query, to be called by what `foreachBatch` calls: what `f()` returns.
@@ -126,12 +126,13 @@ class Job:
         """
         if not isinstance(batch_id, int) or batch_id < 0:
             raise RecoveryMisused(f"a batch is numbered from 0, not {batch_id!r}")
-        stream = (*POSITION.get(), _named(name))
-        parent = "/".join(stream)
-        path = (*stream, f"batch-{batch_id}")
-        key = "/".join(path)
+        stream = Place(_here(), "step", _named(name))
+        parent = _key(stream)
+        place = Place(stream, "batch", str(batch_id))
+        key = _key(place)
         with self._lock:  # a query that is started again does its last batch again
             self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
+        _forget_uses(place)
         if (known := self._known(key)) is not None:
             self._behind[parent] = batch_id
             value: T = known[0]
@@ -146,14 +147,15 @@ class Job:
             if self._behind.get(parent) != batch_id - 1:
                 self._known(f"{parent}/batch-{batch_id - 1}")
         elif parent in self._begun:
-            _restore(key, self._begun[parent])
+            self._restore(key, self._begun[parent])
         else:
             self._begun[parent] = self._checkpoints(key)
         self._behind[parent] = None
-        made = self._run(path, f)
+        made = self._run(place, f)
         self._behind[parent] = batch_id
         for old in stored - {batch_id - 1}:
             self._forget(f"{parent}/batch-{old}")
+            _forget_uses(Place(stream, "batch", str(old)))
         return made
 
     def commit_id(self, name: str) -> str:
@@ -162,7 +164,8 @@ class Job:
             raise JobError(
                 f"job {self.id!r} has ended, and commits nothing more: wait for its threads and queries before you return"
             )
-        key = "/".join((*POSITION.get(), name))
+        here = _here()
+        key = "/".join((*(() if here is None else here.steps), name))
         id_ = f"{self._commits_begin}{key}"
         if len(id_) > _LONGEST:
             raise RecoveryMisused(
@@ -218,14 +221,14 @@ class Job:
         except HandleMissing:
             return None
         value, checkpoints = pickle.loads(stored.data)
-        _restore(key, checkpoints)
+        self._restore(key, checkpoints)
         self.shown.step(key, "found")
         _log.info("step %r of job %r was done by a run before", key, self.id)
         return (value,)
 
-    def _run(self, path: tuple[str, ...], f: Callable[[], T]) -> T:
-        key = "/".join(path)
-        token = POSITION.set(path)
+    def _run(self, place: Place, f: Callable[[], T]) -> T:
+        key = _key(place)
+        token = PLACE.set(place)
         with self._lock:
             self._running[key] = _open_operators()
         self.shown.step(key, "running")
@@ -234,7 +237,8 @@ class Job:
             try:
                 made = f()
             finally:
-                POSITION.reset(token)
+                place.ended = True
+                PLACE.reset(token)
                 with self._lock:
                     del self._running[key]
             self._store(key, made)
@@ -254,6 +258,32 @@ class Job:
         waits = f"step {key!r} of job {self.id!r} is done, and waits for its result to be stored"
         patient(lambda: self._steps.add(key, state), waits, self._patience)
 
+    def _restore(self, key: str, checkpoints: dict[str, bytes]) -> None:
+        """Gives the coordinators of the topologies around a step the states that they had at its end."""
+        open_ = {operators.name: operators for operators in _open_operators()}
+        for name, data in checkpoints.items():
+            if name not in open_:
+                raise JobError(
+                    f"step {key!r} was done inside topology {name!r}, which is not open here: the program has changed; submit it as "
+                    f"another job"
+                )
+            self._require_alone(key, open_[name])
+            open_[name].reset(Checkpoint.from_bytes(data))
+
+    def _require_alone(self, key: str, operators: Operators) -> None:
+        """Raises `JobError` when another step runs in this topology: its coordinators' states would be of both."""
+        with self._lock:
+            beside = [
+                other
+                for other, around in self._running.items()
+                if operators in around and not key.startswith(f"{other}/")
+            ]
+        if beside:
+            raise JobError(
+                f"steps {key!r} and {beside[0]!r} run at once in topology {operators.name!r}, whose coordinators' states cannot be of "
+                f"both positions: run one behind the other, or each in a topology of its own"
+            )
+
     def _checkpoints(self, key: str) -> dict[str, bytes]:
         """The states of the coordinators of all topologies that this thread is in, by name."""
         found: dict[str, bytes] = {}
@@ -261,17 +291,7 @@ class Job:
             checkpoint = operators.checkpoint(None, _CHECKPOINT)
             if not checkpoint.states:
                 continue
-            with self._lock:
-                beside = [
-                    other
-                    for other, around in self._running.items()
-                    if operators in around and not key.startswith(f"{other}/")
-                ]
-            if beside:
-                raise JobError(
-                    f"steps {key!r} and {beside[0]!r} run at once in topology {operators.name!r}, whose coordinators' states cannot be of "
-                    f"both positions: run one behind the other, or each in a topology of its own"
-                )
+            self._require_alone(key, operators)
             if operators.name in found:
                 raise JobStepReused(
                     f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}: a later run could not "
@@ -287,6 +307,24 @@ def _named(name: str) -> str:
     return name
 
 
+def _key(place: Place) -> str:
+    return "/".join(place.steps)
+
+
+def _here() -> Place | None:
+    """Where in the program this thread is; None in a thread that is in no step or topology, before a session runs."""
+    from stagecrew.session import running_crew
+
+    crew = running_crew()
+    return current_place() if crew is None else crew.place
+
+
+def _forget_uses(place: Place) -> None:
+    """What the operators that are open here know of a batch: it begins again, or never will."""
+    for operators in _open_operators():
+        operators.forget(place)
+
+
 def _open_operators() -> list[Operators]:
     """Those of the application, and of the topologies that this thread is in."""
     from stagecrew.session import running_crew
@@ -300,14 +338,3 @@ def _open_operators() -> list[Operators]:
             topology = topology.parent
         found.append(crew.application.operators)
     return found
-
-
-def _restore(key: str, checkpoints: dict[str, bytes]) -> None:
-    open_ = {operators.name: operators for operators in _open_operators()}
-    for name, data in checkpoints.items():
-        if name not in open_:
-            raise JobError(
-                f"step {key!r} was done inside topology {name!r}, which is not open here: the program has changed; submit it as "
-                f"another job"
-            )
-        open_[name].restore(Checkpoint.from_bytes(data))

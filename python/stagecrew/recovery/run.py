@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from stagecrew import errors
 from stagecrew.errors import (
+    CheckpointTimeout,
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
@@ -34,6 +35,7 @@ from stagecrew.errors import (
     StoreConflict,
     StoreError,
     StoreUnavailable,
+    StoreUnsupported,
 )
 from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
@@ -44,6 +46,7 @@ from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec, on_path
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.writes import PATIENCE
+from stagecrew.registration import import_named
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store
@@ -65,8 +68,16 @@ _EXIT: Final = 25.0
 class Claimed:
     """A run that this process has claimed. `jobs` writes by the claim, and nothing once another has it."""
 
-    def __init__(self, store: Store, storage: StateStorage, term: int, run: Run, claim: int) -> None:
-        self._store, self._storage, self._term = store, storage, term
+    def __init__(
+        self,
+        store: Store,
+        storage: StateStorage,
+        term: int,
+        run: Run,
+        claim: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._storage, self._term, self._clock = store, storage, term, clock
         self.run = run
         self.key = f"{key_of(run.job)}/claim"
         self.version = claim
@@ -82,7 +93,8 @@ class Claimed:
         self.renewing = False
 
     def _fenced(self) -> Jobs:
-        return Jobs(Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version)), self._storage)
+        fenced = Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version))
+        return Jobs(fenced, self._storage, self._clock)
 
 
 class Watch:
@@ -171,7 +183,13 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
-    store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
+    storage = StateStorage(os.environ["STAGECREW_STATE"])
+    try:
+        store = open_store(os.environ["STAGECREW_STORE"])
+        store.read(TERM)
+    except StoreUnsupported as error:
+        _log.error("run %d of job %r cannot begin: %s", given.run, given.job, error)
+        return LOST
 
     def leave(reason: str) -> NoReturn:
         """Nothing that this process writes from now on would be done."""
@@ -297,8 +315,19 @@ def _ended_by_itself(error: BaseException) -> Result | None:
 
 
 def _no_fault_of_its_own(error: BaseException) -> str | None:
-    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that."""
-    ours = (StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitPending, CommitSuperseded)
+    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that.
+
+    A checkpoint that was late is such an error too. A checkpoint that a coordinator declined is not.
+    """
+    ours = (
+        StoreError,
+        LeadershipLost,
+        StateStorageError,
+        CommitUnknown,
+        CommitPending,
+        CommitSuperseded,
+        CheckpointTimeout,
+    )
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -335,6 +364,7 @@ def _jvm_gone() -> str | None:
 
 
 def _called(spec: JobSpec, folder: Path) -> Any:
+    import_named(spec.conf.get("spark.stagecrew.listeners", ""))  # a job may build its session without `configure`
     if spec.script is not None:
         sys.argv = [spec.target, *map(str, spec.arguments)]
         runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")

@@ -129,7 +129,9 @@ class JobSpec:
         A module that is a file beside the caller (on `sys.path`, not installed) travels by itself; a package and what that module
         imports is named by `py_files`: `.py`, `.zip` or `.egg` files, as for spark-submit.
 
-        Raises `RecoveryMisused` when there is no such function as far as can be told here, or an argument cannot be pickled.
+        Raises `RecoveryMisused` when the module has no such function, the function does not take these arguments, or an argument
+        cannot be pickled. This compares source code and runs nothing: it takes any arguments for a function that is decorated, or
+        that is defined otherwise than by one `def`.
         """
         match = _TARGET.fullmatch(target)
         if match is None:
@@ -150,7 +152,9 @@ class JobSpec:
         from stagecrew.operators.fingerprints import fingerprint
 
         looked = fingerprint(given, pickled).hex()
-        return cls(target, pickled, _client(conf), files, None, _checked(max_attempts), looked)
+        spec = cls(target, pickled, _client(conf), files, None, _checked(max_attempts), looked)
+        _check_arguments(target, _source(module, files), function, given)
+        return spec
 
     @classmethod
     def of_script(
@@ -248,6 +252,61 @@ def _shipped(module: str, function: str) -> dict[str, bytes]:
     if not stars and function not in compile(tree, str(origin), "exec").co_names:
         raise RecoveryMisused(f"module {module!r} ({origin.name}) defines no {function!r}")
     return {origin.name: source}
+
+
+def _source(module: str, files: Mapping[str, bytes]) -> bytes | None:
+    """The source of a module: of the job's files, or of this environment. None when it has no Python source."""
+    path = module.replace(".", "/")
+    for name, data in files.items():
+        if name == f"{path}.py":
+            return data
+        if name.endswith((".zip", ".egg")):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                for member in {f"{path}.py", f"{path}/__init__.py"} & set(archive.namelist()):
+                    return archive.read(member)
+    found = importlib.util.find_spec(module)
+    origin = None if found is None or not found.has_location or found.origin is None else Path(found.origin)
+    return origin.read_bytes() if origin is not None and origin.suffix == ".py" and origin.is_file() else None
+
+
+def _check_arguments(target: str, source: bytes | None, function: str, given: Mapping[str, Any]) -> None:
+    """Raises `RecoveryMisused` when the source says for certain that the function cannot be called with these arguments."""
+    try:
+        tree = ast.parse(source or b"")
+    except (SyntaxError, ValueError):
+        return  # source for another Python version: the run will report it
+    bound = [node for node in ast.walk(tree) if function in _names_bound(node)]
+    found = bound[0] if len(bound) == 1 else None
+    if not isinstance(found, ast.FunctionDef) or found not in tree.body or found.decorator_list:
+        return
+    takes = found.args
+    by_name = [one.arg for one in (*takes.args, *takes.kwonlyargs)]
+    optional = [one.arg for one in takes.args[len(takes.args) - len(takes.defaults) :]] if takes.defaults else []
+    optional += [one.arg for one, default in zip(takes.kwonlyargs, takes.kw_defaults, strict=True) if default]
+    by_position = takes.posonlyargs[: len(takes.posonlyargs) - max(0, len(takes.defaults) - len(takes.args))]
+    problems = []
+    if by_position:
+        problems.append(f"takes {by_position[0].arg} by position alone")
+    if missing := [name for name in by_name if name not in given and name not in optional]:
+        problems.append(f"is called without {', '.join(missing)}")
+    if unknown := [name for name in given if name not in by_name and takes.kwarg is None]:
+        problems.append(f"does not take {', '.join(unknown)}")
+    if problems:
+        raise RecoveryMisused(
+            f"{target} {' and '.join(problems)}: it takes {', '.join(by_name) or 'no arguments by name'}, given by name "
+            f"(--arg name=text)"
+        )
+
+
+def _names_bound(node: ast.AST) -> Iterable[str]:
+    """The names that a node of a source may bind."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return (node.name,)
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return (node.id,)
+    if isinstance(node, ast.alias):
+        return ((node.asname or node.name).partition(".")[0],)
+    return ()
 
 
 def on_path(folder: Path) -> None:

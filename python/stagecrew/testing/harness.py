@@ -14,7 +14,6 @@ from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.coordinator import Coordinator
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.coordination.payloads import END, pack, raised, unpack
 from stagecrew.errors import EvaluationOver, RequestFailed, RequestTimeout
@@ -356,9 +355,6 @@ class _Wire:
 
     def flush(self) -> None:
         """Nothing: it is delivered when the harness runs."""
-
-    def wait(self, loop: Loop) -> bool:
-        return False
 
     def deliver(self) -> bool:
         self._gather()

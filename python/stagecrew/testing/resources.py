@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stagecrew.identity import Identity
+from stagecrew.identity import Identity, RedefinedError, chosen
 from stagecrew.listeners import Listener, ListenerContext, opened_value, resolving
 
 __all__ = ["opened"]
@@ -58,9 +58,7 @@ def opened(listener: Listener, value: Any = _MISSING) -> Iterator[Any]:
 
 
 def _find(identity: Identity) -> Any:
-    # As in a worker: the very listener comes before one that only looks the same; then the innermost first.
-    for matches in (lambda one: one.id == identity.id, identity.same):
-        for one in reversed(_opened):
-            if matches(one.identity):
-                return one.value
+    with contextlib.suppress(RedefinedError):
+        if (one := chosen(identity, _opened[::-1], lambda one: one.identity)) is not None:
+            return one.value
     raise LookupError("stagecrew.testing.opened opened another listener")

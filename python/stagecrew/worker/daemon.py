@@ -3,7 +3,8 @@
 Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It *is* pyspark's
 daemon, with two functions replaced. `worker`, which the forked worker calls once per task: around it the listeners of this
 process are closed; inside it, `setup_broadcasts` (the last thing before the user's function is read, where raising is a
-failure that Spark counts) is where a task begins, and `main` is where it ends. And `kill`, by which Spark ends a worker that
+failure that Spark counts) is where a task begins, `handle_worker_exception` hides our frames when that raised, and `main` is
+where the task ends. And `kill`, by which Spark ends a worker that
 it does not need: one that has listeners is asked first.
 
 Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 import pyspark.daemon
 
 import stagecrew
+from stagecrew.tracebacks import without_our_frames
 from stagecrew.worker import politely
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
 
@@ -73,7 +75,7 @@ def _worker_module() -> str:
 
 
 def _hook_pyspark() -> None:
-    """Wraps two functions of `pyspark.worker`; after the fork, as importing it may start threads."""
+    """Wraps three functions of `pyspark.worker`; after the fork, as importing it may start threads."""
     global _hooked
     if _hooked or _worker_module() != "pyspark.worker":
         return
@@ -84,12 +86,14 @@ def _hook_pyspark() -> None:
 
     original_main = pyspark.worker.main
     original_setup = pyspark.worker.setup_broadcasts  # type: ignore[attr-defined]  # imported there, not defined
+    original_handle = pyspark.worker.handle_worker_exception  # type: ignore[attr-defined]
 
     output: Any = None
+    unbegun: BaseException | None = None
 
     def main(infile: Any, outfile: Any) -> None:
-        nonlocal output
-        output = outfile
+        nonlocal output, unbegun
+        output, unbegun = outfile, None
         if _process is not None:
             _process.resumed()
         error: BaseException | None = None
@@ -102,16 +106,27 @@ def _hook_pyspark() -> None:
             error = raised
             raise
         finally:
-            output = None
+            output = unbegun = None
             if _process is not None:
                 _process.end(error)
 
     def setup_broadcasts(*args: Any, **kwargs: Any) -> None:
+        nonlocal unbegun
         original_setup(*args, **kwargs)
-        _begin_task(output)
+        try:
+            _begin_task(output)
+        except BaseException as error:
+            unbegun = error
+            raise
+
+    def handle_worker_exception(error: BaseException, *args: Any, **kwargs: Any) -> None:
+        if error is unbegun:  # an `open` or `decorate` raised: the frames between Spark's and the user's are ours
+            without_our_frames(error)
+        original_handle(error, *args, **kwargs)
 
     pyspark.worker.main = main
     pyspark.worker.setup_broadcasts = setup_broadcasts  # type: ignore[attr-defined]
+    pyspark.worker.handle_worker_exception = handle_worker_exception  # type: ignore[attr-defined, assignment]
     _hooked = True
 
 

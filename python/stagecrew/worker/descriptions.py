@@ -16,8 +16,8 @@ from stagecrew.worker.lifecycle import Described, Registered
 __all__ = ["described", "named"]
 
 
-def named(target: str) -> Listener:
-    """The listener that `module:name` names. Raises `ListenerNotImportable`.
+def named(target: str, where: str = "on this executor") -> Listener:
+    """The listener that `module:name` names. Raises `ListenerNotImportable`, whose message says `where`.
 
     A name of a `Listener` class or of a resource that needs no arguments is called.
     """
@@ -32,7 +32,7 @@ def named(target: str) -> Listener:
             found = found()
     except Exception as error:
         raise ListenerNotImportable(
-            f"{target!r} in spark.stagecrew.listeners cannot be imported on this executor: {type(error).__name__}: {error}. "
+            f"{target!r} in spark.stagecrew.listeners cannot be imported {where}: {type(error).__name__}: {error}. "
             f"Ship the module to the executors, for example with --py-files."
         ) from error
     if not isinstance(found, Listener):

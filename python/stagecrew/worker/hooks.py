@@ -18,7 +18,7 @@ from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners import Listener, ListenerContext, Scope
-from stagecrew.tracebacks import end_of
+from stagecrew.tracebacks import end_of, without_our_frames
 from stagecrew.worker import forks
 from stagecrew.worker.channel import Channel
 from stagecrew.worker.lifecycle import Described, Leave, Registered
@@ -161,6 +161,8 @@ class CalledHooks:
         started: float,
         error: BaseException | None,
     ) -> None:
+        if error is not None:
+            without_our_frames(error)
         text = "" if error is None else "".join(traceback.format_exception(error))
         self._tell(
             "HOOK_DONE",

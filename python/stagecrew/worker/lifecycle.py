@@ -15,14 +15,25 @@ import contextlib
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from stagecrew.identity import Identity
+from stagecrew.identity import Identity, RedefinedError, chosen
 from stagecrew.listeners import Listener, decorates, opened_value
+from stagecrew.notopen import NotRegisteredError
 
 __all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
 
 Leave = Callable[[BaseException | None], None]
+
+#: Why a listener is not the one of its name that is open.
+_REDEFINED: Final = (
+    "its definition was run again with different code, as in a notebook cell, and the topology that is open has the earlier "
+    "one. Close that topology (`topology.close()`, or `crew.close_all()`), and start it again with the new listener"
+)
+_COPY: Final = (
+    "the function has a pickled copy of it that another process made, which cannot be compared with the listener of that name "
+    "here. Register that copy itself, or import the listener from a module in the function"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +221,7 @@ class Lifecycle:
         self._opened, self._leaves, self._due = [], [], []
 
     def find(self, identity: Identity) -> Any:
-        """What a listener of the current task's topologies opened. Raises `LookupError`.
+        """The value that a listener of the current task's topologies opened. Raises `NotRegisteredError`, or another `LookupError`.
 
         The very listener comes first, then one that the configuration registers by the same name, then one that only looks
         the same (two functions of one name); among these the innermost comes first.
@@ -220,16 +231,21 @@ class Lifecycle:
             for topology in reversed(self._current)
             for registered in self._topologies[topology].listeners
         ]
-        for matches in (lambda one: one.id == identity.id, identity.same_name, identity.same):
-            for described, registered in inside:
-                if matches(registered.identity):
-                    return self._answer(described, registered)
-        if not self._current:
-            raise LookupError("no task of a topology runs here")
-        names = [self._topologies[topology].name for topology in self._current]
-        raise LookupError(
-            f"this task runs in topology {' inside '.join(map(repr, reversed(names)))}, which does not have it"
-        )
+        names = [self._topologies[topology].name for topology in reversed(self._current)]
+        try:
+            found = chosen(identity, inside, lambda one: one[1].identity)
+        except RedefinedError:
+            raise NotRegisteredError(names, (), _REDEFINED) from None
+        if found is not None:
+            return self._answer(*found)
+        alike = [registered.identity for _, registered in inside if registered.identity.factory == identity.factory]
+        reason = _COPY if alike and not any(map(identity.is_comparable, alike)) else ""
+        others = [
+            described.name
+            for described in self._topologies.values()
+            if any(identity.same(registered.identity) for registered in described.listeners)
+        ]
+        raise NotRegisteredError(names, [registered.name for _, registered in inside], reason, others[-1:])
 
     def _answer(self, described: Described, registered: Registered) -> Any:
         if registered.value is not None:

@@ -86,6 +86,7 @@ class WorkerProcess:
     def begin_without_listeners(self, output: BinaryIO) -> None:
         """A task without listeners begins, between those of topologies that are open: it can be ended as politely."""
         if self.anything_open:
+            self._resolving.enter_context(resolving(self._lifecycle.find))  # it says which topologies have a listener
             self._output = output
             self._take_signals("raise")
             self._raise_noted()
@@ -98,6 +99,7 @@ class WorkerProcess:
             if self._attempt is not None:
                 self._end_attempt(self._attempt, error)
         finally:
+            self._resolving.close()
             stream, self._cut = self._cut, None
             if stream is not None:
                 with contextlib.suppress(OSError), stream:
@@ -107,7 +109,6 @@ class WorkerProcess:
         try:
             self._lifecycle.end(error)
         finally:
-            self._resolving.close()
             self._attempt = None
             with contextlib.suppress(ChannelError):
                 self._channel.send("END", attempt=attempt)

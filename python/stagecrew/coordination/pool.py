@@ -1,0 +1,246 @@
+"""Threads that all coordinators share: a pool that grows where its threads block, and one thread for timers."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+__all__ = ["ASYNC_CALLS", "COORDINATORS", "TIMERS", "Pool", "Reader", "Timer", "Timers"]
+
+_log = logging.getLogger("stagecrew")
+
+#: A thread without work ends after this many seconds.
+_IDLE: Final = 5.0
+#: Beyond its prompt threads, the pool makes one more when a task has waited this many seconds.
+_PATIENCE: Final = 0.02
+
+
+class Reader(Protocol):
+    """Has frames to read, which an idle thread of the pool does: the thread that reads a request is the one that handles it."""
+
+    def read(self, until: Callable[[], bool]) -> bool:
+        """Reads on the calling thread until the condition holds. Returns False at once when another thread reads."""
+
+    def wake(self) -> None:
+        """The thread that reads checks its condition."""
+
+
+class Timers:
+    """Calls functions later, on one daemon thread, which ends when there are none. They must be short: others wait."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Timer]] = []
+        self._numbers = itertools.count()
+        self._runs = False
+
+    def later(self, seconds: float, f: Callable[[], None]) -> Timer:
+        """Calls `f` after this time, unless the timer is cancelled."""
+        timer = Timer(f)
+        with self._changed:
+            heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), timer))
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="stagecrew-timers", daemon=True).start()
+            elif self._due[0][2] is timer:
+                self._changed.notify()
+        return timer
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._due and self._due[0][2].f is None:
+                    heapq.heappop(self._due)
+                if not self._due and not self._changed.wait_for(lambda: self._due, _IDLE):
+                    self._runs = False
+                    return
+                if self._due[0][2].f is not None and (pause := self._due[0][0] - self._clock()) > 0:
+                    self._changed.wait(pause)
+                    continue
+                _, _, timer = heapq.heappop(self._due)
+            f, timer.f = timer.f, None
+            if f is not None:
+                try:
+                    f()
+                except Exception:
+                    _log.exception("a timer of stagecrew failed")
+
+
+class Timer:
+    """One call that is due later."""
+
+    __slots__ = ("f",)
+
+    def __init__(self, f: Callable[[], None]) -> None:
+        self.f: Callable[[], None] | None = f
+
+    def cancel(self) -> None:
+        """Does not call it, unless the call has begun."""
+        self.f = None
+
+
+class Pool:
+    """Daemon threads that run tasks in the order in which they are submitted, several at a time.
+
+    `prompt` threads are made as soon as there is a task without a thread. More are made while a task waits because all threads are
+    blocked: so a task that never returns delays others by a moment, and stops none. Idle threads end. As the threads are daemons,
+    no task keeps the process alive.
+    """
+
+    def __init__(self, name: str, timers: Timers, prompt: float = math.inf) -> None:
+        self._name, self._timers, self._prompt = name, timers, prompt
+        self._lock = threading.Lock()
+        self._ready: collections.deque[Callable[[], None]] = collections.deque()
+        #: What idle threads wait for: each one releases one thread, the last that came first.
+        self._gates: list[threading.Lock] = []
+        self._threads = 0
+        self._numbers = itertools.count(1)
+        self._is_growing = False
+        #: How many tasks were begun.
+        self._begun = 0
+        self._reader: Reader | None = None
+        #: The thread that reads, and whether it has been woken.
+        self._reads: int | None = None
+        self._is_woken = False
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Runs it on one of the threads; from any thread. What it raises is logged."""
+        gate: threading.Lock | None = None
+        reader: Reader | None = None
+        is_new = False
+        with self._lock:
+            self._ready.append(task)
+            me = threading.get_ident()
+            if self._reads == me and len(self._ready) == 1:
+                return  # the calling thread runs it when it has read
+            if self._gates:
+                gate = self._gates.pop()
+            elif self._reads not in (None, me) and not self._is_woken:
+                self._is_woken = True
+                reader = self._reader
+            else:
+                is_new = self._may_grow()
+        if gate is not None:
+            gate.release()
+        elif reader is not None:
+            reader.wake()
+        elif is_new:
+            self._add_thread()
+
+    def set_reader(self, reader: Reader | None) -> None:
+        """An idle thread reads this from now on, instead of the reader before."""
+        with self._lock:
+            before, self._reader = self._reader, reader
+        if before is not None:
+            before.wake()
+        if reader is not None:
+            self.submit(_nothing)  # so that a thread looks
+
+    def remove_reader(self, reader: Reader) -> None:
+        """It is not read any more, unless another has replaced it."""
+        with self._lock:
+            if self._reader is reader:
+                self._reader = None
+
+    def _may_grow(self) -> bool:
+        """With the lock, for a task without a thread: whether one is made now. If not, it is made when the task has waited."""
+        if self._threads < self._prompt:
+            self._threads += 1
+            return True
+        if not self._is_growing:
+            self._is_growing = True
+            self._check_later()
+        return False
+
+    def _check_later(self) -> None:
+        begun = self._begun
+        self._timers.later(_PATIENCE, lambda: self._grow(begun))
+
+    def _grow(self, begun: int) -> None:
+        """One more thread, if no task has begun meanwhile: all threads are blocked, or busy for long."""
+        with self._lock:
+            if not self._ready or self._gates:
+                self._is_growing = False
+                return
+            is_blocked = self._begun == begun
+            self._threads += is_blocked
+            self._check_later()
+        if is_blocked:
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        threading.Thread(target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True).start()
+
+    def _has_work(self) -> bool:
+        return bool(self._ready)
+
+    def _work(self) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        while True:
+            task, reader = None, None
+            with self._lock:
+                if self._ready:
+                    task = self._ready.popleft()
+                    self._begun += 1
+                elif self._reader is not None and self._reads is None:
+                    self._reads, self._is_woken = threading.get_ident(), False
+                    reader = self._reader
+                else:
+                    self._gates.append(gate)
+            if task is not None:
+                _contained(task)
+            elif (reader is None or not self._read(reader, gate)) and not self._waited(gate):
+                return
+
+    def _read(self, reader: Reader, gate: threading.Lock) -> bool:
+        """Reads until there is a task. False when another thread reads: then this one waits at its gate."""
+        has_read = False
+        try:
+            has_read = reader.read(self._has_work)
+        except Exception:
+            _log.exception("the pool %s could not read", self._name)
+        with self._lock:
+            self._reads = None
+            if not has_read and not self._ready:
+                self._gates.append(gate)
+                return False
+        return True
+
+    def _waited(self, gate: threading.Lock) -> bool:
+        """Waits for a task. False when none came for a while: the thread ends."""
+        if gate.acquire(timeout=_IDLE):
+            return True
+        with self._lock:
+            if gate in self._gates:
+                self._gates.remove(gate)
+                self._threads -= 1
+                return False
+        gate.acquire()  # a task came at the last moment
+        return True
+
+
+def _contained(task: Callable[[], None]) -> None:
+    try:
+        task()
+    except BaseException:
+        _log.exception("a task of stagecrew failed")
+
+
+def _nothing() -> None:
+    """A task that makes a thread look what there is to do."""
+
+
+TIMERS: Final = Timers()
+#: Runs coordinators. Four threads are made at once; where more coordinators block, as many as block.
+COORDINATORS: Final = Pool("stagecrew-coordinator", TIMERS, prompt=4)
+#: Runs what coordinators give to `call_async`.
+ASYNC_CALLS: Final = Pool("stagecrew-async", TIMERS)

@@ -1,0 +1,188 @@
+"""Places in a program: the path of steps, batches and topologies that identifies a use of an operator in every run.
+
+The identity of a use never depends on the order in which other places run, or on whether they were skipped. No Spark, no store.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import urllib.parse
+from typing import Final
+
+from stagecrew.errors import OperatorMisused
+
+__all__ = ["PLACE", "Place", "Uses", "current_place", "operator_of", "unused"]
+
+#: The use of a coordinator that was made before the session ran and that no dataset uses yet.
+_UNUSED: Final = "unused"
+
+
+class _Thread(threading.local):
+    """Identifies a thread; unlike `threading.get_ident`, it is never used again."""
+
+    def __init__(self) -> None:
+        self.token = object()
+
+
+_thread = _Thread()
+
+
+class Place:
+    """One execution of a step, of a batch or of a topology's `with`; or the program itself, which has no parent.
+
+    Owned by the thread that began it. Only that thread counts what happens here: the order of several threads differs from run
+    to run. Steps and batches have unique names. Topologies do not, so a place counts those that begin in it.
+    """
+
+    __slots__ = ("_owner", "_topologies", "ended", "is_ordered", "kind", "name", "parent", "path", "steps")
+
+    def __init__(self, parent: Place | None = None, kind: str = "program", name: str = "") -> None:
+        self.parent, self.kind, self.name = parent, kind, name
+        self.ended = False
+        #: Whether its path is the same in every run, given that of its parent.
+        self.is_ordered = True
+        #: The names of the steps and batches around it, the outermost first, and its own.
+        self.steps: tuple[str, ...] = () if parent is None else parent.steps
+        #: Its text, such as `step=load/batch=3/topology=daily`.
+        self.path: str = "" if parent is None else parent.path
+        self._owner = _thread.token
+        self._topologies: dict[str, int] = {}
+        if kind == "program":
+            return
+        element = f"{kind}={_quoted(name)}"
+        if kind == "topology" and parent is not None:
+            self.is_ordered = parent.is_owned
+            if self.is_ordered:
+                number = parent._topologies[name] = parent._topologies.get(name, 0) + 1
+                element += f"#{number}" if number > 1 else ""
+            else:
+                element += "?"
+        elif kind in ("step", "batch"):
+            self.steps = (*self.steps, name if kind == "step" else f"batch-{name}")
+        self.path = f"{self.path}/{element}" if self.path else element
+
+    def __repr__(self) -> str:
+        return f"<place {self.path or 'outside of steps'}>"
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether the calling thread began it."""
+        return self._owner is _thread.token
+
+    def is_within(self, outer: Place) -> bool:
+        """Whether it is this place, or lies inside it."""
+        place: Place | None = self
+        while place is not None:
+            if place is outer:
+                return True
+            place = place.parent
+        return False
+
+    def is_ordered_within(self, outer: Place) -> bool:
+        """Whether every run gives it the same path below `outer`."""
+        place: Place | None = self
+        while place is not None and place is not outer:
+            if not place.is_ordered:
+                return False
+            place = place.parent
+        return True
+
+
+#: The innermost place of this thread. Copied by nothing but `Topology.wrap`: another thread is in no place.
+PLACE: Final[contextvars.ContextVar[Place | None]] = contextvars.ContextVar("stagecrew_place", default=None)
+
+
+def current_place() -> Place | None:
+    """The innermost place of this thread that has not ended."""
+    place = PLACE.get()
+    while place is not None and place.ended:
+        place = place.parent
+    return place
+
+
+class Uses:
+    """The keys of the uses of one topology's operators, or of the application's. Not thread-safe.
+
+    A key is the path of the place inside the topology, the operator's name, and the use: an ordinal, or the name that the user
+    gave it.
+    """
+
+    def __init__(self, scope: Place, is_application: bool = False) -> None:
+        self._scope, self._is_application = scope, is_application
+        self._counts: dict[str, int] = {}
+        self._named: set[str] = set()
+
+    def key(self, operator: str, name: str | None = None, otherwise: str | None = None) -> str:
+        """The key of one more use in the place where this thread is.
+
+        Args:
+            operator: The operator's name.
+            name: The name of the use, if it has one.
+            otherwise: Its name where its order differs from run to run.
+
+        Raises:
+            OperatorMisused: the use has no name, and no order that is the same in every run; or its name was used here.
+        """
+        scope, place = self._scope, current_place()
+        if place is None or not (self._is_application or place.is_within(scope)):
+            place = scope  # another thread than the one that began it, or a topology that was begun elsewhere
+        is_ordered = place.is_owned and place.is_ordered_within(scope)
+        if name is None and not is_ordered:
+            name = otherwise
+        path = self._path(place)
+        prefix = f"{path}:{_quoted(operator)}" if path else _quoted(operator)
+        if name is not None:
+            key = f"{prefix}/name={_quoted(name)}"
+            if key in self._named:
+                raise OperatorMisused(
+                    f"operator {operator!r} already has a use with name={name!r} in this place; give each use a name of its own, "
+                    f"such as one with the number of the batch"
+                )
+            self._named.add(key)
+            return key
+        if not is_ordered:
+            raise OperatorMisused(
+                f"operator {operator!r} is used in another thread than the one that began {_named(place)}, such as in a thread pool or in "
+                f"foreachBatch: the order of threads differs from run to run, so give this use a name=, or call it in job.step or job.batch"
+            )
+        number = self._counts[prefix] = self._counts.get(prefix, 0) + 1
+        return f"{prefix}/{number}"
+
+    def forget(self, place: Place) -> None:
+        """Uses in this place begin from 1 again: it is executed once more."""
+        path = self._path(place)
+        inside = f"{path}/", f"{path}:"
+        self._counts = {prefix: count for prefix, count in self._counts.items() if not prefix.startswith(inside)}
+        self._named = {key for key in self._named if not key.startswith(inside)}
+
+    def is_in(self, key: str, place: Place) -> bool:
+        """Whether this is the key of a use in that place, or in one inside it."""
+        path = self._path(place)
+        return key.startswith((f"{path}/", f"{path}:"))
+
+    def _path(self, place: Place) -> str:
+        """The path of a place from this topology on."""
+        outer = self._scope.path
+        return place.path[len(outer) + 1 :] if outer and place.is_within(self._scope) else place.path
+
+
+def unused(operator: str) -> str:
+    """The key of a coordinator that was made before the session ran, until its first use."""
+    return f"{_quoted(operator)}/{_UNUSED}"
+
+
+def operator_of(key: str) -> str:
+    """The name of the operator whose use has this key."""
+    return urllib.parse.unquote(key.rpartition(":")[2].rpartition("/")[0])
+
+
+def _named(place: Place) -> str:
+    return {"program": "the session"}.get(place.kind, f"{place.kind} {place.name!r}")
+
+
+def _quoted(text: str) -> str:
+    """The text without the characters that separate the parts of a key."""
+    for character in "%/:#?=":
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

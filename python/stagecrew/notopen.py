@@ -1,0 +1,98 @@
+"""Why `get()` finds no open listener: one message for each cause. Pure.
+
+Loaded in every Python worker: the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from stagecrew.identity import Registration
+
+__all__ = ["APPLICATION", "NotRegisteredError", "Task", "explained"]
+
+#: The id of the topology that spans the whole application.
+APPLICATION = "application"
+
+
+class NotRegisteredError(LookupError):
+    """The topologies of the current task do not have a listener.
+
+    `inside` are their names, innermost first, and `registered` those of their listeners. `others` are the names of topologies
+    that have the listener, and are open in this process. `reason` replaces the cause, when there is a special one.
+    """
+
+    def __init__(
+        self, inside: Sequence[str], registered: Sequence[str], reason: str = "", others: Sequence[str] = ()
+    ) -> None:
+        super().__init__(inside, registered, reason)
+        self.inside, self.registered, self.reason = tuple(inside), tuple(registered), reason
+        self.others = tuple(others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The topology that a task's action ran in, by its id, and topologies that had ended in the action's thread before."""
+
+    topology: str | None = None
+    left: tuple[str, ...] = ()
+
+
+def explained(
+    name: str, registrations: Sequence[Registration], task: Task | None, missing: NotRegisteredError | None
+) -> str:
+    """The cause and the remedy, as two sentences or more. `task` is None when the process runs no task.
+
+    `missing` is set when the task runs in topologies that have listeners.
+    """
+    inside = tuple(one for one in missing.inside if one != APPLICATION) if missing is not None else ()
+    has = _listed(missing.registered) if missing is not None else ""
+    latest = registrations[-1] if registrations else None
+    if latest is None and missing is not None and missing.others:
+        latest = Registration(f"topology {missing.others[0]!r}", "")
+    if missing is not None and missing.reason:
+        cause, remedy = missing.reason, ""
+    elif task is None:
+        cause = "get() was called outside of a task, and listeners are open in tasks only"
+        remedy = (
+            f"Call it in a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
+            f"`with stagecrew.testing.opened({name}, value=...)`"
+        )
+    elif latest is not None and latest.id == APPLICATION:
+        cause = "it was registered for the application of another session, and this one does not have it"
+        remedy = f"Build this session with `stagecrew.configure(builder, listeners=[{name}])`"
+    elif latest is not None and (latest.ended or latest.id in task.left or latest.id == task.topology):
+        cause = f"the action ran after {latest.what} had closed, for which it was registered"
+        remedy = f"{_RUN_INSIDE}. {_KEEP}"
+    elif inside:
+        cause = f"topology {' inside '.join(map(repr, inside))}, in which this task runs, does not have it{has}"
+        if latest is not None:
+            cause += f"; it was registered for {latest.what}"
+        remedy = f"Register it there: `crew.topology({inside[0]!r}, listeners=[{name}])`"
+    elif latest is not None:
+        cause = f"the action ran in a thread that is not in {latest.what}, for which it was registered"
+        remedy = "Give the thread `topology.wrap(f)` instead of `f`, while the topology is open"
+    else:
+        cause = f"this task belongs to no topology{has}"
+        if task.left:
+            cause += f"; its action's thread was in topology {_name_of(task.left[-1])!r}, which has closed"
+        remedy = (
+            f"{_RUN_INSIDE}; in another thread of the driver, run the function as `topology.wrap(f)`. Or register the listener "
+            f"for the whole application: `stagecrew.configure(builder, listeners=[{name}])`"
+        )
+        remedy += f". {_KEEP}" if task.left else ""
+    return f"listener {name!r} is not open here: {cause}." + (f" {remedy}." if remedy else "")
+
+
+_RUN_INSIDE = "Run the action inside `with crew.topology(..., listeners=[...])`"
+_KEEP = "A dataset whose stored partitions were deleted with their topology is computed again: `topology.keep(dataset)` keeps them"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f" (it has: {', '.join(map(repr, names))})" if names else " (it has no listeners)"
+
+
+def _name_of(topology: str) -> str:
+    """The name that the user gave the topology of this id."""
+    return topology.rpartition("-")[0] or topology

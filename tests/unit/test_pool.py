@@ -1,0 +1,208 @@
+"""The threads that all coordinators share: order, growth where they block, and none where there is nothing to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from crewtools import eventually
+from stagecrew.coordination import pool as pool_module
+from stagecrew.coordination.background import Background
+from stagecrew.coordination.loop import Loop
+from stagecrew.coordination.pool import Pool, Timers
+
+
+@pytest.fixture
+def timers():
+    return Timers()
+
+
+@pytest.fixture
+def pool(timers, request):
+    return Pool(f"pool-{id(request)}", timers, prompt=2)
+
+
+def threads_of(name):
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
+def test_each_loop_calls_in_order_and_one_at_a_time(pool):
+    """20 loops on 2 threads, called by 5 threads: each makes its calls in the order of each caller, never two at once."""
+    found = {number: [] for number in range(20)}
+    inside = dict.fromkeys(found, 0)
+    overlaps, done = [], []
+
+    def call(number, caller, count):
+        inside[number] += 1
+        if inside[number] > 1:
+            overlaps.append(number)
+        found[number].append((caller, count))
+        inside[number] -= 1
+
+    loops = [Loop(str(number), done.append, lambda: None, pool=pool) for number in found]
+
+    def caller(name):
+        for count in range(100):
+            for number, loop in enumerate(loops):
+                loop.call(call, number, name, count)
+
+    callers = [threading.Thread(target=caller, args=(name,)) for name in range(5)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(30)
+    for loop in loops:
+        assert loop.end(30)
+    assert (overlaps, done) == ([], [])
+    for calls in found.values():
+        assert len(calls) == 500
+        for name in range(5):
+            assert [count for who, count in calls if who == name] == list(range(100))
+
+
+def test_what_a_call_raises_goes_to_failed_and_the_next_is_made(pool):
+    """An error of one call, and of `failed` itself, stops neither the loop nor its thread."""
+    failures, made = [], []
+
+    def failed(error):
+        failures.append(error)
+        raise RuntimeError
+
+    loop = Loop("o", failed, lambda: None, pool=pool)
+    loop.call(lambda: 1 // 0)
+    loop.call(made.append, 1)
+    assert loop.end(10)
+    loop.call(made.append, 2)  # after its end: nothing
+    assert ([type(one) for one in failures], made) == ([ZeroDivisionError], [1])
+
+
+def test_the_end_of_a_loop_is_bounded(pool):
+    """Who ends a loop that blocks waits no longer than it says; in a call of the loop it does not wait at all."""
+    go, ends = threading.Event(), []
+    loop = Loop("o", ends.append, lambda: None, pool=pool)
+    loop.call(lambda: (ends.append(loop.is_current), go.wait(30), ends.append(loop.end(30))))
+    assert not loop.end(0.05)
+    assert not loop.is_current
+    go.set()
+    assert loop.end(10)
+    assert ends == [True, False]
+
+
+def test_tasks_that_block_stop_no_others(pool):
+    """While 20 tasks never return, tasks that come later still run."""
+    go, ran = threading.Event(), threading.Event()
+    for _ in range(20):
+        pool.submit(lambda: go.wait(60))
+    pool.submit(ran.set)
+    try:
+        assert ran.wait(20)
+    finally:
+        go.set()
+
+
+def test_threads_end_when_there_is_nothing_to_do(pool, timers, monkeypatch):
+    """1,000 loops share a few threads, and an idle pool has none; nor have timers."""
+    monkeypatch.setattr(pool_module, "_IDLE", 0.05)
+    name, timing = pool._name, set(threads_of("stagecrew-timers"))
+    loops = [Loop("o", pytest.fail, lambda: None, pool=pool) for _ in range(1000)]
+    called = threading.Event()
+    timers.later(0.01, called.set)
+    for loop in loops:
+        loop.call(lambda: None)
+    assert len(threads_of(name)) <= 20  # two, and what a busy machine adds
+    for loop in loops:
+        assert loop.end(10)
+    assert called.wait(10)
+    eventually(lambda: not threads_of(name) and set(threads_of("stagecrew-timers")) <= timing, 10)
+    again = threading.Event()
+    pool.submit(again.set)
+    assert again.wait(10)
+    timers.later(0, again.clear)
+    eventually(lambda: not again.is_set(), 10)
+
+
+class Frames:
+    """A reader: what it reads are tasks."""
+
+    def __init__(self, pool):
+        self.pool, self.frames = pool, []
+        self.changed = threading.Condition()
+        self.readers, self.handlers = [], []
+
+    def read(self, until):
+        while not until():
+            with self.changed:
+                self.changed.wait_for(lambda: self.frames or until(), 10)
+                frames, self.frames = self.frames, []
+            for _ in frames:
+                self.readers.append(threading.current_thread().name)
+                self.pool.submit(lambda: self.handlers.append(threading.current_thread().name))
+        return True
+
+    def wake(self):
+        with self.changed:
+            self.changed.notify()
+
+    def arrive(self):
+        with self.changed:
+            self.frames.append(1)
+            self.changed.notify()
+
+
+def test_the_thread_that_reads_handles_what_it_read(pool):
+    """An idle thread reads; a task that it finds it runs itself. A task from elsewhere wakes it."""
+    frames = Frames(pool)
+    pool.set_reader(frames)
+    for number in range(5):
+        frames.arrive()
+        eventually(lambda: len(frames.handlers) > number, 10)  # noqa: B023 (called at once)
+    assert frames.readers == frames.handlers
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(10)
+    pool.remove_reader(frames)
+    frames.wake()
+
+
+def test_timers_are_called_in_order_unless_cancelled(timers):
+    """Each at its time, whatever the order in which they were set; one that raises stops no other."""
+    called, done = [], threading.Event()
+    timers.later(0.15, done.set)
+    for seconds in (0.1, 0.02, 0.06):
+        timers.later(seconds, lambda seconds=seconds: called.append(seconds))
+    timers.later(0.04, lambda: 1 // 0)
+    timers.later(0.08, lambda: called.append("cancelled")).cancel()
+    assert done.wait(10)
+    assert called == [0.02, 0.06, 0.1]
+
+
+def test_background_calls_are_bounded_and_dropped_at_its_end(timers):
+    """Four calls of one coordinator run at once; those that wait when it closes never begin."""
+    background = Background(Pool("async", timers), timers)
+    go, begun = threading.Event(), []
+    for number in range(10):
+        background.submit(lambda number=number: (begun.append(number), go.wait(30)))
+    background.later(0.01, lambda: begun.append("timer"))
+    eventually(lambda: len(begun) == 5, 10)
+    background.close()
+    go.set()
+    time.sleep(0.05)  # nothing is waited for: it would begin now
+    assert sorted(begun, key=str) == [0, 1, 2, 3, "timer"]
+
+
+def test_a_call_that_never_returns_keeps_no_process_alive():
+    """A process whose coordinator waits for ever in `call_async` ends with its main thread."""
+    code = (
+        "import threading\n"
+        "from stagecrew.coordination.background import Background\n"
+        "begun = threading.Event()\n"
+        "Background().submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "assert begun.wait(30)\n"
+        "print('ends')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")

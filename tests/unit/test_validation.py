@@ -1,0 +1,268 @@
+"""Wrong arguments are refused on the driver, by one sentence that says what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark import cloudpickle
+
+from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
+from stagecrew.errors import RecoveryMisused
+from stagecrew.operators.decisions import FileDecisions, MemoryDecisions, decisions_of
+from stagecrew.recovery.specs import JobSpec
+from stagecrew.registration import checked, pickled
+
+CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
+
+
+def of_resource(**options: Any) -> Any:
+    """A resource that was decorated with these options."""
+
+    @resource(**options)
+    def pool(context):
+        yield 1
+
+    return pool()
+
+
+def of_class(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
+    """A listener whose class has these attributes."""
+    return type("Pool", (Listener,), {"scope": scope, "lifetime": lifetime})()
+
+
+def of_instance(**attributes: Any) -> Any:
+    """A registered listener that got these attributes after it was made."""
+    listener = Listener()
+    vars(listener).update(attributes)
+    return checked([listener])[0]
+
+
+class Scoped(Listener):
+    """Has a scope of each instance."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    @property
+    def scope(self) -> Any:
+        return Scope(self.where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Listener):
+    """Takes its scope as an argument, and cannot be assigned to."""
+
+    scope: Any = Scope.WORKER
+
+
+# -- scopes and lifetimes
+
+
+@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
+def test_a_scope_or_lifetime_may_be_given_by_its_value(made):
+    """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also after the listener travelled."""
+    listener = pickle.loads(pickled([made(scope="executor", lifetime="execution")])[0])
+    assert (listener.scope, listener.lifetime) == (Scope.EXECUTOR, Lifetime.EXECUTION)
+
+
+@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
+@pytest.mark.parametrize("wrong", ["node", "EXECUTOR", None, 1, Lifetime.EXECUTION])
+def test_another_scope_is_refused(made, wrong):
+    """At the definition of the class, the decoration, or the registration; the sentence names the values there are."""
+    with pytest.raises(ConfigurationError, match=r"^scope .* is none of 'worker', 'executor'"):
+        made(scope=wrong)
+
+
+@pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
+def test_another_lifetime_is_refused(made):
+    """As a scope."""
+    with pytest.raises(ConfigurationError, match=r"^lifetime .* is none of 'application', 'execution'"):
+        made(lifetime="job")
+
+
+def test_a_listener_may_compute_its_scope():
+    """By a property, or as a field of a frozen dataclass."""
+    assert checked([Scoped("executor")])[0].scope is Scope.EXECUTOR
+    assert checked([Frozen("executor")])[0].scope is Scope.EXECUTOR
+
+
+# -- resources
+
+
+def test_a_resource_is_made_of_a_generator_function():
+    """Anything else is refused at its decoration."""
+
+    def plain(context):
+        return 1
+
+    async def later(context):
+        yield 1
+
+    for wrong in (plain, later, lambda context: iter([1])):
+        with pytest.raises(ConfigurationError, match=r"^@resource decorates a generator function, and .* has no yield"):
+            resource(wrong)
+    with pytest.raises(ConfigurationError, match="not 7"):
+        resource(7)
+    with pytest.raises(ConfigurationError, match="first parameter"):
+
+        @resource
+        def nothing():
+            yield 1
+
+
+def test_what_makes_generators_makes_resources():
+    """A wrapped generator function, a partial one, and an object whose call is one."""
+
+    def pool(context, dsn):
+        yield dsn
+
+    @functools.wraps(pool)
+    def wrapped(*args):
+        return pool(*args)
+
+    class Pools:
+        def __call__(self, context, dsn):
+            yield dsn
+
+    for function in (pool, wrapped):
+        made = resource(function)("a")
+        made.open(CONTEXT)
+        assert made.opened() == "a"
+    for function in (functools.partial(pool, dsn="b"), Pools()):
+        made = resource(name="orders")(function)(dsn="b")
+        made.open(CONTEXT)
+        assert made.opened() == "b"
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "what"),
+    [
+        ((), {}, "missing a required argument: 'dsn'"),
+        (("a", 2), {}, "too many positional arguments"),
+        (("a",), {"sise": 2}, "got an unexpected keyword argument 'sise'"),
+    ],
+)
+def test_a_resource_is_called_with_the_arguments_of_its_function(args, kwargs, what):
+    """Where the call is written, not in a task; and the sentence has no values, which may be secrets."""
+
+    @resource(name="pool")
+    def pool(context, dsn, *, size=1):
+        yield dsn
+
+    with pytest.raises(ConfigurationError) as raised:
+        pool(*args, **kwargs)
+    assert str(raised.value) == f"resource 'pool' cannot be made: {what}. It takes: dsn, size"
+
+
+def test_a_resource_that_travels_is_not_looked_at_again():
+    """The driver has checked it."""
+
+    @resource
+    def pool(context, *, size=1):
+        yield size
+
+    arrived = pickle.loads(cloudpickle.dumps(pool))
+    assert arrived(size=3)._kwargs == {"size": 3}
+
+
+# -- decisions
+
+
+def test_a_folder_of_decisions(tmp_path):
+    """A path, as a text or an object, is where decisions are kept."""
+    for folder in (str(tmp_path / "one"), tmp_path / "two"):
+        decisions = decisions_of(folder)
+        assert isinstance(decisions, FileDecisions)
+        decisions.write("id", {"state": "opened"}, 0)
+        assert list(Path(folder).iterdir())
+    memory = MemoryDecisions()
+    assert decisions_of(memory) is memory
+
+
+@pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileDecisions])
+def test_decisions_of_another_kind_are_refused(wrong):
+    """A URI is no folder of this host, and a class has to be called first."""
+    with pytest.raises(OperatorMisused, match=r"^decisions=.* is no folder .* and keeps no records"):
+        decisions_of(wrong)
+
+
+# -- jobs
+
+MODULE = """
+import functools
+def load(day, *, limit=10): return day
+def anything(**settings): return settings
+def positional(a, /, b): return a
+@functools.cache
+def decorated(day): return day
+if True:
+    def twice(a): return a
+else:
+    def twice(b): return b
+replaced = lambda: 1
+def replaced(a): return a
+replaced = functools.partial(replaced, 1)
+class Job:
+    def __init__(self, day): pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module beside the one who submits; as an archive that travels too."""
+    (tmp_path / "validated_etl.py").write_text(MODULE)
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
+        archive.writestr("zipped_etl/__init__.py", "")
+        archive.writestr("zipped_etl/nightly.py", MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["validated_etl", "zipped_etl.nightly"])
+@pytest.mark.parametrize(
+    ("function", "arguments", "what"),
+    [
+        ("load", {}, "is called without day"),
+        ("load", {"day": 1, "limits": 2}, "does not take limits"),
+        ("load", {"days": 1}, "is called without day and does not take days"),
+        ("positional", {"a": 1, "b": 1}, "takes a by position alone"),
+    ],
+)
+def test_a_job_has_the_arguments_of_its_function(module, name, function, arguments, what):
+    """They are compared when it is submitted, from the source: nothing of it is run."""
+    with pytest.raises(RecoveryMisused) as raised:
+        JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
+    assert f"{name}:{function}" in str(raised.value)
+    assert what in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        ("load", {"day": 1}),
+        ("load", {"day": 1, "limit": 2}),
+        ("anything", {"a": 1}),
+        ("decorated", {"b": 1}),
+        ("twice", {"b": 1}),
+        ("replaced", {}),
+        ("Job", {}),
+    ],
+)
+def test_arguments_that_fit_or_cannot_be_told_are_taken(module, function, arguments):
+    """A function that the source does not say for certain is called as it was submitted."""
+    for name in ("validated_etl", "zipped_etl.nightly"):
+        JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
+
+
+def test_a_function_that_is_installed_has_its_arguments_too():
+    """The source of an installed module is read as well."""
+    with pytest.raises(RecoveryMisused, match="json:loads is called without s"):
+        JobSpec.of_function("json:loads", {})
+    JobSpec.of_function("json:loads", {"s": "1"})
+    JobSpec.of_function("math:sqrt", {})  # of C: nothing is known
