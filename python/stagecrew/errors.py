@@ -30,6 +30,7 @@
     │   │   └── CommitSuperseded    another driver has taken the commit over
     │   ├── CommitPending           it is decided, and could not be done yet
     │   ├── CommitUnknown           nobody knows whether a record was written
+    │   ├── CommitUnreadable        its record has another format, or was damaged: nothing of it is deleted
     │   ├── EventNotPicklable       an event cannot travel
     │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
     │   ├── EvaluationOver          the evaluation is over, or was reset
@@ -81,6 +82,7 @@ __all__ = [
     "CommitPending",
     "CommitSuperseded",
     "CommitUnknown",
+    "CommitUnreadable",
     "ConfigurationError",
     "CoordinationError",
     "CoordinatorFailed",
@@ -267,6 +269,10 @@ class CommitPending(CoordinationError):
 
 class CommitUnknown(CoordinationError):
     """Nobody knows whether a record of a commit was written: nothing is deleted. Commit with the same id again."""
+
+
+class CommitUnreadable(CoordinationError):
+    """The record of a commit has the format of another version, or is not as stagecrew writes it. Nothing of the commit is deleted."""
 
 
 class EventNotPicklable(CoordinationError):

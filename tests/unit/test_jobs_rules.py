@@ -304,6 +304,26 @@ def test_a_checkpoint_that_is_not_taken(monkeypatch, error, run_number, state):
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_with_a_record_of_an_earlier_version(caplog, cancelled):
+    """A job with such a record of a commit, which may be cancelled, calls none of its code and does not end; the record stays as it is."""
+    world, driver = begun(28)
+    handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
+    StoredDecisions(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
+    before = handles.get("job-0/sink")
+    if cancelled:
+        world.cancelled.add("job-0")
+        Jobs(world.server.session(), world.storage).cancel("job-0")
+    goes_on(world, driver, 20)
+    assert not driver.jobs.read("job-0")[0].state.is_terminal
+    assert handles.get("job-0/sink") == before
+    assert world.ran == []
+    assert "an earlier version of stagecrew wrote the record of commit 'job-0/sink'" in caplog.text
+    handles.remove("job-0/sink")
+    goes_on(world, driver, 5)
+    assert driver.jobs.read("job-0")[0].state == ("cancelled" if cancelled else "succeeded")
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
 def test_a_job_that_cannot_be_tended_for_long(cancelled):
     """However often a job cannot be tended, the leader goes on: what runs is not ended by that, and a job that comes later is begun."""
     world, driver = begun(24)

@@ -158,6 +158,23 @@ def test_results_by_exit_code(places):
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
 
 
+def test_a_result_changes_no_terminal(places):
+    """Escape sequences and marks of direction in a value, an error or a traceback are shown as their codes; lines stay."""
+    for job in ("one", "two"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    end("one", Result.of_value("a\x1b[2Jb\u202ec\nnext\tcell"))
+    assert run("result", "one").output == "a\\x1b[2Jb\\u202ec\nnext\tcell\n"
+    assert json.loads(run("result", "--json", "one").output)["value"] == "a\x1b[2Jb\u202ec\nnext\tcell"
+    try:
+        raise ValueError("no\x1b]0;title\x07 [red]such[/red] day")
+    except ValueError as error:
+        end("two", Result.of_error(error))
+    shown = run("result", "two").output
+    assert "job two has failed: ValueError: no\\x1b]0;title\\x07 [red]such[/red] day\n" in shown
+    assert "Traceback" in shown
+    assert [one for one in shown if not one.isprintable() and one != "\n"] == []
+
+
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_a_job_that_ends_while_its_result_is_asked_for(places, monkeypatch, behind):
     """State, value and exit code that `result` shows are as of one moment, also when the job ends between two of its looks at the store."""

@@ -21,7 +21,7 @@ NO_PROGRESS: Final[Mapping[str, Any]] = types.MappingProxyType({})
 
 
 class Effects(Protocol):
-    """What a coordinator may do through its context, once the session runs."""
+    """The effects of a coordinator's context, once the session runs."""
 
     @property
     def is_live(self) -> bool:
@@ -62,7 +62,7 @@ class CoordinatorContext:
         self._lock = threading.Lock()
         self._state = "uninitialised"
         self._effects: Effects | None = None
-        #: What is repeated while an evaluation is live, and waits for one.
+        #: Repeated calls that wait for a live evaluation.
         self._paused: tuple[Callable[[], None], ...] = ()
         self._make_background = background
         self._background: InBackground | None = None
@@ -125,7 +125,7 @@ class CoordinatorContext:
     def every(self, seconds: float, f: Callable[[], None], while_live: bool = False) -> None:
         """Calls `f` on the coordinator's own thread, so long after now and after the end of each call, until it is closed.
 
-        With `while_live` only while an evaluation is live, so that an idle coordinator costs nothing. What it raises fails the
+        With `while_live` only while an evaluation is live, so that an idle coordinator costs nothing. An exception of `f` fails the
         topology, as in every callback, and ends it.
         """
         if not self._may("every") or (background := self._in_background()) is None:
@@ -141,7 +141,7 @@ class CoordinatorContext:
         wait()
 
     def _repeat(self, again: Callable[[], None], while_live: bool) -> None:
-        with self._lock:  # so that `resume` sees what is paused here, or this sees the evaluation
+        with self._lock:  # so that `resume` sees this call, or this sees the evaluation
             if while_live and self._effects is not None and not self._effects.is_live:
                 self._paused = (*self._paused, again)
                 return
@@ -157,7 +157,7 @@ class CoordinatorContext:
                 self._state = "initialised"
 
     def resume(self) -> None:
-        """An evaluation is live: what is repeated while one is goes on."""
+        """An evaluation is live: continues the calls that are repeated only while one is."""
         with self._lock:
             paused, self._paused = self._paused, ()
         for again in paused:

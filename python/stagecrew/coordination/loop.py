@@ -33,7 +33,7 @@ class CallsInOrder(Protocol):
 
 
 class Loop:
-    """Calls what it is given, in order, never two at once. What a call raises goes to `failed`, and the loop goes on.
+    """Makes calls in order, never two at once. An exception of a call is passed to `failed`, and the loop continues.
 
     It has a thread of the pool only while it has calls. Log records of its calls name the topology and the operator. `idle` is
     called whenever there is nothing more to do at once.

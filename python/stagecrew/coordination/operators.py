@@ -75,7 +75,7 @@ class Operators:
         #: The uses whose coordinators were called since their states were taken, and the states that were.
         self.changed: dict[Binding, None] = {}
         self._states: dict[str, bytes | None] = {}
-        #: What a checkpoint has of uses that the program has not reached: each waits for the use with its key.
+        #: Restored states of uses that the program has not reached: each waits for the use with its key.
         self._unclaimed: dict[str, bytes | None] = {}
         self._restored_id = NO_CHECKPOINT
         self._closing = self._closed = False
@@ -158,7 +158,7 @@ class Operators:
         return self._served(binding, host)
 
     def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
-        """A use that ends with what it is made for, and has no state; from any thread. `end` has to follow."""
+        """A use without a state, such as that of a commit; from any thread. The caller must `end` it."""
         self.raise_failure()
         with self._lock:
             self._host = host
@@ -182,7 +182,7 @@ class Operators:
         self._end_early(ended, f"{place!r} has ended, or is executed again")
 
     def _claimable(self, key: str, operator: str) -> tuple[str, int, bytes | None]:
-        """What a use begins with: the key of the state, its checkpoint, and the state itself."""
+        """The restored state for a use: its key, its checkpoint's id, and the state."""
         with self._lock:
             for known in (key, unused(operator)):
                 if known in self._unclaimed:
@@ -294,7 +294,7 @@ class Operators:
                     host.end_checkpoint(binding, id_, complete)
 
     def _take_changed(self) -> list[Binding]:
-        """The uses whose states have to be taken. Those that are called from now on are for the next checkpoint, too."""
+        """The uses that a checkpoint must ask. Those that are called from now on belong to the next checkpoint, too."""
         with self._lock:
             changed = list(self.changed)
             for binding in changed:
@@ -350,10 +350,10 @@ class Operators:
             self._closed = True
 
     def end(self, id_: str) -> None:
-        """Ends a transient use: what it was made for is done."""
+        """Ends a transient use."""
         with self._lock:
             ended = [self._transient.pop(key) for key, one in tuple(self._transient.items()) if one.id == id_]
-        self._end_early(ended, "what it was made for is done")
+        self._end_early(ended, "its use has ended")
 
     def _end_early(self, bindings: list[Binding], reason: str) -> None:
         with self._lock:

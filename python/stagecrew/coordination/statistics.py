@@ -56,7 +56,7 @@ class Statistics:
         self.is_closed = False
         #: Whether the last word was told.
         self.is_told = False
-        #: The counts that were told last.
+        #: The counts in the last frame.
         self.counted: tuple[int, ...] | None = None
         self._gateways: tuple[Gateway, ...] = ()
         self._sent = 0
@@ -106,7 +106,7 @@ class Teller:
         self._clock, self._ack_timeout, self._wall = clock, ack_timeout, wall
         self._lock = threading.Lock()
         self._sequence = 0
-        #: Bindings that were called since the last look, or were not quiet then; and what was told of those.
+        #: Bindings that were called since the last frame, or were not quiet then; and their last entries.
         self._news: dict[Binding, None] = {}
         self._known: dict[Binding, _Known] = {}
         self._sums = [0] * len(_COUNTS)
@@ -120,9 +120,9 @@ class Teller:
         binding.statistics.acknowledgements.sum = self._acknowledgements
 
     def due(self) -> list[Binding]:
-        """The bindings of which something may be new. `frame` has to follow: it finds those of which there will be more."""
+        """The bindings that may have news. The caller must pass them to `frame`, which keeps those that are not quiet."""
         due = list(self._news)
-        for binding in due:  # before they are looked at: one that is called meanwhile is due again
+        for binding in due:  # before their counts are read: a binding that is called meanwhile is due again
             self._news.pop(binding, None)
         return due
 

@@ -56,7 +56,7 @@ class Times:
             return
         buckets: dict[int, int] = {}
         longest = 0
-        new = self._new[:]  # what is added meanwhile comes after these, which only the holder of the lock removes
+        new = self._new[:]  # later ones are appended meanwhile; only the holder of the lock removes any
         del self._new[: len(new)]
         for seconds in new:
             micros = int(seconds * 1e6)

@@ -23,7 +23,8 @@ from rich.console import Console
 
 from stagecrew.conf import parse_seconds
 from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
-from stagecrew.terminal import table
+from stagecrew.logs import HarmlessFormatter
+from stagecrew.terminal import harmless, table
 
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs import Jobs
@@ -35,6 +36,11 @@ _ENDED: Final = {"succeeded": 0, "failed": 3, "cancelled": 4}
 _NOT_ENDED: Final = 5
 
 console = Console(highlight=False, soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    """One line for people. Nothing of it is markup, and nothing of it changes the terminal: it may have others' words in it."""
+    console.print(harmless(text), markup=False)
 
 
 _store = click.option(
@@ -167,7 +173,9 @@ def driver(store: str, state: str, work: Path, at_once: int, keep: float | None)
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores import open_store
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(HarmlessFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -260,7 +268,7 @@ def leader(context: click.Context, store: str, as_json: bool) -> None:
     elif found is None:
         console.print("nobody leads: start `stagecrew driver`")
     else:
-        console.print(f"term {found.term}: process {found.pid} on {found.host}")
+        _say(f"term {found.term}: process {found.pid} on {found.host}")
     context.exit(1 if found is None else 0)
 
 
@@ -275,9 +283,9 @@ def cancel(store: str, state: str, as_json: bool, id_: str) -> None:
     if as_json:
         click.echo(json.dumps({"id": id_, "state": str(found), "requested": not found.is_terminal}))
     elif found.is_terminal:
-        console.print(f"job {id_} has {found} already", markup=False)
+        _say(f"job {id_} has {found} already")
     else:
-        console.print(f"job {id_} was {found}; whoever leads ends it", markup=False)
+        _say(f"job {id_} was {found}; whoever leads ends it")
 
 
 @click.command()
@@ -305,13 +313,13 @@ def result(
             body |= {"value": found.shown, "reason": found.reason, "traceback": found.traceback}
         click.echo(json.dumps(body, indent=2))
     elif found is None:
-        console.print(f"job {id_} is {record.state}, in run {record.run}", markup=False)
+        _say(f"job {id_} is {record.state}, in run {record.run}")
     elif found.state == "succeeded":
-        click.echo(found.shown if isinstance(found.shown, str) else json.dumps(found.shown))
+        click.echo(harmless(found.shown) if isinstance(found.shown, str) else json.dumps(found.shown))
     else:
-        console.print(f"job {id_} has {found.state}: {found.reason}", markup=False)
+        _say(f"job {id_} has {found.state}: {found.reason}")
         if found.traceback:
-            click.echo(found.traceback.rstrip())
+            click.echo(harmless(found.traceback.rstrip()))
     context.exit(_NOT_ENDED if found is None else _ENDED[found.state])
 
 
@@ -335,9 +343,9 @@ def sweep(context: click.Context, store: str, state: str, grace: float, as_json:
             json.dumps({"kept": found.kept, "removed": found.removed, "bytes": found.bytes, "failed": found.failed})
         )
     else:
-        console.print(f"{found.removed} states deleted, {found.bytes} bytes; {found.kept} kept")
+        _say(f"{found.removed} states deleted, {found.bytes} bytes; {found.kept} kept")
         for name, reason in found.failed.items():
-            console.print(f"{name}: {reason}", markup=False)
+            _say(f"{name}: {reason}")
     context.exit(1 if found.failed else 0)
 
 

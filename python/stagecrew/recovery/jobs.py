@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
+    CommitUnreadable,
     HandleError,
     HandleExists,
     HandleMissing,
@@ -310,15 +311,19 @@ class Jobs:
 
     def require_readable(self, job: str) -> None:
         """Raises `JobUnreadable` when what a run of the job begins from cannot be read: what it runs, its steps and its commits."""
+        from stagecrew.recovery.decisions import require_readable  # which needs what Spark needs
+
         self.spec(job)
         for what in ("steps", "commits"):
             handles = self.below(job, what)
             for name in handles.names():
                 try:
-                    handles.get(name)
+                    data = handles.get(name).data
+                    if what == "commits":
+                        require_readable(name, data)
                 except HandleMissing:
                     pass  # removed meanwhile
-                except (StateStorageError, StoreUnsupported) as error:
+                except (StateStorageError, StoreUnsupported, CommitUnreadable) as error:
                     raise JobUnreadable(
                         f"what job {job!r} has left of {name!r}, of its {what}, cannot be read: {error}. Nothing of the job is deleted; "
                         f"it goes on when that can be read"

@@ -29,6 +29,7 @@ from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
+    CommitUnreadable,
     LeadershipLost,
     SessionLost,
     StateStorageError,
@@ -37,6 +38,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
+from stagecrew.logs import HarmlessFormatter, harmless
 from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.job import Job, set_current
@@ -179,7 +181,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--finish", action="store_true", help="run nothing: finish what is decided")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(HarmlessFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
@@ -195,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         """Nothing that this process writes from now on would be done."""
         # The store is closed so that the next run need not wait for a time-out; of the files nobody else may be left to take care.
         leave_behind(
-            lambda: print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True),
+            lambda: print(f"stagecrew: this run ends: {harmless(reason)}", file=sys.stderr, flush=True),
             lambda: shutil.rmtree(given.folder, ignore_errors=True),
             store.close,
         )
@@ -324,6 +328,7 @@ def _no_fault_of_its_own(error: BaseException) -> str | None:
         LeadershipLost,
         StateStorageError,
         CommitUnknown,
+        CommitUnreadable,
         CommitPending,
         CommitSuperseded,
         CheckpointTimeout,
