@@ -16,7 +16,7 @@ class Place:
         self.topologies = 0
         self.datasets = {}  # name -> whether an action leaves a trace
         self.spent = set()  # datasets that batches have used: after the last one nobody knows their state
-        self.used = set()  # names of steps and commits in this place
+        self.used = self.used_outside = set()  # names of steps and commits in this place, and outside of steps
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
         self.at_home = True  # the place was begun by the thread
@@ -107,6 +107,8 @@ class Place:
     def branches(self):
         """Threads with steps, each in a topology of its own; or with uses, and without steps."""
         changes = {"threads": False, "at_home": False}
+        if not self.topologies:  # nothing wraps these threads: they are in no step
+            changes["used"] = self.used_outside
         count = self.draw(st.integers(2, 3))
         if not self.session and not self.topologies and self.steps:
             bodies = [tuple(self.inside(**changes, datasets={}).topology()) for _ in range(count)]
