@@ -53,6 +53,7 @@ class Place:
     may_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
     may_commit = property(lambda self: self.commits and self.topologies > 0)
     may_step = property(lambda self: self.steps and (self.session or self.topologies > 0))
+    may_work = may_step
     may_topology = property(lambda self: self.topologies < 2)
     may_stream = property(lambda self: self.streams and (self.topologies > 0 or not self.in_step))
     may_branches = property(lambda self: self.threads and (self.session or self.topologies > 0 or self.steps))
@@ -86,6 +87,11 @@ class Place:
         name = self.name("s")
         inside = self.inside(used=set(), at_home=True, in_step=True, around_step=self.topologies)
         yield "step", name, inside.body()
+
+    def work(self):
+        """A step that uses an operator of its own."""
+        name, source = f"v{next(self.numbers)}", self.source()
+        yield "step", self.name("s"), (("use", name, source), ("act", name, None))
 
     def topology(self):
         yield "topology", f"t{self.topologies + 1}", self.inside(topologies=self.topologies + 1, at_home=True).body()
@@ -130,6 +136,7 @@ KINDS = [
     *[("use", 9)] * 3,
     *[("act", 9)] * 7,
     *[("step", 0), ("step", 1), ("step", 2)] * 2,
+    *[("work", 2)] * 3,
     *[("topology", 0), ("topology", 2)],
     *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9), ("attempt", 1)],
 ]
