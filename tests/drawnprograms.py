@@ -16,7 +16,7 @@ class Place:
         self.topologies = 0
         self.datasets = {}  # name -> whether an action leaves a trace
         self.spent = set()  # datasets that batches have used: after the last one nobody knows their state
-        self.used = set()  # names of steps and commits in this place
+        self.used = self.used_outside = set()  # names of steps and commits in this place, and outside of steps
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
         self.at_home = True  # the place was begun by the thread
@@ -53,6 +53,7 @@ class Place:
     may_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
     may_commit = property(lambda self: self.commits and self.topologies > 0)
     may_step = property(lambda self: self.steps and (self.session or self.topologies > 0))
+    may_work = may_step
     may_topology = property(lambda self: self.topologies < 2)
     may_stream = property(lambda self: self.streams and (self.topologies > 0 or not self.in_step))
     may_branches = property(lambda self: self.threads and (self.session or self.topologies > 0 or self.steps))
@@ -87,6 +88,11 @@ class Place:
         inside = self.inside(used=set(), at_home=True, in_step=True, around_step=self.topologies)
         yield "step", name, inside.body()
 
+    def work(self):
+        """A step that uses an operator of its own."""
+        name, source = f"v{next(self.numbers)}", self.source()
+        yield "step", self.name("s"), (("use", name, source), ("act", name, None))
+
     def topology(self):
         yield "topology", f"t{self.topologies + 1}", self.inside(topologies=self.topologies + 1, at_home=True).body()
 
@@ -107,6 +113,8 @@ class Place:
     def branches(self):
         """Threads with steps, each in a topology of its own; or with uses, and without steps."""
         changes = {"threads": False, "at_home": False}
+        if not self.topologies:  # nothing wraps these threads: they are in no step
+            changes["used"] = self.used_outside
         count = self.draw(st.integers(2, 3))
         if not self.session and not self.topologies and self.steps:
             bodies = [tuple(self.inside(**changes, datasets={}).topology()) for _ in range(count)]
@@ -128,6 +136,7 @@ KINDS = [
     *[("use", 9)] * 3,
     *[("act", 9)] * 7,
     *[("step", 0), ("step", 1), ("step", 2)] * 2,
+    *[("work", 2)] * 3,
     *[("topology", 0), ("topology", 2)],
     *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9), ("attempt", 1)],
 ]
