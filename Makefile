@@ -9,7 +9,7 @@ JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar check format test test-unit test-jvm test-spark test-long docs bench demo compat clean
+.PHONY: help setup jar check format test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -74,6 +74,9 @@ check-and-docs: setup
 
 test-long: setup $(STAMPS)/classes ## the long seeded runs, the longest file first, and the third master
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m long -n 2 --dist loadfile --no-loadscope-reorder
+
+soak: setup ## 10,000 uses of operators, then 1,000 topologies: what they leave in threads, files and memory
+	cd tests && ../$(BIN)/python soak.py
 
 docs: setup ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -4,8 +4,10 @@ Whatever runs can be interrupted before and after each of its transactions: anot
 there for good (it is killed). What a killed one held at the store stays until the store ends its session, some time later.
 """
 
+import collections
 import contextlib
 import contextvars
+import datetime as dt
 import math
 import random
 import zlib
@@ -14,21 +16,23 @@ import pyarrow as pa
 import pyarrow.fs
 
 from modelstore import ModelServer
-from stagecrew.errors import PossiblyInconsistentError, StagecrewError, StoreConflict
+from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
+from stagecrew.recovery import driver as driver_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.driver import Tending
 from stagecrew.recovery.election import HOLDER, Fenced, fence
 from stagecrew.recovery.job import current_job, set_current
-from stagecrew.recovery.jobs import Jobs
+from stagecrew.recovery.jobs import JobRecord, Jobs
 from stagecrew.recovery.run import Claimed, carry_out
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
-from stagecrew.recovery.stores.contract import Create, Replace
+from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.recovery.writes import PATIENCE
 
 SCHEMA = pa.schema([("id", pa.int64())])
 writes._PAUSE = 0.0  # no time passes but the world's own
+driver_module._PRUNE, driver_module._PRUNED = 5.0, 1
 
 
 class Killed(BaseException):
@@ -80,6 +84,7 @@ class World:
         self.random = random.Random(seed)
         self.server = ModelServer()
         self.server.fault = self._moment
+        self.server.done = self._done
         self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: without a disk that has to be reached
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
@@ -93,10 +98,17 @@ class World:
         self.doomed = []  # sessions of the dead, which the store has not ended yet
         self.sink = MemorySink(f"sink-{seed}")
         self.ran = []  # (job, step, run) of each call of a step
-        self.stored = set()  # (job, step) behind which it must not be called again
+        self.stored = set()  # (job, life, step): no later run calls the step again
+        self.lives = collections.Counter()  # of each job, how often it was pruned: the next job of that id is another
+        self.keep = None  # after how many seconds a leader removes ended jobs
         self.names = [f"job-{number}" for number in range(jobs)]
         self.submitted, self.cancelled = set(), set()
-        self.over = {}
+        self.over = {}  # by (job, life)
+
+    def _done(self, operations):
+        for one in operations:
+            if isinstance(one, Delete) and one.key in [f"jobs/{job}" for job in self.names]:
+                self.lives[one.key.removeprefix("jobs/")] += 1
 
     # -- What may happen at each moment of a transaction
 
@@ -127,7 +139,7 @@ class World:
     def act(self):
         """One of those that can do something does it."""
         self.clock += self.random.choice([0.0, 0.3, 1.0, 5.0])
-        choices = [self._submit, self._cancel, self._expire, self._kill, self._sweep]
+        choices = [self._submit, self._cancel, self._expire, self._kill, self._sweep, self._prune]
         choices += [driver.act for driver in self.drivers if not driver.busy and not driver.dead] * 3
         choices += [process.act for process in self.processes if not process.busy and not process.dead] * 3
         if len([driver for driver in self.drivers if not driver.dead]) < 2:
@@ -165,6 +177,13 @@ class World:
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
                 Jobs(session, self.storage).sweep(0.0, lambda: math.inf)
+            session.close()
+
+    def _prune(self):
+        with self.as_(None):
+            session = self.server.session()
+            with contextlib.suppress(StagecrewError):
+                list(Jobs(session, self.storage, lambda: self.clock).prune(self.random.choice([0.0, 2.0, 20.0])))
             session.close()
 
     def states(self):
@@ -214,6 +233,7 @@ class World:
     def settle(self, submit=True):
         """Nothing fails any more: what is left is done by one more driver."""
         self.faults = 0
+        self.keep = None
         for driver in self.drivers:
             driver.die()
         while self.doomed:
@@ -297,7 +317,7 @@ class SimDriver(Actor):
     def granted(self, term):
         """It is told that it leads."""
         self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
-        self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock)
+        self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
         return None
@@ -314,6 +334,7 @@ class SimProcess(Actor):
     def __init__(self, world, run, term, finish):
         super().__init__(world)
         self.run, self.term, self.finishing = run, term, finish
+        self.life = world.lives[run.job]
         self.code = None
 
     def ended(self):
@@ -336,7 +357,7 @@ class SimProcess(Actor):
             claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, lambda: world.clock).take(
                 self.run, {"pid": id(self)}
             )
-            claimed = Claimed(self.session, world.storage, self.term, self.run, claim)
+            claimed = Claimed(self.session, world.storage, self.term, self.run, claim, lambda: world.clock)
             done = carry_out(
                 claimed,
                 self.finishing,
@@ -351,14 +372,14 @@ class SimProcess(Actor):
         if self.killed:
             raise Killed
         if done:
-            assert job not in world.over, f"{job} has ended twice: {world.over}"
-            world.over[job] = claimed.jobs.read(job)[0].state
+            assert (job, self.life) not in world.over, f"{job} has ended twice: {world.over}"
+            world.over[job, self.life] = claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
         self._leave(0 if done else 75)
 
     def _program(self, job):
         """Steps, of which the second commits what the first has made."""
         text = job.step("make", lambda: self._step(job, "make"))
-        self.world.stored.add((job.id, "make"))
+        self.stored("make")
 
         def write():
             def execute(staging):
@@ -376,13 +397,18 @@ class SimProcess(Actor):
             return self._step(job, "write")
 
         job.step("write", write)
-        self.world.stored.add((job.id, "write"))
+        self.stored("write")
         if self.world.fails(job.id):
             raise ValueError("as its code says")
         return job.step("last", lambda: self._step(job, "last"))
 
+    def stored(self, step):
+        """The step is done: no run of this job does it again."""
+        self.world.stored.add((self.run.job, self.life, step))
+
     def _step(self, job, name):
-        assert (job.id, name) not in self.world.stored, f"step {name} of {job.id} was done, and is run again"
+        done = (job.id, self.life, name) in self.world.stored
+        assert not done, f"step {name} of {job.id} was done, and is run again"
         self.world.ran.append((job.id, name, job.attempt))
         return f"{name} by run {job.attempt}"
 
@@ -405,6 +431,34 @@ def consistent(world):
             assert jobs.result(job).state == record.state
         assert record.state.is_terminal or not record.clean
         assert not (record.clean and f"specs/{job}" in world.server.entries)
+    indexed(world.server.entries)
+
+
+def indexed(entries):
+    """After each transaction, the index of open jobs and that of ended ones are as the records say. A job that was pruned
+    has left nothing but states, and a result that is marked."""
+    open_, ended = set(), collections.Counter()
+    for key, entry in entries.items():
+        top, _, job = key.partition("/")
+        if top == "jobs" and job and "/" not in job:
+            try:
+                record = JobRecord.from_bytes(entry.value)
+            except JobUnreadable:
+                assert f"open/{job}" in entries  # a leader tries again
+                open_.add(job)
+                continue
+            if record.clean:
+                hour = dt.datetime.fromtimestamp(record.ended, dt.UTC)
+                ended[f"{hour:%Y-%m-%dT%H}", job] += 1
+            else:
+                open_.add(job)
+    assert {key.removeprefix("open/") for key in entries if key.startswith("open/")} == open_
+    found = [key.split("/")[1:] for key in entries if key.startswith("ended/") and key.count("/") == 2]
+    assert collections.Counter((hour, name.partition("-")[2]) for hour, name in found) == ended
+    assert {job for _, job in ended}.isdisjoint(open_)
+    for key in entries:
+        if key.count("/") == 2 and key.startswith(("results/", "specs/")) and key.endswith("/locks"):
+            assert f"jobs/{key.split('/')[1]}" in entries
 
 
 def check(world, jobs):

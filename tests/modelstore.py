@@ -19,6 +19,8 @@ class ModelServer:
         self.lock = threading.RLock()
         self.log = []  # (session, operations) of each transaction that was done
         self.fault = lambda session, operations, moment: None
+        self.done = lambda operations: None  # called with each transaction that was done
+        self.looks = lambda session, key: None  # called before each read
         self._numbers = itertools.count(1)
         self.live = set()
 
@@ -42,6 +44,7 @@ class ModelServer:
                 versions.append(self._one(entries, session, index, operation))
             self.entries = entries
             self.log.append((session, operations))
+            self.done(operations)
             return versions
 
     @staticmethod
@@ -101,12 +104,14 @@ class ModelStore:
 
     def read(self, key):
         checked_key(key)
+        self.server.looks(self.session, key)
         self._alive()
         with self.server.lock:
             return self.server.entries.get(key)
 
     def children(self, key):
         checked_key(key)
+        self.server.looks(self.session, key)
         self._alive()
         with self.server.lock:
             return sorted(

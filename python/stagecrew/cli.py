@@ -18,6 +18,7 @@ from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.eventlog import report
 from stagecrew.jar import jar_path, spark_conf
+from stagecrew.logs import harmless
 from stagecrew.recovery import commands
 
 __all__ = ["main"]
@@ -39,7 +40,7 @@ class _Group(click.Group):
                 raise
             message = f"this needs {error.name}, which is not installed: pip install 'stagecrew[spark]'"
         # One line also in a narrow terminal or a file: nothing of it may be cut or taken for markup.
-        line = Text(" ".join(message.split()), style="red")
+        line = Text(harmless(" ".join(message.split())), style="red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
         raise click.exceptions.Exit(1)
 

@@ -20,6 +20,7 @@
     │   ├── NotInitialised          a coordinator's context used before the session runs
     │   ├── CoordinatorFailed       a coordinator failed, and its topology with it
     │   ├── CheckpointFailed        a checkpoint was declined, or given up
+    │   │   └── CheckpointTimeout   a state, or an acknowledgement, came too late
     │   ├── CheckpointCorrupt       bytes that are no checkpoint
     │   ├── SplitsFailed            an enumerator of splits failed
     │   ├── SuperstepsFailed        tasks that compute together have come apart
@@ -29,6 +30,7 @@
     │   │   └── CommitSuperseded    another driver has taken the commit over
     │   ├── CommitPending           it is decided, and could not be done yet
     │   ├── CommitUnknown           nobody knows whether a record was written
+    │   ├── CommitUnreadable        its record has another format, or was damaged: nothing of it is deleted
     │   ├── EventNotPicklable       an event cannot travel
     │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
     │   ├── EvaluationOver          the evaluation is over, or was reset
@@ -74,11 +76,13 @@ __all__ = [
     "ChannelError",
     "CheckpointCorrupt",
     "CheckpointFailed",
+    "CheckpointTimeout",
     "CommitConflict",
     "CommitFailed",
     "CommitPending",
     "CommitSuperseded",
     "CommitUnknown",
+    "CommitUnreadable",
     "ConfigurationError",
     "CoordinationError",
     "CoordinatorFailed",
@@ -221,6 +225,13 @@ class CheckpointFailed(CoordinationError):
     """A checkpoint was not taken: a coordinator declined it, gave no state, or was late. Take another."""
 
 
+class CheckpointTimeout(CheckpointFailed, TimeoutError):
+    """A checkpoint was not taken in time: a coordinator was slow, or an executor did not acknowledge an event.
+
+    No coordinator declined. Take another checkpoint. A job whose step ends with this error is not failed: it runs again.
+    """
+
+
 class CheckpointCorrupt(CoordinationError):
     """Bytes that are no checkpoint, or are not as they were written."""
 
@@ -258,6 +269,10 @@ class CommitPending(CoordinationError):
 
 class CommitUnknown(CoordinationError):
     """Nobody knows whether a record of a commit was written: nothing is deleted. Commit with the same id again."""
+
+
+class CommitUnreadable(CoordinationError):
+    """The record of a commit has the format of another version, or is not as stagecrew writes it. Nothing of the commit is deleted."""
 
 
 class EventNotPicklable(CoordinationError):

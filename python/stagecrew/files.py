@@ -7,10 +7,10 @@ import os
 import pathlib
 import posixpath
 import re
-import urllib.parse
 import uuid
 from typing import Any, Final
 
+import pyarrow as pa
 import pyarrow.fs
 
 __all__ = [
@@ -48,9 +48,12 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
     """The file system and the path on it, of a URI or a local path: as that file system writes it, and absolute on a disk of this host."""
     text = str(path)
     if filesystem is None:
-        filesystem, text = (
-            pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
-        )
+        try:
+            filesystem, text = (
+                pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
+            )
+        except pa.ArrowInvalid as error:  # its text has the URI with its secrets
+            raise pa.ArrowInvalid(str(error).replace(text, address(text))) from None
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pyarrow.fs.FSSpecHandler):
         text = handler.fs._strip_protocol(text)
@@ -58,6 +61,7 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
         text = text.lstrip("/")
     elif is_local(filesystem) and "://" not in text:
         text = os.path.abspath(text)  # noqa: PTH100 (pathlib's would follow links)
+        return filesystem, text.rstrip("/") or "/"
     return filesystem, text.rstrip("/")
 
 
@@ -87,12 +91,19 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
 
 
 def address(text: str) -> str:
-    """A URI without what may be secret in it: user, password and query; a name as it is."""
-    if "://" not in text:
+    """A URI without what may be secret in it: all up to the last @, for keys have slashes and question marks in them, and the query.
+
+    A path on this host is shown as it is, for it holds no credentials; so is a name without an @.
+
+    >>> address("s3://KEY:SEC/RET@bucket/folder?region=x")
+    's3://bucket/folder'
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
         return text.rpartition("@")[2]
-    parts = urllib.parse.urlsplit(text)
-    server = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{server}{parts.path}"
+    if scheme not in ("file", "sqlite") or not rest.startswith("/"):
+        rest = rest.rpartition("@")[2]
+    return f"{scheme}://{re.split('[?#]', rest, maxsplit=1)[0]}"
 
 
 def quoted(text: str) -> str:
@@ -123,10 +134,16 @@ def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
     return not _PROTOCOLS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
 
-def make_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """A folder, and those that it is in; what is made of them is on the disk where that is local."""
+def make_folder(filesystem: pyarrow.fs.FileSystem, path: str, mode: int | None = None) -> None:
+    """Makes a folder and its parents. On a local disk those that were missing are durable when this returns.
+
+    `mode` is the mode of the folder itself, if this call makes it on a local disk.
+    """
     folder = pathlib.Path(path)
     missing = [one for one in (folder, *folder.parents) if not one.exists()] if is_local(filesystem) else []
+    if mode is not None and folder in missing:
+        filesystem.create_dir(str(folder.parent))
+        folder.mkdir(mode, exist_ok=True)
     filesystem.create_dir(path)
     for one in missing:
         sync(one.parent)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from stagecrew.coordination.coordinator import Evaluation
 
-__all__ = ["FIELDS", "StructuredFormatter", "coordinates", "handles", "mark"]
+__all__ = ["FIELDS", "HarmlessFormatter", "StructuredFormatter", "coordinates", "handles", "harmless", "mark"]
 
 #: What records may say, in this order.
 FIELDS: Final = ("application", "topology", "operator", "subtask", "stage", "partition", "attempt")
@@ -48,6 +48,53 @@ class StructuredFormatter(logging.Formatter):
         copy = logging.makeLogRecord(record.__dict__)
         copy.__dict__["context"] = {name: str(value) for name, value in {**fields, **given}.items()}
         return self._json.format(copy)
+
+
+def harmless(text: str) -> str:
+    """The text with escape sequences, and other characters that are not printable, as their codes; lines and tabs stay.
+
+    >>> print(harmless("a\\u202eb \\x1b[2J"))
+    a\\u202eb \\x1b[2J
+    """
+    shown = (one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
+    return "".join(shown)
+
+
+def _in_one_record(text: str) -> str:
+    """The text as part of one record: nothing of it looks like the beginning of another."""
+    return harmless(text).replace("\n", "\n    ")
+
+
+class HarmlessFormatter(logging.Formatter):
+    """Formats the logs of stagecrew's own processes: no name and no error in them can control a terminal or forge a line.
+
+    >>> record = logging.makeLogRecord({"msg": "job %r: %s", "args": ("nightly", "no\\x1b[2J\\nroom")})
+    >>> print(HarmlessFormatter().format(record))
+    job 'nightly': no\\x1b[2J
+        room
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
+        """The message, with the lines after its first one indented."""
+        return _in_one_record(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """All of a record, with its traceback."""
+        return harmless(super().format(record))
+
+
+class _Harmless(logging.Filter):
+    """Does the same to the arguments of our own records, for every handler."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                _in_one_record(str(one)) if isinstance(one, str | BaseException) else one for one in record.args
+            )
+        return True
+
+
+logging.getLogger("stagecrew").addFilter(_Harmless())
 
 
 def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from stagecrew.logs import harmless
+
 __all__ = ["harmless", "quietly", "said", "table"]
 
 
@@ -51,16 +53,6 @@ def said(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     # py4j puts what happened in Java on the second line.
     return lines[1].removeprefix(": ") if len(lines) > 1 and lines[1].startswith(": ") else lines[0]
-
-
-def harmless(text: str) -> str:
-    """What a terminal would obey and not show (escape sequences, marks of direction, separators of lines) as its code; lines stay.
-
-    >>> print(harmless("a\\u202eb \\x1b[2J"))
-    a\\u202eb \\x1b[2J
-    """
-    shown = (one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
-    return "".join(shown)
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:

@@ -355,6 +355,7 @@ class Topology:
         commit_id: str | None = None,
         decisions: Decisions | str | os.PathLike[str] | None = None,
         name: str = COMMIT,
+        content: str | None = None,
     ) -> CommitReport:
         """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
 
@@ -370,8 +371,14 @@ class Topology:
         In a job (`stagecrew.current_job`) both are given by the job: the id is made of the job's, the step's and this `name`, which a
         step uses once, and the decisions are the job's store.
 
+        An id belongs to one set of rows. `content` may say which: a date, a snapshot id, or any other text. A call with the id of a commit
+        that was decided before writes nothing and logs a warning, which says when that was and how many rows it has; it raises
+        `OperatorMisused` when the sink, the columns or the content differ, with both values. Whether columns may be null, their order and
+        their metadata do not count. In a job a repeat logs nothing; where an earlier run of the job has decided the commit, another
+        content, sink or schema is a warning, and the rows of that run stay.
+
         Raises `CommitFailed` when nothing is visible, and nothing left, or what the job raised; `CommitPending` when it is decided but
-        could not be done yet, `CommitUnknown`; `OperatorMisused`, `TopologyClosed`.
+        could not be done yet, `CommitUnknown`; `CommitUnreadable` for a record of another version; `OperatorMisused`, `TopologyClosed`.
 
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
@@ -395,6 +402,8 @@ class Topology:
             id_,
             self._crew.decisions if decisions is None else decisions_of(decisions),
             self._crew.close_timeout,
+            content,
+            None if job is None else (job.id, job.attempt),
         )
 
     def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:

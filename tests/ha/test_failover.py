@@ -21,7 +21,7 @@ from haprocesses import LONG, QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores import open_store
-from stagecrew.recovery.stores.zookeeper import FORMAT
+from stagecrew.recovery.stores.contract import FORMAT
 from webpages import fetched
 
 ODD = "a = b: c # d ! \\ é € 𝄞"

@@ -31,8 +31,8 @@ from stagecrew.errors import (
     StoreUnsupported,
 )
 from stagecrew.recovery.stores import open_store
-from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
-from stagecrew.recovery.stores.zookeeper import FORMAT, ZooKeeperStore
+from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
+from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 from zookeeper import Proxy, ensemble, tls_zookeeper
 from zookeeper import zookeeper as started
 
@@ -369,18 +369,33 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
 # -- What is refused
 
 
-def test_a_newer_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot):
-    direct.ensure("a")
-    kazoo = direct._session._kazoo
-    for value, words in (
-        (b"stagecrew store %d" % (FORMAT + 1), f"has format {FORMAT + 1}, and this stagecrew knows format {FORMAT}"),
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (b"stagecrew store %d" % (FORMAT + 1), rf"has format {FORMAT + 1}, and this .* knows format {FORMAT}: a newer"),
+        (b"stagecrew store 1", rf"has format 1, and this .* knows format {FORMAT}: an older .*Finish its jobs"),
+        (b"stagecrew store ", rf"has format 0, and this .* knows format {FORMAT}: an older .*another store"),
         (b"something", "of another program"),
-    ):
-        kazoo.set(f"{chroot}/entries", value)
-        store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT)
+    ],
+)
+def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, value, words):
+    """A root of an older or a newer format is refused, the error names it, and no node of it is written, made or deleted."""
+    direct.ensure("a", "jobs/one")
+    kazoo = direct._session._kazoo
+
+    def nodes(path):
+        found = {path: (*kazoo.get(path), kazoo.get_acls(path))}
+        for name in kazoo.get_children(path):
+            found |= nodes(f"{path}/{name}")
+        return found
+
+    kazoo.set(f"{chroot}/entries", value)
+    before = nodes(chroot)
+    for protected in (None, "crew:s3cret"):
+        store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT, credentials=protected)
         with contextlib.closing(store), pytest.raises(StoreUnsupported, match=words):
             store.read("a")
-        assert kazoo.get(f"{chroot}/entries")[0] == value
+    assert nodes(chroot) == before
 
 
 @pytest.mark.parametrize(

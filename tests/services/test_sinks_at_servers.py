@@ -44,9 +44,16 @@ from sinks import (
     watch_files,
     watch_transactions,
 )
-from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitUnknown
-from stagecrew.operators.commits import Staging, commit, resume
-from stagecrew.operators.decisions import FileDecisions
+from stagecrew.errors import (
+    CommitConflict,
+    CommitFailed,
+    CommitPending,
+    CommitUnknown,
+    CommitUnreadable,
+    OperatorMisused,
+)
+from stagecrew.operators.commits import Staging, abandon, commit, resume
+from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from zookeeper import Proxy
 
@@ -202,6 +209,70 @@ def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
     assert sorted(trial.visible()) == ([] if how == "dies_at" else tasks.expected)
     trial.drive(Driver(), tasks)
     assert sorted(trial.visible()) == tasks.expected
+
+
+def test_other_content_is_refused(make):
+    """An id that is used again for other data raises with both values, also where the sink alone knows it; a repeat is one."""
+    trial, tasks = make(0), Tasks(1)
+
+    def lands(content, decisions):
+        return commit(
+            trial.make_sink(),
+            decisions,
+            "c",
+            SCHEMA,
+            lambda staging: tasks.run(trial.make_sink(), staging),
+            content=content,
+        )
+
+    assert not lands("monday", trial.decisions).repeated
+    before = trial.state()
+    for decisions in (trial.decisions, MemoryDecisions()):
+        assert lands("monday", decisions).repeated
+        with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
+            lands("tuesday", decisions)
+    assert trial.state() == before
+    long = "\U0001f600\x00'" * 100
+    decisions = MemoryDecisions()
+    staged = commit(
+        trial.make_sink(),
+        decisions,
+        "long",
+        SCHEMA,
+        lambda staging: tasks.run(trial.make_sink(), staging),
+        content=long,
+    )
+    assert not staged.repeated
+    assert len(trial.make_sink().stored_mark("long")) <= 400
+
+
+def test_a_record_with_sql_in_it(server, tmp_path):
+    """A run's id in a changed record, and a column's name, are no SQL: the record is refused, and the table stays."""
+    trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
+    table = trial.make_sink()._table
+    trial.drive(Driver(), tasks, "c")
+    _, record = trial.decisions.read("c")
+    for run in (f"{record['run']}; DROP TABLE {table}", f'x"; DROP TABLE {table}; --'):
+        for fields in ({"run": run}, {"before": [run]}, {"run": run, "state": "open"}):
+            copy = MemoryDecisions()
+            copy.write("c", record | fields, 0)
+            for use in (
+                lambda copy=copy: commit(trial.make_sink(), copy, "c", SCHEMA, lambda staging: 1 / 0),
+                lambda copy=copy: abandon(trial.make_sink(), copy, "c"),
+            ):
+                with pytest.raises(CommitUnreadable, match="is no id of a run. Nothing was changed or deleted"):
+                    use()
+        trial.make_sink().discard(Staging("c", run, SCHEMA), ())
+    assert sorted(trial.visible()) == tasks.expected
+    name = f'a"; DROP TABLE {table}; --'
+    with psycopg.connect(server.url, autocommit=True) as there:
+        there.execute('ALTER TABLE {} ADD COLUMN "{}" BIGINT'.format(table, name.replace('"', '""')))
+    schema = pa.schema([*SCHEMA, (name, pa.int64())])
+    batch = pa.record_batch([pa.array([7]), pa.array(["a"]), pa.array([8])], schema=schema)
+    sink = trial.make_sink()
+    commit(sink, trial.decisions, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    assert (7, "a") in trial.visible()
+    assert trial.left() == []
 
 
 def test_two_at_once(make):

@@ -18,9 +18,13 @@ from pyspark.sql import functions as f
 import stagecrew
 from crewtools import LOCAL, LOCAL_CLUSTER, eventually
 from drivers import driver
+from modelstore import ModelServer
 from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.job import Job, set_current
 from stagecrew.recovery.run import _no_fault_of_its_own
+from stagecrew.recovery.storage import StateStorage
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -224,6 +228,35 @@ def test_two_topologies_at_once(cluster, place):
     assert len(conflicts) == (1 if place.name == "parquet" else 0)
     assert len(place.visible()) == 40 * (2 - len(conflicts))
     assert place.left() == []
+
+
+def test_other_content(strict, tmp_path, caplog):
+    """An id that is used again for other content raises in a topology. A job's later run gets a warning, and the rows of the earlier run."""
+    sink, decisions = ParquetSink(tmp_path / "table"), stagecrew.FileDecisions(tmp_path / "log")
+    session = ModelServer().session()
+    session.ensure("steps", "commits")
+    (tmp_path / "state").mkdir()
+    handles = [StateHandleStore(session, StateStorage(tmp_path / "state"), name) for name in ("steps", "commits")]
+    with stagecrew.crew(strict).topology("t") as topology:
+        assert not topology.commit(rows_of(strict), sink, "daily", decisions, content="monday").repeated
+        assert topology.commit(rows_of(strict), sink, "daily", decisions, content="monday").repeated
+        with pytest.raises(stagecrew.OperatorMisused, match="content is 'tuesday', there 'monday'"):
+            topology.commit(rows_of(strict), sink, "daily", decisions, content="tuesday")
+        assert [record for record in caplog.messages if "with 40 rows. This call has written nothing" in record]
+        caplog.clear()
+        in_job = ParquetSink(tmp_path / "other")
+        try:
+            for attempt in (1, 2):
+                set_current(Job("nightly", attempt, *handles))
+                assert topology.commit(rows_of(strict), in_job, content=f"run {attempt}").repeated == (attempt == 2)
+            with pytest.raises(stagecrew.OperatorMisused, match="content is 'other', there 'run 1'"):
+                set_current(Job("nightly", 1, *handles))
+                topology.commit(rows_of(strict), in_job, content="other")
+        finally:
+            set_current(None)
+    [said] = [record for record in caplog.messages if "earlier run" in record]
+    assert "an earlier run of this job has decided commit 'nightly/commit', and its rows stay" in said
+    assert "content is 'run 2', there 'run 1'" in said
 
 
 def test_a_failed_job(strict, place):

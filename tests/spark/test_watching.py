@@ -215,7 +215,12 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     steps, commits = (StateHandleStore(store, storage, name) for name in ("steps", "commits"))
     job = Job("nightly", 2, steps, commits, facts={"term": "3", "store": "sqlite"})
     assert job.step("load", lambda: 5) == 5
-    recovery = fetched(spark, "/stagecrew/json")["recovery"]
+
+    def ended() -> Any:
+        found = fetched(spark, "/stagecrew/json")["recovery"]
+        return [step["state"] for step in found["steps"]] == ["finished"] and found
+
+    recovery = eventually(ended, what="the driver is told of the step's end")
     assert recovery["facts"] == {"job": "nightly", "run": "2", "term": "3", "store": "sqlite"}
     (step,) = recovery["steps"]
     assert (step["name"], step["state"]) == ("load", "finished")

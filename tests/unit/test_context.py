@@ -190,3 +190,34 @@ def test_a_failure_while_it_closes():
     harness.close()
     with pytest.raises(stagecrew.CoordinatorFailed, match="late"):
         harness.operators.raise_failure()
+
+
+@pytest.mark.parametrize("where", ["every", "call_async"])
+def test_what_is_repeated_while_a_task_is_live_has_no_timer_while_none_is(where):
+    """It is called at intervals while an evaluation is live, pauses while none is, and goes on with the next."""
+    called = []
+
+    class Watching(stagecrew.Coordinator):
+        def start(self):
+            if where == "every":
+                self.context.every(1.0, lambda: called.append(1), while_live=True)
+            else:
+                self.context.call_async(lambda: called.append(1), lambda *_: None, period=1.0, while_live=True)
+
+    with CoordinatorHarness(Watching) as harness:
+        harness.advance(10)
+        at_rest = len(called)
+        assert at_rest <= 1
+        assert not harness._timers
+        for _ in range(2):
+            called.clear()
+            task, other = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
+            harness.advance(3.5)
+            assert len(called) == 3
+            task.finish()
+            harness.advance(2)
+            assert len(called) == 5
+            other.fail()
+            harness.advance(10)
+            assert len(called) <= 6
+            assert not harness._timers

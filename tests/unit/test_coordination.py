@@ -105,7 +105,9 @@ class World:
             self.loops.append(_Calls(failed))
             return self.loops[-1]
 
-        owner = types.SimpleNamespace(name="t", id="t-1", store={}, fail=self.failures.append, idle=self.wire.flush)
+        owner = types.SimpleNamespace(
+            name="t", id="t-1", store={}, changed={}, fail=self.failures.append, idle=self.wire.flush
+        )
         threads = types.SimpleNamespace(loop=make_loop, background=None)
         self.binding = Binding("b", "o/1", "o", factory, owner, threads)
         self.binding.begin()

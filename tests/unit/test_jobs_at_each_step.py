@@ -172,7 +172,7 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run(tmp_path):
     [process] = world.processes
     assert (process.term, process.run.number) == (world.drivers[-1].tending._term, 1)
     check(world, world.settle())
-    assert world.over == {"job-0": "succeeded"}
+    assert world.over == {("job-0", 0): "succeeded"}
 
 
 def test_cancel_behind_a_decision():

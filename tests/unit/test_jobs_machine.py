@@ -18,7 +18,7 @@ from stagecrew.recovery.stores.contract import Check
 WHICH = st.integers(0, 2)
 JOBS = 5
 JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])
-WHERE = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/"]
+WHERE = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/", "open/", "ended/"]
 #: What happens while somebody does something: at the n-th of its transactions that writes such a key, before or behind it.
 SCRIPT = st.lists(
     st.tuples(
@@ -39,6 +39,7 @@ SCRIPT = st.lists(
                 "run",
                 "submit",
                 "cancel",
+                "prune",
             ]
         ),
         WHICH,
@@ -134,6 +135,8 @@ class Machine(RuleBasedStateMachine):
             self.submits(f"job-{which}")
         if what == "cancel":
             self.cancels(f"job-{which}")
+        if what == "prune":
+            self.prunes()
 
     def scripted(self, script, do):
         self.script, self.count = list(script), collections.Counter()
@@ -156,6 +159,9 @@ class Machine(RuleBasedStateMachine):
     def cancels(self, job):
         self.world.cancelled.add(job)
         self.client(lambda jobs: jobs.cancel(job))
+
+    def prunes(self):
+        self.client(lambda jobs: list(jobs.prune(0.0)))
 
     def leads(self, which):
         for step in ("campaign", "is granted", "looks"):
@@ -236,6 +242,17 @@ class Machine(RuleBasedStateMachine):
     @rule(script=SCRIPT)
     def somebody_sweeps(self, script):
         self.scripted(script, lambda: self.client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
+
+    @rule(script=SCRIPT)
+    def somebody_prunes(self, script):
+        """A moment later than the last job has ended."""
+        self.world.clock += 0.1
+        self.scripted(script, self.prunes)
+
+    @rule(keep=st.sampled_from([None, 0.0, 30.0]))
+    def drivers_are_started_otherwise(self, keep):
+        """How long the next leaders keep jobs that have ended."""
+        self.world.keep = keep
 
     @invariant()
     def whole(self):

@@ -7,7 +7,16 @@ import pytest
 
 from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 from modelstore import ModelServer
-from stagecrew.errors import CommitConflict, CommitPending, CommitSuperseded, JobError, StateCorrupt, StateStorageError
+from stagecrew.errors import (
+    CheckpointFailed,
+    CheckpointTimeout,
+    CommitConflict,
+    CommitPending,
+    CommitSuperseded,
+    JobError,
+    StateCorrupt,
+    StateStorageError,
+)
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import run, writes
@@ -270,6 +279,48 @@ def test_an_end_behind_a_decision(monkeypatch, how):
     ended = {"is given up": "failed", "raises": "failed", "returns": "succeeded"}
     assert driver.jobs.result("job-0").state == ended[how]
     assert (driver.jobs.read("job-0")[0].clean, world.sink.staged) == (True, {})
+
+
+@pytest.mark.parametrize(
+    ("error", "run_number", "state"), [(CheckpointTimeout, 2, "succeeded"), (CheckpointFailed, 1, "failed")]
+)
+def test_a_checkpoint_that_is_not_taken(monkeypatch, error, run_number, state):
+    """A checkpoint that is late loses the run, and the next run ends the job. A checkpoint that is declined fails the job at once."""
+    world, driver = begun(28)
+    program, raised = SimProcess._program, []
+
+    def once(self, job):
+        if not raised:
+            raised.append(job.step("make", lambda: self._step(job, "make")))
+            self.stored("make")
+            raise error("at the end of a step")
+        return program(self, job)
+
+    monkeypatch.setattr(SimProcess, "_program", once)
+    monkeypatch.setattr(World, "fails", staticmethod(lambda job: False))
+    goes_on(world, driver, 4)
+    record, _ = driver.jobs.read("job-0")
+    assert (record.run, record.state, record.clean) == (run_number, state, True)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_job_with_a_record_of_an_earlier_version(caplog, cancelled):
+    """A job with such a record of a commit, which may be cancelled, calls none of its code and does not end; the record stays as it is."""
+    world, driver = begun(28)
+    handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
+    StoredDecisions(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
+    before = handles.get("job-0/sink")
+    if cancelled:
+        world.cancelled.add("job-0")
+        Jobs(world.server.session(), world.storage).cancel("job-0")
+    goes_on(world, driver, 20)
+    assert not driver.jobs.read("job-0")[0].state.is_terminal
+    assert handles.get("job-0/sink") == before
+    assert world.ran == []
+    assert "an earlier version of stagecrew wrote the record of commit 'job-0/sink'" in caplog.text
+    handles.remove("job-0/sink")
+    goes_on(world, driver, 5)
+    assert driver.jobs.read("job-0")[0].state == ("cancelled" if cancelled else "succeeded")
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -8,6 +8,7 @@ from jobsim import World, check
 def history(seed):
     """One schedule, to its end."""
     world = World(seed)
+    world.keep = None if seed % 2 else 3.0
     for _ in range(60):
         world.act()
     check(world, world.settle())
@@ -15,16 +16,19 @@ def history(seed):
 
 
 def many(seeds):
-    killed = 0
+    killed = pruned = 0
     for seed in seeds:
         world = history(seed)
         killed += sum(one.dead for one in world.drivers + world.processes)
-    return killed
+        pruned += world.lives.total()
+    return killed, pruned
 
 
 def test_schedules_of_two_drivers():
-    """Whatever is killed, paused or not answered, each job ends once, with its rows once; some schedules of each make test."""
-    assert many(range(60)) > 100
+    """Whatever is killed, paused, pruned or not answered, each job ends once, with its rows once; some schedules of each make test."""
+    killed, pruned = many(range(60))
+    assert killed > 100
+    assert pruned > 20
 
 
 @pytest.mark.long

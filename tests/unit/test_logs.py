@@ -49,7 +49,7 @@ def factory(monkeypatch):
 def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
     """On its own thread only, and of an evaluation only while it handles something of that."""
     found, done = [], threading.Event()
-    loop = Loop("o", lambda error: None, lambda: None, begin=lambda: coordinates("t", "o"))
+    loop = Loop("o", lambda error: None, lambda: None, topology="t")
     for evaluation in (None, ONE, None):
         loop.call(handles, evaluation)
         loop.call(lambda: found.append(record()))
@@ -74,7 +74,7 @@ def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypat
         logger.warning("x", extra={"stage": None})
         logger.warning("x")
 
-    loop = Loop("o", found.append, lambda: None, begin=lambda: coordinates("t", "o"))
+    loop = Loop("o", found.append, lambda: None, topology="t")
     loop.call(handles, ONE)
     loop.call(logs_all)
     loop.call(done.set)

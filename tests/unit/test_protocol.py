@@ -86,7 +86,7 @@ class Protocol(RuleBasedStateMachine):
         self.threads, self.mail = Inline(), Mail()
         self.broken = None
         self.host = Host(self, 1 << 20, 5.0, lambda: self.now)
-        owner = types.SimpleNamespace(name="t", store={}, fail=self.failures.append, idle=lambda: None)
+        owner = types.SimpleNamespace(name="t", store={}, changed={}, fail=self.failures.append, idle=lambda: None)
         self.binding = Binding("b", "o/1", "o", Echo, owner, self.threads)
         self.binding.begin()
         self.host.add(self.binding)

@@ -6,6 +6,9 @@ import hashlib
 import json
 import os
 import sqlite3
+import subprocess
+import sys
+import time
 from base64 import b64encode
 
 import pytest
@@ -13,14 +16,14 @@ from click.testing import CliRunner
 from pyspark import cloudpickle
 
 from stagecrew.cli import main
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import RecoveryMisused, StoreUnsupported
+from stagecrew.recovery import run as run_module
 from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.stores.contract import Create, Replace
-from stagecrew.recovery.stores.sqlite import FORMAT
+from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 
 @pytest.fixture
@@ -167,6 +170,23 @@ def test_results_by_exit_code(places):
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
 
 
+def test_a_result_changes_no_terminal(places):
+    """Escape sequences and marks of direction in a value, an error or a traceback are shown as their codes; lines stay."""
+    for job in ("one", "two"):
+        run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    end("one", Result.of_value("a\x1b[2Jb\u202ec\nnext\tcell"))
+    assert run("result", "one").output == "a\\x1b[2Jb\\u202ec\nnext\tcell\n"
+    assert json.loads(run("result", "--json", "one").output)["value"] == "a\x1b[2Jb\u202ec\nnext\tcell"
+    try:
+        raise ValueError("no\x1b]0;title\x07 [red]such[/red] day")
+    except ValueError as error:
+        end("two", Result.of_error(error))
+    shown = run("result", "two").output
+    assert "job two has failed: ValueError: no\\x1b]0;title\\x07 [red]such[/red] day\n" in shown
+    assert "Traceback" in shown
+    assert [one for one in shown if not one.isprintable() and one != "\n"] == []
+
+
 @pytest.mark.parametrize("behind", [1, 2, 3])
 def test_a_job_that_ends_while_its_result_is_asked_for(places, monkeypatch, behind):
     """State, value and exit code that `result` shows are as of one moment, also when the job ends between two of its looks at the store."""
@@ -277,6 +297,81 @@ def test_who_leads(places):
     assert run("leader").exit_code == 1  # its session is over
 
 
+#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how its process ends.
+OLD_STORE = """if True:
+    import json, os, sqlite3, sys
+    path, number, ending = sys.argv[1:]
+    database = sqlite3.connect(path, isolation_level=None)
+    database.execute("PRAGMA journal_mode = WAL")
+    for statement in (
+        "BEGIN",
+        "CREATE TABLE sessions (name TEXT PRIMARY KEY) WITHOUT ROWID",
+        "CREATE TABLE entries (parent TEXT, name TEXT, value BLOB NOT NULL, version INTEGER NOT NULL, session TEXT,"
+        " PRIMARY KEY (parent, name)) WITHOUT ROWID",
+        "CREATE INDEX ephemerals ON entries (session) WHERE session IS NOT NULL",
+        "PRAGMA application_id = 1668441463",
+        f"PRAGMA user_version = {number}",
+        "COMMIT",
+    ):
+        database.execute(statement)
+    record = {"format": 1, "digest": "d", "max_attempts": 10, "submitted": 1.0, "state": "running", "run": 1, "outcome": None,
+              "reason": "", "ended": None, "clean": False, "write": "0" * 32}
+    entries = {"jobs": b"", "specs": b"", "results": b"", "jobs/one": json.dumps(record).encode(), "jobs/one/claim": b"{}",
+               "jobs/one/steps": b"", "jobs/one/commits": b"", "specs/one": b"{}", "specs/one/locks": b""}
+    for key, value in entries.items():
+        parent, _, name = key.rpartition("/")
+        database.execute("INSERT INTO entries VALUES (?, ?, ?, 0, NULL)", (parent, name, value))
+    database.execute("INSERT INTO sessions VALUES ('a-session')")
+    os.mkdir(path + ".sessions")
+    open(path + ".sessions/a-session", "w").close()
+    if ending == "killed":
+        os._exit(0)  # its transactions stay in the write-ahead log
+    database.close()
+"""
+
+
+def bytes_below(folder):
+    """Each file with its bytes, but for the index of the write-ahead log, which each reader writes."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
+
+
+@pytest.mark.parametrize("ending", ["closed", "killed"])
+@pytest.mark.parametrize("number", [1, 0])
+def test_a_store_of_an_older_stagecrew(places, number, ending):
+    """Every command, a driver and a run refuse a store of an older format, or without a number, in one line. The line says which
+    format was found, which one is read, and the remedy. Not one byte of the store or of the storage changes, also of a store whose process was killed."""
+    subprocess.run(
+        [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
+    )
+    (places / "state" / "a-state").write_bytes(b"of the job")
+    (places / "work").mkdir()
+    before = bytes_below(places)
+    assert (places / "jobs.db-wal" in before) == (ending == "killed")
+    commands = (
+        ("jobs",), ("jobs", "--json"), ("leader",), ("cancel", "one"), ("result", "one"), ("sweep", "--grace", "0"),
+        ("driver", "--work", "work"), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
+    )  # fmt: skip
+    words = (
+        f"has format {number}, and this stagecrew knows format {FORMAT}", "an older stagecrew wrote it", "nothing in it was changed",
+        "Finish its jobs with that one, or use another store",
+    )  # fmt: skip
+    for command in commands:
+        answer = run(*command)
+        assert answer.exit_code == 1, command
+        [line] = answer.stderr.splitlines()
+        assert not [part for part in words if part not in line], line
+        assert bytes_below(places) == before, command
+    started = [sys.executable, run_module.__file__, "--job=one", "--folder=work", "--run=2", "--claim=1", "--term=1"]
+    ended = subprocess.run(started, check=False, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == run_module.LOST
+    [line] = ended.stderr.splitlines()
+    assert "run 2 of job 'one' cannot begin" in line
+    assert not [part for part in words if part not in line], line
+    with pytest.raises(StoreUnsupported, match="an older stagecrew wrote it"), jobs():
+        pass
+    assert bytes_below(places) == before
+
+
 def test_a_store_of_a_newer_stagecrew(places):
     """Every command refuses a store of a newer format in one line that says which, with exit code 1, and leaves it as it is."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
@@ -350,6 +445,78 @@ def test_a_sweep_that_cannot_look_at_everything(places):
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
+def cleaned(job, ended_ago):
+    """Ends a job as its run would, at that time, and cleans it as a leader would."""
+    run("submit", "--id", job, "--arg", "day=1", "etl:load")
+    with jobs() as known:
+        known._clock = lambda: time.time() - ended_ago
+        known.start(job, known.read(job), known.claim(job))
+        known.finish(job, known.read(job), JobState.SUCCEEDED, Result.of_value(job))
+        known.clean(job)
+
+
+def test_prune(places):
+    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints how many. It never removes another,
+    and a removed id can be submitted again."""
+    for job, ended_ago in (("old", 40 * 86400), ("older", 50 * 86400), ("young", 20 * 86400)):
+        cleaned(job, ended_ago)
+    run("submit", "--id", "open", "--arg", "day=1", "etl:load")
+    run("submit", "--id", "unclean", "--arg", "day=1", "etl:load")
+    end("unclean", Result.of_value(7))
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == [
+        "old", "older", "young", "open", "unclean",
+    ]  # fmt: skip
+    states = len(bytes_below(places / "state"))
+    answer = run("jobs", "--prune", "30d")
+    assert (answer.exit_code, answer.output) == (0, "2 jobs removed\n")
+    assert len(bytes_below(places / "state")) == states - 2
+    assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["young", "open", "unclean"]
+    assert "there is no job 'old'" in run("result", "old").stderr
+    assert run("result", "young").output == "young\n"
+    assert json.loads(run("jobs", "--json", "--prune", "30d").output) == {"removed": 0, "failed": {}}
+    assert run("jobs", "--prune", "12h").output == "1 job removed\n"
+    assert json.loads(run("jobs", "--json", "--prune", "0s").output) == {"removed": 0, "failed": {}}
+    assert run("submit", "--id", "old", "--arg", "day=2", "etl:load").output == "old\n"
+    with jobs() as known:
+        assert known.open_names() == ["old", "open", "unclean"]
+        assert known.result("unclean").value() == 7
+
+
+def test_a_prune_that_cannot_remove_a_job(places):
+    """`jobs --prune` names each old job that it could not remove, and removes the others; the exit code is 1."""
+    for job in ("bad", "good"):
+        cleaned(job, 40 * 86400)
+    with jobs() as known:
+        known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
+    answer = run("jobs", "--prune", "30d")
+    assert answer.exit_code == 1
+    assert answer.output.splitlines()[0] == "1 job removed"
+    assert "job 'bad': its record cannot be read" in answer.output.splitlines()[1]
+    answer = run("jobs", "--json", "--prune", "30d")
+    assert (answer.exit_code, list(json.loads(answer.output)["failed"])) == (1, ["bad"])
+    with jobs() as known:
+        assert known.names() == ["bad"]
+
+
+def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
+    """`driver --keep` says after how long a leader removes ended jobs; without it, it keeps all of them."""
+    given = []
+
+    class Started:
+        def __init__(self, *arguments):
+            given.append(arguments[-1])
+
+        def close(self):
+            return True
+
+    monkeypatch.setattr("stagecrew.recovery.driver.Driver", Started)
+    monkeypatch.setattr("threading.Event.wait", lambda *_: True)
+    for words in ((), ("--keep", "90d"), ("--keep", "12h")):
+        answer = run("driver", "--work", "work", *words)
+        assert answer.exit_code == 0, answer.output
+    assert given == [None, 90 * 86400.0, 12 * 3600.0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -378,6 +545,10 @@ def test_a_sweep_that_cannot_look_at_everything(places):
         (("driver", "--work", "etl.py/work"), 1, "etl.py/work cannot be written"),
         (("driver", "--work", "/proc"), 1, "/proc cannot be written"),
         (("submit",), 2, "Missing argument"),
+        (("jobs", "--prune", "30"), 2, "'30' is no age: write a number and s, m, h or d, such as 30d"),
+        (("jobs", "--prune", "-1d"), 2, "is no age"),
+        (("jobs", "--prune", "5ms"), 2, "is no age"),
+        (("driver", "--keep", "for ever"), 2, "is no age"),
     ],
 )
 def test_bad_input(places, arguments, code, text):

@@ -6,13 +6,23 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import pyarrow.fs
 import pytest
 from pyspark.errors import PySparkException
 
 from modelstore import ModelServer
-from stagecrew.errors import CommitUnknown, ConfigurationError, JobError, LeadershipLost, StoreUnavailable
+from stagecrew import Coordinator
+from stagecrew.errors import (
+    CheckpointFailed,
+    CheckpointTimeout,
+    CommitUnknown,
+    ConfigurationError,
+    JobError,
+    LeadershipLost,
+    StoreUnavailable,
+)
 from stagecrew.recovery import driver
 from stagecrew.recovery import run as run_module
 from stagecrew.recovery.driver import Launcher
@@ -23,6 +33,7 @@ from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
+from stagecrew.testing import CoordinatorHarness
 
 
 class Watched:
@@ -315,6 +326,55 @@ def test_what_is_no_fault_of_a_job():
         why = _no_fault_of_its_own(wrapped(PySparkException(text)))
         assert told in why if told else why is None
     assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
+
+
+class Slow(Coordinator):
+    """Gives its state when the test says so; or declines, or gives something that is no state."""
+
+    state = None
+
+    def ready(self, evaluation, gateway):
+        self.gateway = gateway
+
+    def checkpoint(self, checkpoint_id):
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+
+def checkpoint_error(harness, **arguments):
+    with pytest.raises(CheckpointFailed) as raised:
+        harness.checkpoint(**arguments)
+    return raised.value
+
+
+def test_a_late_checkpoint_is_no_fault_of_a_job():
+    """A coordinator that is slow, or an event that no executor has acknowledged, makes a run lost. A coordinator that declines
+    makes the job fail, also when another one is late; so does an id that does not grow."""
+    with CoordinatorHarness(Slow) as harness:
+        harness.coordinator.state = Future()
+        late = checkpoint_error(harness)
+        assert isinstance(late, CheckpointTimeout)
+        assert "no state came of 'operator'" in _no_fault_of_its_own(late)
+        told = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
+        assert "no state came of 'operator'" in _no_fault_of_its_own(told)
+        harness.coordinator.state = None
+        task = harness.evaluation(0)
+        task.acknowledges = False
+        harness.coordinator.gateway.send("never acknowledged")
+        assert _no_fault_of_its_own(checkpoint_error(harness)) is not None
+        task.fail()
+        misused = checkpoint_error(harness, checkpoint_id=1)
+        assert "ids grow" in str(misused)
+        assert _no_fault_of_its_own(misused) is None
+        harness.coordinator.state = "no bytes"
+        assert _no_fault_of_its_own(checkpoint_error(harness)) is None
+    with CoordinatorHarness(Slow) as harness:
+        harness.coordinator.state = Future()
+        harness.coordinator.state.set_exception(OSError("I have no state now"))
+        declined = checkpoint_error(harness)
+        assert "I have no state now" in str(declined)
+        assert _no_fault_of_its_own(declined) is None
 
 
 def test_a_claim_that_is_renewed():

@@ -169,7 +169,7 @@ def test_what_is_over_has_nothing_queued():
             if event == "first":
                 task.send("behind it")
                 told(harness, 1)
-                taken(harness._host.last_statistics(list(harness._host._bindings.values())), known, sums)
+                taken(harness._host.last_statistics("test", list(harness._host._bindings.values())), known, sums)
                 ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
 
     known, sums = {}, {}

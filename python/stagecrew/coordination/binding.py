@@ -5,19 +5,20 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from stagecrew.coordination.background import Background, InBackground
 from stagecrew.coordination.checkpoints import Pending, checked
-from stagecrew.coordination.context import CoordinatorContext
+from stagecrew.coordination.context import NO_PROGRESS, CoordinatorContext
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
 from stagecrew.coordination.statistics import Statistics, cut_to
 from stagecrew.errors import OperatorMisused
-from stagecrew.logs import coordinates, handles
+from stagecrew.logs import handles
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
@@ -34,7 +35,7 @@ class Threads:
 
     def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
         """Its turns on the threads that all coordinators share."""
-        return Loop(name, failed, owner.idle, lambda: coordinates(owner.name, name))
+        return Loop(name, failed, owner.idle, owner.name)
 
     def background(self, name: str) -> InBackground:
         """Where `call_async` runs."""
@@ -53,6 +54,8 @@ class Owner(Protocol):
     id: str
     #: Shared by its coordinators.
     store: dict[str, Any]
+    #: The bindings whose coordinators were called since their states were taken.
+    changed: dict[Binding, None]
 
     def fail(self, cause: BaseException) -> None:
         """A coordinator failed."""
@@ -73,23 +76,38 @@ class Live:
         self.large = 0  # the last request with a large reply
 
 
+_NOTHING_SHOWN: Final[tuple[str, str, dict[str, str]]] = (Coordinator.kind, "", {})
+#: Held for a moment by each that adds an evaluation to those of its instance, or removes one.
+_hearing: Final = threading.Lock()
+
+
 class Instance:
-    """One coordinator with its context and its thread."""
+    """One coordinator with its context and its loop."""
+
+    __slots__ = (
+        "_binding",
+        "_heard",
+        "_is_silent",
+        "_own_progress",
+        "asked",
+        "context",
+        "coordinator",
+        "loop",
+        "shown",
+    )
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
         owner, threads = binding.owner, binding.threads
-        self.context = CoordinatorContext(
-            binding.operator, owner.name, owner.store, lambda: threads.background(binding.operator)
-        )
+        self.context = CoordinatorContext(binding.operator, owner.name, owner.store, threads.background)
         self.coordinator: Coordinator | None = None
         #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
-        self.shown: tuple[str, str, dict[str, str]] = (Coordinator.kind, "", {})
+        self.shown: tuple[str, str, dict[str, str]] = _NOTHING_SHOWN
         self.asked: float | None = None
         #: The last value of `Coordinator.progress`.
-        self._own_progress: Mapping[str, Any] = {}
+        self._own_progress: Mapping[str, Any] = NO_PROGRESS
         #: Evaluations that it has not yet heard the end of: they may be over, and wait for its thread with all that they sent.
-        self._heard: dict[int, Live] = {}
+        self._heard: dict[int, Live] | None = None
         self._is_silent = False
         self.loop = threads.loop(binding.operator, self._failed, owner)
 
@@ -103,35 +121,59 @@ class Instance:
             )
         self.coordinator = made
         with contextlib.suppress(Exception):
-            self.shown = (cut_to(_KIND, str(made.kind)), "", {})
+            if made.kind != Coordinator.kind:
+                self.shown = (cut_to(_KIND, str(made.kind)), "", {})
         if checkpoint_id != NO_CHECKPOINT:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
     def begin(self) -> None:
         """The session runs: the coordinator starts."""
-        self.context.initialise(self.loop, self._fail)
+        self.context.initialise(self)
         self.call("start")
 
     def call(self, method: str, *args: Any) -> None:
         """Enqueues a call of one of the coordinator's methods."""
-        self.loop.call(self._call, method, args)
+        self.enqueue(self._call, method, args)
+
+    def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
+        """Enqueues a call that may change the coordinator's state."""
+        self.loop.call(f, *args)
+        self._binding.touch()  # after it: a checkpoint that is taken between the two asks once more than it needs to
+
+    def touch(self) -> None:
+        """The coordinator reported something."""
+        self._binding.touch()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether an evaluation is live, or was and the coordinator has not heard its end."""
+        return self._heard is not None
 
     def ready(self, live: Live) -> None:
         """An evaluation has begun."""
-        self._heard[live.evaluation.id] = live
+        with _hearing:
+            self._heard = self._heard or {}
+            self._heard[live.evaluation.id] = live
+        self.context.resume()
         self.call("ready", live.evaluation, live.gateway)
 
     def over(self, live: Live, outcome: str, *reason: str) -> None:
         """It is over."""
         self.call(outcome, live.evaluation, *reason)
-        self.loop.call(self._heard.pop, live.evaluation.id, None)
+        self.loop.call(self._forget, live.evaluation.id)
+
+    def _forget(self, evaluation: int) -> None:
+        with _hearing:
+            if self._heard is not None:
+                self._heard.pop(evaluation, None)
+                self._heard = self._heard or None
 
     @property
     def queued(self) -> int:
         """How many messages it has not handled, of evaluations that are over too."""
         if self.context.state == "closed":
             return 0
-        return sum(max(0, one.expected - 1 - one.handled) for one in list(self._heard.values()))
+        return sum(max(0, one.expected - 1 - one.handled) for one in list((self._heard or {}).values()))
 
     def checkpoint(self, pending: Pending, cut: Callable[[Binding, Pending, bytes | None], None]) -> None:
         """On its thread: asks the coordinator for its state. The cut is made where that is there."""
@@ -155,6 +197,11 @@ class Instance:
             pending.fail(error)
             raise  # as in every callback
 
+    def tell_outcome(self, method: str, checkpoint_id: int) -> None:
+        """Calls `checkpoint_complete` or `checkpoint_aborted`, if the coordinator has one: the call may change its state."""
+        if getattr(type(self.coordinator), method, None) is not getattr(Coordinator, method):
+            self.call(method, checkpoint_id)
+
     @property
     def progress(self) -> dict[str, Any]:
         """The values that the coordinator reported, and those that it returned when it was last asked."""
@@ -177,7 +224,8 @@ class Instance:
         try:
             kind = cut_to(_KIND, str(coordinator.kind))
             waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
-            self._own_progress = dict(coordinator.progress())
+            if own := dict(coordinator.progress()):
+                self._own_progress = own
             said = self.progress
             progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
         except BaseException:
@@ -186,7 +234,8 @@ class Instance:
                     "operator %r: its coordinator cannot say how far it is", self._binding.operator, exc_info=True
                 )
             self._is_silent = True
-        self.shown = kind, waits, progress
+        if (kind, waits, progress) != self.shown:
+            self.shown = kind, waits, progress
 
     def retire(self) -> None:
         """Nothing that it does has an effect any more; what is enqueued is dropped, and it is closed."""
@@ -207,7 +256,7 @@ class Instance:
             return  # it was reset again before it began
         self.make(checkpoint_id, state)
         assert self.coordinator is not None
-        self.context.initialise(self.loop, self._fail)
+        self.context.initialise(self)
         self.coordinator.start()
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
@@ -220,7 +269,8 @@ class Instance:
         if self.coordinator is not None:
             self.coordinator.close()
 
-    def _fail(self, cause: BaseException) -> None:
+    def fail(self, cause: BaseException) -> None:
+        """The coordinator fails its topology."""
         self._binding.statistics.raised(cause, fails=True)
         self._binding.owner.fail(cause)
 
@@ -230,7 +280,7 @@ class Instance:
                 "the coordinator of operator %r failed while it closed", self._binding.operator, exc_info=error
             )
         else:
-            self._fail(error)
+            self.fail(error)
 
 
 class Binding:
@@ -239,6 +289,10 @@ class Binding:
     `key` is the operator and its how-manieth use, as in a `Checkpoint`. The coordinator is made at once, in the caller's
     thread, and restored from `state` when there is a checkpoint; it starts with `begin`.
     """
+
+    __slots__ = (
+        "factory", "held", "id", "instance", "key", "live", "news", "operator", "owner", "pending", "seen", "statistics", "threads",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -254,12 +308,14 @@ class Binding:
         self.id, self.key, self.operator = identity, key, operator
         self.factory, self.owner, self.threads = factory, owner, threads
         self.live: dict[int, Live] = {}
-        #: Subtasks of which there has been an evaluation.
-        self.seen: set[int] = set()
+        #: Subtasks of which there has been an evaluation: a bit for each.
+        self.seen = 0
         #: The checkpoint that is being taken, and whether it was cut: events are kept back.
         self.pending: Pending | None = None
         self.held = False
         self.statistics = Statistics()
+        #: The bindings of which something may be new to those who look on; of the host that serves it.
+        self.news: dict[Binding, None] | None = None
         self.instance = Instance(self)
         try:
             self.instance.make(checkpoint_id, state)
@@ -271,13 +327,19 @@ class Binding:
         """The session runs."""
         self.instance.begin()
 
+    def touch(self) -> None:
+        """Its coordinator was called, or reported something."""
+        self.owner.changed[self] = None
+        if (news := self.news) is not None:
+            news[self] = None
+
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
         """Puts a new instance in the place of the current one, which is closed first."""
         self.held = False
         self.statistics.resets += 1
         old, self.instance = self.instance, Instance(self)
         old.retire()
-        self.instance.loop.call(self.instance.take_over, old, checkpoint_id, state, seconds)
+        self.instance.enqueue(self.instance.take_over, old, checkpoint_id, state, seconds)
 
     def finish(self) -> None:
         """Has what came handled, and the coordinator closed behind it."""

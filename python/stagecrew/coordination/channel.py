@@ -1,7 +1,7 @@
 """The socket between the driver's JVM and its Python, by which coordinators reach executors.
 
 An idle thread of the coordinators' pool reads it until there is work, so that a request is handled by the thread that read it. (A
-hop to another thread costs Python more than all the rest.) While all threads of the pool are busy, or there is none, the channel's
+hop to another thread costs Python more than all the rest.) While the pool has no idle thread, the channel's
 own thread reads.
 """
 
@@ -71,7 +71,7 @@ class DriverChannel:
         self._waking = threading.Lock()
         #: Whether the channel's own thread reads, and whether a thread of the pool waits to read instead.
         self._own = self._is_wanted = False
-        #: Set when the channel's own thread has to look whether somebody reads.
+        #: Set when the channel's own thread must check whether another thread reads.
         self._attention = threading.Event()
         self._ended = threading.Event()
         self._closed = False

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import dataclasses
 import hashlib
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -49,10 +48,12 @@ class Checkpoint:
         >>> Checkpoint.from_bytes(Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()).states
         {'budget/1': b'left: 7'}
         """
-        states = {
-            key: None if state is None else base64.b64encode(state).decode() for key, state in self.states.items()
+        header = {
+            "format": _FORMAT,
+            "id": self.id,
+            "states": {key: None if state is None else len(state) for key, state in self.states.items()},
         }
-        body = json.dumps({"format": _FORMAT, "id": self.id, "states": states}).encode()
+        body = b"".join((json.dumps(header).encode(), b"\n", *filter(None, self.states.values())))
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
     @classmethod
@@ -63,18 +64,25 @@ class Checkpoint:
             raise CheckpointCorrupt(
                 f"these {len(data)} bytes are no checkpoint, or not as they were written: their digest differs"
             )
+        header, _, states = body.partition(b"\n")
         try:
-            found = json.loads(body)
+            found = json.loads(header)
             if found["format"] != _FORMAT:
                 raise CheckpointCorrupt(
                     f"a checkpoint of format {found['format']}; this stagecrew reads format {_FORMAT}: use the one that wrote it"
                 )
-            states = {
-                key: None if state is None else base64.b64decode(state, validate=True)
-                for key, state in found["states"].items()
-            }
-            return cls(found["id"], states)
-        except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
+            id_, sizes = found["id"], found["states"]
+            ends = list(itertools.accumulate(size or 0 for size in sizes.values()))
+            if (ends or [0])[-1] != len(states):
+                raise ValueError(f"its states have {len(states)} bytes, not {ends[-1:] or 0}")
+            return cls(
+                id_,
+                {
+                    key: None if size is None else states[end - size : end]
+                    for (key, size), end in zip(sizes.items(), ends, strict=True)
+                },
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
 
 

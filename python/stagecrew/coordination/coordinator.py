@@ -97,6 +97,9 @@ class Coordinator:
         The cut is where this returns, or where the future is completed: what was sent to tasks before has reached their
         mailboxes when the checkpoint is complete, and what is sent after is kept back until then. A future that fails
         declines the checkpoint; an exception fails the topology.
+
+        A coordinator that was not called since the last checkpoint is not asked: that state still holds. So a thread of your own
+        changes the state with `context.run_in_coordinator_thread`.
         """
 
     def checkpoint_complete(self, checkpoint_id: int) -> None:

@@ -97,7 +97,7 @@ class Host:
         """A new coordinator takes over, as of a checkpoint; no evaluation of before gets an answer, or succeeds."""
         with self._lock:
             over = self._cut_off(binding)
-            binding.seen.clear()
+            binding.seen = 0
             pending, binding.pending = binding.pending, None
             binding.reset(checkpoint_id, state, seconds)
         if pending is not None:
@@ -132,7 +132,7 @@ class Host:
             if pending is None or pending.id != checkpoint_id:
                 return  # another instance has taken over, which knows nothing of it
             binding.pending, binding.held = None, False
-            pending.instance.call("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
+            pending.instance.tell_outcome("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
             gateways = [live.gateway for live in binding.live.values()]
         pending.fail(CheckpointFailed(f"checkpoint {checkpoint_id} was given up"))
         for gateway in gateways:
@@ -142,7 +142,7 @@ class Host:
     def _cut_off(self, binding: Binding) -> list[Live]:
         over = list(binding.live.values())
         binding.live.clear()
-        binding.statistics.over["failed"] += len(over)
+        binding.statistics.count("failed", len(over))
         for one in over:
             self._live.pop(one.evaluation.id, None)
             _remember(self._ended, one.evaluation.id, None, _OVER)
@@ -160,14 +160,21 @@ class Host:
     def statistics(self) -> bytes | None:
         """A frame for the driver's JVM of what changed since the last; None when nothing did."""
         with self._lock:
-            bindings = [
-                (binding, list(binding.live.values())) for binding in (*self._bindings.values(), *self._leaving)
-            ]
+            bindings = [(binding, list(binding.live.values())) for binding in (*self._teller.due(), *self._leaving)]
             self._leaving.clear()
         return self._teller.frame(bindings)
 
-    def last_statistics(self, bindings: list[Binding]) -> bytes | None:
-        """The last word of bindings that have closed."""
+    def ended(self, binding: Binding) -> None:
+        """It has closed before its topology ends."""
+        with self._lock:
+            binding.statistics.is_closed = True
+            self._leaving.append(binding)
+
+    def last_statistics(self, owner: str, bindings: list[Binding]) -> bytes | None:
+        """The last word of a topology's bindings, which have closed."""
+        with self._lock:
+            bindings = [*(one for one in self._leaving if one.owner.id == owner), *bindings]
+            self._leaving = [one for one in self._leaving if one.owner.id != owner]
         for binding in bindings:
             binding.statistics.is_closed = True
         return self._teller.frame([(binding, ()) for binding in bindings], last=True)
@@ -237,7 +244,7 @@ class Host:
         if frame.kind == "EVENTS":
             if (fresh := self._fresh(live, frame["first"], frame["payloads"])) is not None:
                 binding.statistics.events_in += len(fresh)
-                instance.loop.call(self._handle_events, instance, live, fresh)
+                instance.enqueue(self._handle_events, instance, live, fresh)
         elif frame.kind == "REQUEST":
             self._request(binding, instance, live, frame["sequence"], frame["payload"])
         elif frame.kind == "FINISH":
@@ -278,11 +285,11 @@ class Host:
                 binding.statistics.began(gateway)
                 anew = (
                     subtask is not None
-                    and subtask in binding.seen
+                    and binding.seen >> subtask & 1
                     and not any(one.evaluation.subtask == subtask for one in binding.live.values())
                 )
                 if subtask is not None:
-                    binding.seen.add(subtask)
+                    binding.seen |= 1 << subtask
                 binding.live[evaluation.id] = live
                 self._live[evaluation.id] = (binding, live)
                 # With the lock: an instance hears only of evaluations that began under it.
@@ -312,9 +319,7 @@ class Host:
             if len(live.replies) > _REPLIES:
                 live.replies.pop(min(live.replies), None)
             binding.statistics.requests += 1
-            instance.loop.call(
-                self._handle_request, instance, live, sequence, payload, binding.statistics, self._clock()
-            )
+            instance.enqueue(self._handle_request, instance, live, sequence, payload, binding.statistics, self._clock())
 
     def _finish(self, live: Live, frame: Frame) -> None:
         if frame["sequence"] > live.expected:
@@ -331,7 +336,8 @@ class Host:
                 return
             binding, live = known
             binding.live.pop(id_, None)
-            binding.statistics.over[outcome] += 1
+            binding.live = binding.live or {}  # one that was used is larger, and an idle binding stays
+            binding.statistics.count(outcome)
             binding.instance.over(live, outcome, *([reason] if outcome == "failed" else []))
         live.gateway.over(reason or outcome)
         binding.statistics.ended(live.gateway)

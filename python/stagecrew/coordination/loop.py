@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stagecrew.coordination.pool import COORDINATORS, Pool
+from stagecrew.logs import coordinates
 
 __all__ = ["CallsInOrder", "Loop"]
 
@@ -32,14 +33,13 @@ class CallsInOrder(Protocol):
 
 
 class Loop:
-    """Calls what it is given, in order, never two at once. What a call raises goes to `failed`, and the loop goes on.
+    """Makes calls in order, never two at once. An exception of a call is passed to `failed`, and the loop continues.
 
-    It has a thread of the pool only while it has calls. `begin` is called whenever it gets one, on that thread; `idle` whenever
-    there is nothing more to do at once.
+    It has a thread of the pool only while it has calls. Log records of its calls name the topology and the operator. `idle` is
+    called whenever there is nothing more to do at once.
     """
 
     __slots__ = (
-        "_begin",
         "_calls",
         "_closed",
         "_failed",
@@ -49,6 +49,7 @@ class Loop:
         "_name",
         "_pool",
         "_thread",
+        "_topology",
         "_waits",
     )
 
@@ -57,16 +58,16 @@ class Loop:
         name: str,
         failed: Callable[[BaseException], None],
         idle: Callable[[], None],
-        begin: Callable[[], None] = lambda: None,
+        topology: str = "",
         pool: Pool = COORDINATORS,
     ) -> None:
-        self._name, self._failed, self._idle, self._begin, self._pool = name, failed, idle, begin, pool
+        self._name, self._failed, self._idle, self._topology, self._pool = name, failed, idle, topology, pool
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
         self._is_scheduled = self._closed = False
         #: The thread that runs its calls now, and what `end` waits for.
         self._thread: int | None = None
-        self._waits: list[threading.Lock] = []
+        self._waits: tuple[threading.Lock, ...] = ()
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call; from any thread. After the loop's end it does nothing."""
@@ -94,7 +95,7 @@ class Loop:
                 return False
             wait = threading.Lock()
             wait.acquire()
-            self._waits.append(wait)
+            self._waits = (*self._waits, wait)
         deadline = time.monotonic() + seconds
         return wait.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
@@ -103,7 +104,7 @@ class Loop:
         with self._lock:
             calls, self._calls = self._calls, []
         self._thread = threading.get_ident()
-        self._contained(self._begin)
+        coordinates(self._topology, self._name)
         for f, args in calls:
             try:
                 f(*args)
@@ -116,7 +117,7 @@ class Loop:
             if not self._calls:
                 self._is_scheduled = False
                 if self._closed:
-                    waits, self._waits = self._waits, []
+                    waits, self._waits = self._waits, ()
                     for wait in waits:
                         wait.release()
                 return

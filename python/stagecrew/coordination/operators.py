@@ -13,7 +13,7 @@ from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
-from stagecrew.errors import CheckpointFailed, CoordinatorFailed, OperatorMisused
+from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
@@ -23,8 +23,8 @@ __all__ = ["COMMIT", "Factory", "Operators"]
 
 _log = logging.getLogger("stagecrew")
 
-#: Of how many uses that have ended the progress and the last statistics are kept.
-_ENDED: Final = 500
+#: The progress of this many uses that have ended is kept.
+_ENDED: Final = 100
 #: The name of the operator of commits that are given no other.
 COMMIT: Final = "commit"
 
@@ -70,7 +70,12 @@ class Operators:
         self._transient: dict[str, Binding] = {}
         self._transients = 0
         self._ended: list[Binding] = []
-        #: What a checkpoint has of uses that the program has not reached: each waits for the use with its key.
+        #: The progress of the last uses that ended before the topology.
+        self._past_progress: dict[str, dict[str, Any]] = {}
+        #: The uses whose coordinators were called since their states were taken, and the states that were.
+        self.changed: dict[Binding, None] = {}
+        self._states: dict[str, bytes | None] = {}
+        #: Restored states of uses that the program has not reached: each waits for the use with its key.
         self._unclaimed: dict[str, bytes | None] = {}
         self._restored_id = NO_CHECKPOINT
         self._closing = self._closed = False
@@ -139,8 +144,10 @@ class Operators:
             if binding is None and key not in self._unclaimed:
                 binding = self._prepared.pop(unused(operator), None)
             if binding is not None:
+                self._states.pop(binding.key, None)
                 binding.key = key
                 self._bindings[key] = binding
+                binding.touch()
         if binding is None:
             claimed, checkpoint_id, state = self._claimable(key, operator)
             binding = self._made(key, operator, factory, checkpoint_id, state)
@@ -151,7 +158,7 @@ class Operators:
         return self._served(binding, host)
 
     def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
-        """A use that ends with what it is made for, and has no state; from any thread. `end` has to follow."""
+        """A use without a state, such as that of a commit; from any thread. The caller must `end` it."""
         self.raise_failure()
         with self._lock:
             self._host = host
@@ -168,14 +175,14 @@ class Operators:
         with self._lock:
             self._uses.forget(place)
             ended = [self._bindings.pop(key) for key in tuple(self._bindings) if self._uses.is_in(key, place)]
-            for key in tuple(self._unclaimed):
-                if self._uses.is_in(key, place):
-                    del self._unclaimed[key]
-            host = self._host
-        self._end(ended, host, f"{place!r} has ended, or is executed again")
+            for states in (self._unclaimed, self._states):
+                for key in tuple(states):
+                    if self._uses.is_in(key, place):
+                        del states[key]
+        self._end_early(ended, f"{place!r} has ended, or is executed again")
 
     def _claimable(self, key: str, operator: str) -> tuple[str, int, bytes | None]:
-        """What a use begins with: the key of the state, its checkpoint, and the state itself."""
+        """The restored state for a use: its key, its checkpoint's id, and the state."""
         with self._lock:
             for known in (key, unused(operator)):
                 if known in self._unclaimed:
@@ -254,11 +261,11 @@ class Operators:
                     f"checkpoint {id_} of topology {self.name!r} does not come after {self._last_checkpoint}: ids grow"
                 )
             self._last_checkpoint = id_
+            bindings = self._take_changed()
             with self._lock:
-                host, bindings = self._host, [*self._bindings.values(), *self._prepared.values()]
-                unclaimed = dict(self._unclaimed)
+                host = self._host
             if host is None:
-                return Checkpoint(id_, unclaimed)
+                return Checkpoint(id_, dict(self._unclaimed))
             taken = {binding: host.checkpoint(binding, id_) for binding in bindings}
             complete = False
             try:
@@ -271,14 +278,32 @@ class Operators:
                         ) from error
                 if late:
                     names = ", ".join(repr(binding.operator) for binding, state in taken.items() if state in late)
-                    raise CheckpointFailed(
+                    raise CheckpointTimeout(
                         f"checkpoint {id_} of topology {self.name!r}: within {timeout:g} s no state came of {names}"
                     )
                 complete = True
-                return Checkpoint(id_, unclaimed | {binding.key: state.result() for binding, state in taken.items()})
+                with self._lock:
+                    self._states |= {
+                        binding.key: state.result() for binding, state in taken.items() if self._has(binding)
+                    }
+                    return Checkpoint(id_, self._unclaimed | self._states)
             finally:
+                if not complete:
+                    self.changed |= dict.fromkeys(bindings)
                 for binding in bindings:
                     host.end_checkpoint(binding, id_, complete)
+
+    def _take_changed(self) -> list[Binding]:
+        """The uses that a checkpoint must ask. Those that are called from now on belong to the next checkpoint, too."""
+        with self._lock:
+            changed = list(self.changed)
+            for binding in changed:
+                self.changed.pop(binding, None)
+            return [binding for binding in changed if self._has(binding)]
+
+    def _has(self, binding: Binding) -> bool:
+        """With the lock: whether it is a use with a state."""
+        return binding is (self._bindings.get(binding.key) or self._prepared.get(binding.key))
 
     def reset(self, checkpoint: Checkpoint | None) -> None:
         """See `Topology.reset`. A use that the program reaches later begins with its state of the checkpoint, too."""
@@ -294,6 +319,8 @@ class Operators:
                 checkpoint is not None
             ):  # one that no dataset uses yet is as it was made, and its state is its first use's
                 bindings = [one for one in bindings if one.key in restored.states or one.key not in self._prepared]
+            for binding in bindings:
+                self._states.pop(binding.key, None)
         for binding in bindings:
             assert host is not None
             host.reset(binding, *restored.of(binding.key), self._close_timeout())
@@ -301,21 +328,21 @@ class Operators:
     def progress(self) -> dict[str, dict[str, Any]]:
         """See `Topology.progress`."""
         with self._lock:
-            bindings = [*self._ended, *self._all()]
-        return {binding.key: binding.instance.progress for binding in bindings}
+            bindings, past = self._all() or self._ended, dict(self._past_progress)
+        return past | {binding.key: binding.instance.progress for binding in bindings}
 
     def last_statistics(self) -> bytes | None:
         """A frame for the driver's JVM: the last word of coordinators that have closed. None when there were none."""
         with self._lock:
             host, bindings = self._host, self._ended
-        return None if host is None else host.last_statistics(bindings)
+        return None if host is None else host.last_statistics(self.id, bindings)
 
     def close(self, reason: str) -> None:
         """Closes all coordinators, each bounded; evaluations that still live are told the reason. A second call does nothing."""
         with self._lock:
             bindings, host = self._all(), self._host
             self._closing = True
-            self._ended = [*self._ended, *bindings][-_ENDED:]
+            self._ended = bindings or self._ended
             for known in (self._bindings, self._prepared, self._transient):
                 known.clear()
         self._end(bindings, host, reason)
@@ -323,12 +350,24 @@ class Operators:
             self._closed = True
 
     def end(self, id_: str) -> None:
-        """Ends a transient use: what it was made for is done."""
+        """Ends a transient use."""
         with self._lock:
             ended = [self._transient.pop(key) for key, one in tuple(self._transient.items()) if one.id == id_]
-            self._ended = [*self._ended, *ended][-_ENDED:]
+        self._end_early(ended, "its use has ended")
+
+    def _end_early(self, bindings: list[Binding], reason: str) -> None:
+        with self._lock:
             host = self._host
-        self._end(ended, host, "what it was made for is done")
+        self._end(bindings, host, reason)
+        with self._lock:
+            for binding in bindings:
+                self.changed.pop(binding, None)
+                self._past_progress[binding.key] = binding.instance.progress
+                if len(self._past_progress) > _ENDED:
+                    del self._past_progress[next(iter(self._past_progress))]
+        if host is not None:
+            for binding in bindings:
+                host.ended(binding)
 
     def _end(self, bindings: list[Binding], host: Host | None, reason: str) -> None:
         seconds = self._close_timeout()

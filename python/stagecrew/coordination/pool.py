@@ -33,7 +33,7 @@ class Reader(Protocol):
 
 
 class Timers:
-    """Calls functions later, on one daemon thread, which ends when there are none. They must be short: others wait."""
+    """Calls functions later, on one daemon thread, which ends when no timer is left. The functions must be short: others wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -112,7 +112,7 @@ class Pool:
         self._is_woken = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs it on one of the threads; from any thread. What it raises is logged."""
+        """Runs it on one of the threads; from any thread. An exception is logged."""
         gate: threading.Lock | None = None
         reader: Reader | None = None
         is_new = False

@@ -71,7 +71,7 @@ class Place:
         return self._owner is _thread.token
 
     def is_within(self, outer: Place) -> bool:
-        """Whether it is this place, or lies inside it."""
+        """Whether it is `outer`, or a place inside it."""
         place: Place | None = self
         while place is not None:
             if place is outer:

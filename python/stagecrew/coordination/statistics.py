@@ -36,12 +36,19 @@ _COUNTS: Final = (
 class Statistics:
     """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any."""
 
+    __slots__ = (
+        "_gateways", "_sent", "acknowledgements", "counted", "cut", "error", "events_in", "failed", "finished", "is_closed",
+        "is_failed", "is_told", "replies", "requests", "resets",
+    )  # fmt: skip
+    #: Of all of them: each holds it for a moment, and there may be many.
+    _lock = threading.Lock()
+
     def __init__(self) -> None:
         #: Of whoever reads what comes from executors.
         self.events_in = self.requests = 0
         #: Under the host's lock.
         self.resets = 0
-        self.over = {"finished": 0, "failed": 0, "cut": 0}
+        self.finished = self.failed = self.cut = 0
         #: From a request's arrival to its reply; from an event's sending to the acknowledgement that is also the first of it.
         self.replies, self.acknowledgements = Times(), Times()
         #: What the coordinator raised last, and whether that ended it.
@@ -49,21 +56,31 @@ class Statistics:
         self.is_closed = False
         #: Whether the last word was told.
         self.is_told = False
-        self._lock = threading.Lock()
-        self._gateways: set[Gateway] = set()
+        #: The counts in the last frame.
+        self.counted: tuple[int, ...] | None = None
+        self._gateways: tuple[Gateway, ...] = ()
         self._sent = 0
 
     def began(self, gateway: Gateway) -> None:
         """An evaluation has begun; what is sent to it is counted by its gateway."""
         with self._lock:
-            self._gateways.add(gateway)
+            self._gateways = (*self._gateways, gateway)
 
     def ended(self, gateway: Gateway) -> None:
         """Nothing more is sent to it."""
         with self._lock:
             if gateway in self._gateways:
-                self._gateways.remove(gateway)
+                self._gateways = tuple(one for one in self._gateways if one is not gateway)
                 self._sent += gateway.sent
+
+    def count(self, outcome: str, number: int = 1) -> None:
+        """This many evaluations ended so: `finished`, `failed` or `cut`."""
+        setattr(self, outcome, getattr(self, outcome) + number)
+
+    @property
+    def over(self) -> dict[str, int]:
+        """How many evaluations ended, by how."""
+        return {"finished": self.finished, "failed": self.failed, "cut": self.cut}
 
     @property
     def events_out(self) -> int:
@@ -89,15 +106,25 @@ class Teller:
         self._clock, self._ack_timeout, self._wall = clock, ack_timeout, wall
         self._lock = threading.Lock()
         self._sequence = 0
+        #: Bindings that were called since the last frame, or were not quiet then; and their last entries.
+        self._news: dict[Binding, None] = {}
         self._known: dict[Binding, _Known] = {}
-        #: Of those that were told of for the last time.
-        self._past = dict.fromkeys(_COUNTS, 0)
+        self._sums = [0] * len(_COUNTS)
         self._replies, self._acknowledgements = Times(), Times()
 
     def add(self, binding: Binding) -> None:
         """It is told of from now on."""
+        binding.news = self._news
+        self._news[binding] = None
         binding.statistics.replies.sum = self._replies
         binding.statistics.acknowledgements.sum = self._acknowledgements
+
+    def due(self) -> list[Binding]:
+        """The bindings that may have news. The caller must pass them to `frame`, which keeps those that are not quiet."""
+        due = list(self._news)
+        for binding in due:  # before their counts are read: a binding that is called meanwhile is due again
+            self._news.pop(binding, None)
+        return due
 
     def frame(self, bindings: Iterable[tuple[Binding, Collection[Live]]], last: bool = False) -> bytes | None:
         """A frame of what changed of these, with those that live of each; None when nothing did. The last word is of all of it."""
@@ -108,21 +135,27 @@ class Teller:
                 if binding.statistics.is_told:
                     continue
                 known = self._known.setdefault(binding, _Known())
-                if not last and known.is_quiet(binding, live):
-                    continue
-                if not last:
+                is_last = last or binding.statistics.is_closed
+                if not is_last:
+                    if known.is_quiet(binding, live):
+                        del self._known[binding]
+                        continue
+                    self._news[binding] = None
                     binding.instance.ask(self._clock())
                 told = self._of(binding, live, known)
-                if not known.told or any(told[count] != known.told[count] for count in _COUNTS):
+                counted = tuple(told[count] for count in _COUNTS)
+                if counted != binding.statistics.counted:
                     news.add((binding.owner.id, binding.key))
-                if last or told != known.told:
+                    before = binding.statistics.counted or [0] * len(_COUNTS)
+                    self._sums = [sum_ + new - old for sum_, new, old in zip(self._sums, counted, before, strict=True)]
+                    binding.statistics.counted = counted
+                if is_last or told != known.told:
                     known.told = told
                     topologies.setdefault(binding.owner.id, {})[binding.key] = told
-                if last:
+                if is_last:
                     binding.statistics.is_told = True
                     self._known.pop(binding, None)
-                    for count in _COUNTS:
-                        self._past[count] += told[count]
+                    self._news.pop(binding, None)
             if not topologies:
                 return None
             if last:
@@ -139,11 +172,7 @@ class Teller:
             return encode("STATISTICS", sequence=self._sequence, body=json.dumps(body))
 
     def _totals(self) -> dict[str, Any]:
-        sums = {
-            count: self._past[count] + sum(known.told[count] for known in self._known.values() if known.told)
-            for count in _COUNTS
-        }
-        return sums | {
+        return dict(zip(_COUNTS, self._sums, strict=True)) | {
             "replies": self._replies.percentiles(),
             "acknowledgements": self._acknowledgements.percentiles(),
         }
@@ -203,9 +232,10 @@ class _Known:
         counts, instance = binding.statistics, binding.instance
         mark = (
             *(counts.events_in, counts.requests, counts.resets, *counts.over.values(), counts.state, counts.error),
-            *(counts.events_out, counts.replies.count, instance.queued, id(instance), id(instance.context.progress)),
+            *(counts.events_out, counts.replies.count, id(instance), id(instance.context.progress)),
         )
-        self._same = self._same + 1 if mark == self._mark and not live and binding.pending is None else 0
+        is_idle = not live and binding.pending is None and instance.asked is None and instance.queued == 0
+        self._same = self._same + 1 if mark == self._mark and is_idle else 0
         self._mark = mark
         return self._same > 2
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 from typing import Final
 
@@ -21,22 +20,27 @@ class Times:
     Safe from any thread.
     """
 
-    __slots__ = ("_buckets", "_count", "_lock", "_longest", "_new", "sum")
+    __slots__ = ("_buckets", "_count", "_longest", "_new", "sum")
+    #: Of all of them: each holds it for a moment, and there may be many.
+    _lock = threading.Lock()
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         #: Of several: counts what they count.
         self.sum: Times | None = None
         #: Sorted in by whoever looks: who adds has something else to do.
-        self._new: collections.deque[float] = collections.deque()
+        self._new: list[float] | None = None
         #: Each power of two has 32 buckets of one width; below 64 each microsecond has its own.
-        self._buckets: dict[int, int] = {}
+        self._buckets: dict[int, int] | None = None
         self._count = self._longest = 0
 
     def add(self, seconds: float) -> None:
         """One more took so long."""
-        self._new.append(seconds)
-        if len(self._new) >= _NEW:
+        new = self._new
+        if new is None:
+            with self._lock:
+                new = self._new = [] if self._new is None else self._new
+        new.append(seconds)
+        if len(new) >= _NEW:
             with self._lock:
                 self._sort_in()
 
@@ -48,10 +52,14 @@ class Times:
             return self._count
 
     def _sort_in(self) -> None:
+        if not self._new:
+            return
         buckets: dict[int, int] = {}
         longest = 0
-        for _ in range(len(self._new)):  # only whoever has the lock takes away
-            micros = int(self._new.popleft() * 1e6)
+        new = self._new[:]  # later ones are appended meanwhile; only the holder of the lock removes any
+        del self._new[: len(new)]
+        for seconds in new:
+            micros = int(seconds * 1e6)
             if not 0 <= micros <= _LONGEST:
                 micros = min(max(micros, 0), _LONGEST)
             longest = max(longest, micros)
@@ -60,10 +68,11 @@ class Times:
             buckets[bucket] = buckets.get(bucket, 0) + 1
         self._merge(buckets, longest)
         if self.sum is not None and buckets:
-            with self.sum._lock:
-                self.sum._merge(buckets, longest)
+            self.sum._merge(buckets, longest)
 
     def _merge(self, buckets: dict[int, int], longest: int) -> None:
+        if self._buckets is None:
+            self._buckets = {}
         for bucket, number in buckets.items():
             self._buckets[bucket] = self._buckets.get(bucket, 0) + number
             self._count += number
@@ -73,7 +82,7 @@ class Times:
         """The count, p50, p95, p99 and the maximum, in microseconds; zeros when there is none."""
         with self._lock:
             self._sort_in()
-            buckets, count, longest = sorted(self._buckets.items()), self._count, self._longest
+            buckets, count, longest = sorted((self._buckets or {}).items()), self._count, self._longest
         found = {"count": count}
         at, below = 0, 0
         for name, hundredths in (("p50", 50), ("p95", 95), ("p99", 99)):

@@ -45,7 +45,7 @@ class AlignmentCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.every(_LOOK, self._let_go)
+        self.context.every(_LOOK, self._let_go, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
         """A task has come so far with one of its sources, and waits until it may read on."""

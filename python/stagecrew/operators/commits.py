@@ -22,8 +22,10 @@ from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
+    CommitUnreadable,
     OperatorMisused,
 )
+from stagecrew.operators.records import FORMAT, Known, States, checked, known_of, mark_of, read_mark, schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Scope
-    from stagecrew.operators.decisions import Decisions, Record
+    from stagecrew.operators.decisions import Decisions
+    from stagecrew.operators.records import Record
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
@@ -66,6 +69,8 @@ class Staging:
     commit_id: str
     run: str
     schema: pa.Schema
+    #: A line of at most 400 characters that the sink stores with the commit's id. Empty until the commit is decided.
+    mark: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,31 +115,15 @@ class Committer(Protocol):
         """Whether a commit with this id is visible."""
 
     # `identity`, a text without secrets, may say which place it is: then an id that is known for another is refused. `in_tasks()` may
-    # answer what is pickled to tasks in the place of the sink, such as one without passwords that only the driver needs.
+    # answer what is pickled to tasks in the place of the sink, such as one without passwords that only the driver needs. `stored_mark(commit_id)`
+    # may return the `Staging.mark` that the sink stores with a visible commit, or None. A repeat is compared with it when the decisions
+    # have forgotten the commit.
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """Ends the run, and deletes what it staged, but for what these messages name, which is visible."""
 
 
 # -- The driver's procedure: without Spark
-
-
-class _States:
-    """The states of a commit's record.
-
-        open(run) --decide--> decided(run, messages) --> applied
-           |   \\--another driver: open(its run)     \\--> refused (it can never be)
-           \\--> aborted
-
-    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after. What the sink shows though
-    its record says otherwise (that is a copy, from before the decision) becomes applied, without messages.
-    """
-
-    OPEN = "open"
-    DECIDED = "decided"
-    APPLIED = "applied"
-    ABORTED = "aborted"
-    REFUSED = "refused"
 
 
 def commit(
@@ -145,32 +134,66 @@ def commit(
     execute: Callable[[Staging], Sequence[Message]],
     quiet: Callable[[], None] = lambda: None,
     sleep: Callable[[float], None] = time.sleep,
+    *,
+    content: str | None = None,
+    writer: tuple[str, int] | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> CommitReport:
     """Commits once what `execute` stages and answers the messages of; what was decided before is finished instead.
 
     The record is the decision: before it is written, a driver that takes over only aborts; after it, it only goes forward.
-    `quiet` returns when nobody stages any more, or after a while.
+    `quiet` returns when nobody stages any more, or after a while. `writer` is the job, by its id, and the number of its run.
+
+    Raises `OperatorMisused` for an id that was used for another sink, other columns or another `content`.
     """
-    known = decisions.read(commit_id)
-    identity = getattr(sink, "identity", None)
-    if known is not None and known[1].get("sink") != identity:
-        raise OperatorMisused(
-            f"commit {commit_id!r} is known for {known[1].get('sink')}, not for {identity}: give each sink ids of its own, such as "
-            f"with its name in front"
+    if content is not None and not isinstance(content, str):
+        raise OperatorMisused(f"the content of a commit is a text, such as a date or a snapshot id, not {content!r}")
+    known = _read(decisions, commit_id)
+    identity, name = getattr(sink, "identity", None), _named(sink)
+    earlier = known is not None and _is_of_earlier_run(known[1], writer)
+    if known is not None and known[1]["sink"] != name:
+        different = (
+            f"commit {commit_id!r} is known for {known[1]['sink']}, not for {name}: give each sink ids of its own, such as with its "
+            f"name in front"
         )
-    if known is not None and known[1]["state"] == _States.APPLIED and identity is None and not sink.done(commit_id):
+        if not (earlier and known[1]["state"] == States.APPLIED and "messages" in known[1]):
+            raise OperatorMisused(different)
+        _log.warning(_OTHER_RUN, commit_id, different)  # the earlier run's sink has the rows: this one is not touched
+        return _report(commit_id, known[1])
+    if known is not None and known[1]["state"] == States.APPLIED and identity is None and not sink.done(commit_id):
         raise OperatorMisused(f"commit {commit_id!r} is done, but not in this sink: give each sink ids of its own")
-    if known is not None and known[1]["state"] in (_States.DECIDED, _States.APPLIED):
-        return _forward(sink, decisions, commit_id, known, sleep)
+    if known is not None and known[1]["state"] in (States.DECIDED, States.APPLIED):
+        there = known_of(commit_id, known[1])
+        _require_same(commit_id, there, schema, content, earlier)
+        report = _forward(sink, decisions, commit_id, known, sleep)
+        if writer is None:
+            _warn_of_repeat(commit_id, there, known[1]["state"] == States.DECIDED)
+        return report
     if sink.done(commit_id):  # the sink remembers longer than the decisions
+        mark = _marked(sink, commit_id)
+        there = read_mark(commit_id, mark)
+        _require_same(commit_id, there, schema, content, earlier)
         if known is not None:  # a copy of a record, from before the decision
             _clean(sink, commit_id, known[1])
-            _written(decisions, commit_id, _found(known[1]), known[0])
+            _written(decisions, commit_id, _found(known[1], mark), known[0])
+        if writer is None:
+            _warn_of_repeat(commit_id, there)
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging = Staging(commit_id, uuid.uuid4().hex, schema)
     # None of the runs before can decide any more. One may be paused and stage yet: it is cleaned up by whoever comes behind.
     before = [*known[1]["before"], known[1]["run"]] if known else []
-    opened = {"state": _States.OPEN, "run": staging.run, "before": before, "sink": identity, "schema": _text(schema)}
+    job, attempt = writer or (None, None)
+    opened: Record = {
+        "format": FORMAT,
+        "state": States.OPEN,
+        "run": staging.run,
+        "before": before,
+        "sink": name,
+        "schema": _text(schema),
+        "content": content,
+        "job": job,
+        "attempt": attempt,
+    }
     version = decisions.write(commit_id, opened, known[0] if known else 0)
     try:
         _clean(sink, commit_id, opened)
@@ -180,7 +203,7 @@ def commit(
     except BaseException as error:
         _abort(sink, decisions, staging, opened, version, error, quiet, sleep)
         raise
-    decided = opened | {"state": _States.DECIDED, "messages": messages}
+    decided = opened | {"state": States.DECIDED, "messages": messages, "time": clock()}
     try:
         version = decisions.write(commit_id, decided, version)
     except CommitFailed:  # it is not written, and so nobody will ever commit it
@@ -189,10 +212,65 @@ def commit(
     return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
 
 
+def _read(decisions: Decisions, commit_id: str) -> tuple[int, Record] | None:
+    """The version and the record of a commit. Raises `CommitUnreadable` for a record that this version may not use."""
+    known = decisions.read(commit_id)
+    return None if known is None else (known[0], checked(commit_id, known[1]))
+
+
+def _is_of_earlier_run(record: Record, writer: tuple[str, int] | None) -> bool:
+    """Whether an earlier run of the same job wrote it. Each run computes its values again, and some of them, such as a date, may differ."""
+    return (
+        writer is not None
+        and record.get("job") == writer[0]
+        and record.get("attempt") is not None
+        and bool(record["attempt"] < writer[1])
+    )
+
+
+def _require_same(commit_id: str, there: Known | None, schema: pa.Schema, content: str | None, earlier: bool) -> None:
+    """Raises `OperatorMisused` when the commit was decided for other data; an earlier run of the same job has decided for all runs."""
+    difference = "" if there is None else there.difference(schema, content)
+    if not difference or there is None:
+        return
+    text = (
+        f"commit {commit_id!r} was decided for other data, on {there.when}, with {there.rows} rows: {difference}. Nothing was written. "
+        f"Give other data another commit id"
+    )
+    if not earlier:
+        raise OperatorMisused(text)
+    _log.warning(_OTHER_RUN, commit_id, text)
+
+
+def _warn_of_repeat(commit_id: str, there: Known | None, now: bool = False) -> None:
+    if there is None:
+        _log.warning(_REPEATED_UNKNOWN, commit_id)
+    else:
+        _log.warning(_FINISHED_NOW if now else _REPEATED, commit_id, there.when, there.rows)
+
+
+_REPEATED: Final = "commit %r was done before: it was decided on %s, with %d rows. This call has written nothing. Give other data another commit id"
+_FINISHED_NOW: Final = (
+    "commit %r was decided before, on %s, with %d rows, and is finished now. This call has written nothing else. Give other data another "
+    "commit id"
+)
+_REPEATED_UNKNOWN: Final = (
+    "commit %r was done before, as the sink shows it; when, with how many rows and for which content is not known. This call has written "
+    "nothing. Give other data another commit id"
+)
+_OTHER_RUN: Final = "an earlier run of this job has decided commit %r, and its rows stay. This run differs: %s"
+
+
+def _marked(sink: Committer, commit_id: str) -> str | None:
+    """The mark that the sink stores with a visible commit, if it stores one."""
+    mark = getattr(sink, "stored_mark", None)
+    return mark(commit_id) if callable(mark) else None
+
+
 def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Goes forward with a commit that is decided, from its record alone; answers whether it is. Raises as `commit`."""
-    known = decisions.read(commit_id)
-    if known is None or known[1]["state"] not in (_States.DECIDED, _States.APPLIED):
+    known = _read(decisions, commit_id)
+    if known is None or known[1]["state"] not in (States.DECIDED, States.APPLIED):
         return False
     _forward(sink, decisions, commit_id, known, sleep)
     return True
@@ -210,8 +288,8 @@ def abandon(
     What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, this raises
     `CommitPending`; the `last` time it aborts then, and deletes nothing.
     """
-    known = decisions.read(commit_id)
-    if known is None or known[1]["state"] not in (_States.OPEN, _States.ABORTED):
+    known = _read(decisions, commit_id)
+    if known is None or known[1]["state"] not in (States.OPEN, States.ABORTED):
         return
     version, record = known
     try:
@@ -225,10 +303,10 @@ def abandon(
         runs = ", ".join([*record["before"], record["run"]])
         _log.warning(_UNTOLD, commit_id, _named(sink), runs, exc_info=True)
     if done:
-        decisions.write(commit_id, _found(record), version)
+        decisions.write(commit_id, _found(record, _marked(sink, commit_id)), version)
         return
-    if record["state"] == _States.OPEN:  # behind this nobody decides, so that what is not done never will be
-        decisions.write(commit_id, record | {"state": _States.ABORTED, "reason": "its job has ended"}, version)
+    if record["state"] == States.OPEN:  # behind this nobody decides, so that what is not done never will be
+        decisions.write(commit_id, record | {"state": States.ABORTED, "reason": "its job has ended"}, version)
     if done is None:
         return
     _clean(sink, commit_id, record)
@@ -244,15 +322,9 @@ def _forward(
         _clean(sink, commit_id, record)
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
     staging, messages = _staging_of(commit_id, record), record["messages"]
-    report = CommitReport(
-        commit_id,
-        len(messages),
-        sum(message.get("rows", 0) for message in messages),
-        sum(message.get("bytes", 0) for message in messages),
-        repeated=True,
-    )
+    report = _report(commit_id, record)
     _clean(sink, commit_id, record)
-    if record["state"] == _States.APPLIED:
+    if record["state"] == States.APPLIED:
         _discard(sink, staging, messages, sleep)
         return report
     pause = _PAUSE
@@ -275,6 +347,8 @@ def _forward(
                     raise
             _discard(sink, staging, (), sleep)
             raise
+        except CommitUnreadable:
+            raise  # no try changes that
         except Exception as error:
             if _is_refused(decisions, commit_id, staging):  # what this try has made anew is not left there
                 _discard(sink, staging, (), sleep)
@@ -297,8 +371,14 @@ def _forward(
             sleep(pause)
             pause *= 2
     _discard(sink, staging, messages, sleep)
-    _written(decisions, commit_id, record | {"state": _States.APPLIED}, version)
+    _written(decisions, commit_id, record | {"state": States.APPLIED}, version)
     return report
+
+
+def _report(commit_id: str, record: Record) -> CommitReport:
+    messages = record["messages"]
+    rows, size = (sum(message.get(name, 0) for message in messages) for name in ("rows", "bytes"))
+    return CommitReport(commit_id, len(messages), rows, size, repeated=True)
 
 
 def _abort(
@@ -313,7 +393,7 @@ def _abort(
 ) -> None:
     """An abort is a write: only behind it is anything deleted. It never hides why."""
     try:
-        record = opened | {"state": _States.ABORTED, "reason": str(error)[:1000]}
+        record = opened | {"state": States.ABORTED, "reason": str(error)[:1000]}
         decisions.write(staging.commit_id, record, version)
     except CommitFailed:
         pass  # another driver has, or nobody: none will decide for this run
@@ -339,7 +419,7 @@ def _is_done(sink: Committer, commit_id: str) -> bool:
 def _is_refused(decisions: Decisions, commit_id: str, staging: Staging) -> bool:
     """Whether it is written that what this run has staged will never be committed."""
     known = _known(decisions, commit_id)
-    return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == _States.REFUSED)
+    return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == States.REFUSED)
 
 
 def _is_ended(decisions: Decisions, commit_id: str, version: int) -> bool:
@@ -351,14 +431,14 @@ def _is_ended(decisions: Decisions, commit_id: str, version: int) -> bool:
 def _known(decisions: Decisions, commit_id: str) -> tuple[int, Record] | None:
     """What is written of a commit; None also where that cannot be read."""
     try:
-        return decisions.read(commit_id)
-    except (CommitFailed, CommitUnknown):
+        return _read(decisions, commit_id)
+    except (CommitFailed, CommitUnknown, CommitUnreadable):
         return None
 
 
 def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:
     try:
-        decisions.write(commit_id, record | {"state": _States.REFUSED, "reason": str(error)[:1000]}, version)
+        decisions.write(commit_id, record | {"state": States.REFUSED, "reason": str(error)[:1000]}, version)
     except CommitSuperseded:
         raise
     except CommitFailed as unwritten:
@@ -372,9 +452,10 @@ def _unrefused(commit_id: str, error: CommitConflict, unwritten: CommitFailed) -
     )
 
 
-def _found(record: Record) -> Record:
-    """The record of a commit that the sink shows: by which run, and with which messages, is not known."""
-    return {name: record[name] for name in ("run", "before", "sink", "schema")} | {"state": _States.APPLIED}
+def _found(record: Record, mark: str | None) -> Record:
+    """The record of a commit that the sink shows. Its run and its messages are not known; the sink's mark has the rest."""
+    kept = ("format", "run", "before", "sink", "schema", "job", "attempt")
+    return {name: record.get(name) for name in kept} | {"state": States.APPLIED, "mark": mark}
 
 
 def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
@@ -389,7 +470,7 @@ def _written(decisions: Decisions, commit_id: str, record: Record, version: int)
 def _clean(sink: Committer, commit_id: str, record: Record) -> None:
     """Deletes what runs before have left. Once: each repeat does, and where the sink is away the caller finds out."""
     for run in record["before"]:
-        _discard(sink, Staging(commit_id, run, _schema_of(record)), (), None)
+        _discard(sink, Staging(commit_id, run, schema_of(record)), (), None)
 
 
 def _discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: Callable[[float], None] | None) -> None:
@@ -420,7 +501,8 @@ _UNTOLD: Final = (
 
 
 def _named(sink: Committer) -> str:
-    return str(getattr(sink, "identity", type(sink).__name__))
+    """The sink's class and place, without secrets."""
+    return str(getattr(sink, "identity", sink.__class__.__qualname__))
 
 
 def _text(schema: pa.Schema) -> str:
@@ -428,11 +510,8 @@ def _text(schema: pa.Schema) -> str:
 
 
 def _staging_of(commit_id: str, record: Record) -> Staging:
-    return Staging(commit_id, record["run"], _schema_of(record))
-
-
-def _schema_of(record: Record) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["schema"])))
+    mark = mark_of(record) if record.get("messages") is not None else ""
+    return Staging(commit_id, record["run"], schema_of(record), mark)
 
 
 # -- With Spark
@@ -499,7 +578,15 @@ class CommitCoordinator(Coordinator):
 
 
 def commit_dataset(
-    scope: Scope, dataset: DataFrame, sink: Committer, name: str, commit_id: str, decisions: Decisions, patience: float
+    scope: Scope,
+    dataset: DataFrame,
+    sink: Committer,
+    name: str,
+    commit_id: str,
+    decisions: Decisions,
+    patience: float,
+    content: str | None = None,
+    writer: tuple[str, int] | None = None,
 ) -> CommitReport:
     """See `Topology.commit`."""
     from pyspark.sql.pandas.types import to_arrow_schema
@@ -546,7 +633,7 @@ def commit_dataset(
 
     schema = to_arrow_schema(dataset.schema)
     try:
-        report = commit(sink, decisions, commit_id, schema, execute, quiet)
+        report = commit(sink, decisions, commit_id, schema, execute, quiet, content=content, writer=writer)
         if made:
             made[-1].context.report(committed=report.parts)
         return report

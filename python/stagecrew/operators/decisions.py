@@ -20,11 +20,9 @@ import pyarrow.fs
 
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.files import make_folder, sync
+from stagecrew.operators.records import Record
 
 __all__ = ["Decisions", "FileDecisions", "MemoryDecisions", "decisions_of"]
-
-#: A record: what JSON can say.
-Record = dict[str, Any]
 
 
 class Decisions(Protocol):
@@ -79,12 +77,14 @@ class FileDecisions:
 
     Writers take turns by a lock of the operating system, which is free when its holder dies; what a writer that was killed has left is
     taken away by the next. Not for network file systems.
+
+    A folder that this makes has the mode 0700, and all files in it have the mode 0600.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = pathlib.Path(folder)
         try:
-            make_folder(pyarrow.fs.LocalFileSystem(), str(self._folder.absolute()))
+            make_folder(pyarrow.fs.LocalFileSystem(), str(self._folder.absolute()), 0o700)
         except OSError as error:
             raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
 
@@ -160,7 +160,10 @@ class FileDecisions:
     @contextlib.contextmanager
     def _alone(self, key: str) -> Iterator[None]:
         try:
-            lock = open(self._folder / ".lock", "ab")  # noqa: PTH123, SIM115 (its descriptor is locked)
+            handle = os.open(self._folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = open(handle, "wb")  # noqa: PTH123, SIM115 (a descriptor, which is locked)
+            with contextlib.suppress(PermissionError):  # it is another user's
+                os.fchmod(handle, 0o600)  # an earlier version has made it for all to lock
         except OSError as error:
             raise self._not_written(key, error) from error
         with lock:

@@ -82,9 +82,9 @@ class SplitCoordinator(Coordinator):
     def start(self) -> None:
         """See `Coordinator`."""
         if not self._is_there:
-            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4))
+            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4), while_live=True)
         if self._reading is not None:
-            self.context.every(_LOOK, self._let_go)
+            self.context.every(_LOOK, self._let_go, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
         """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""

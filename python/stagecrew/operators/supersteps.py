@@ -67,7 +67,7 @@ class SuperstepCoordinator(Coordinator):
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.every(min(_WATCH, self._timeout / 4), self._look_who_is_late)
+        self.context.every(min(_WATCH, self._timeout / 4), self._look_who_is_late, while_live=True)
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
         """See `Coordinator`. A new attempt at a stage ends those before."""

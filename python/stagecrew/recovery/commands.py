@@ -7,6 +7,7 @@ import datetime as dt
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 from rich.console import Console
 
+from stagecrew.conf import parse_seconds
 from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
-from stagecrew.terminal import table
+from stagecrew.logs import HarmlessFormatter
+from stagecrew.terminal import harmless, table
 
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs import Jobs
@@ -44,6 +47,11 @@ class _Place(click.types.StringParamType):
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """See `StringParamType`."""
         return f"Set STAGECREW_{str(param.name).upper()}, or give --{param.name}, such as {self._example}"
+
+
+def _say(text: str) -> None:
+    """One line for people. Nothing of it is markup, and nothing of it changes the terminal: it may have others' words in it."""
+    console.print(harmless(text), markup=False)
 
 
 _store = click.option(
@@ -80,6 +88,17 @@ def _pairs(context: click.Context, parameter: click.Parameter, texts: tuple[str,
             raise click.BadParameter(f"{text!r} is no key=value", context, parameter)
         found[key] = value
     return found
+
+
+def _age(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """Seconds. A number needs its unit: Spark would read 30 as milliseconds."""
+    if text is None:
+        return None
+    if re.fullmatch(r"\d{1,9}[smhd]", text) is None:
+        raise click.BadParameter(
+            f"{text!r} is no age: write a number and s, m, h or d, such as 30d", context, parameter
+        )
+    return parse_seconds(text)
 
 
 class _Submit(click.Command):
@@ -153,7 +172,11 @@ def submit(
     help="Folder for the output of jobs, and for their files while they run.",
 )  # fmt: skip
 @click.option("--at-once", type=click.IntRange(min=1), default=16, show_default=True, help="Jobs that run at once.")
-def driver(store: str, state: str, work: Path, at_once: int) -> None:
+@click.option(
+    "--keep", callback=_age, metavar="AGE",
+    help="Remove jobs that ended longer ago than this, such as 90d or 12h, with their results. All are kept without it.",
+)  # fmt: skip
+def driver(store: str, state: str, work: Path, at_once: int, keep: float | None) -> None:
     """Campaign for leadership, and while it is held run every job that is stored.
 
     Start one on each host; one leads, the others wait. SIGTERM and Ctrl-C hand over: the jobs of this one go on elsewhere.
@@ -163,7 +186,9 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores import open_store
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(HarmlessFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
     try:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -182,7 +207,8 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
             opened.read(TERM)  # by which one that is elsewhere is reached
     except (StoreUnavailable, SessionLost) as error:
         logging.getLogger("stagecrew").warning("the store cannot be reached yet, and is tried again: %s", error)
-    running = Driver(lambda: open_store(store), StateStorage(state), Launcher(store, state, work.resolve()), at_once)
+    launcher = Launcher(store, state, work.resolve())
+    running = Driver(lambda: open_store(store), StateStorage(state), launcher, at_once, keep)
     logging.getLogger("stagecrew").info("this driver campaigns, as process %d", os.getpid())
     stop.wait()
     running.close()
@@ -190,14 +216,37 @@ def driver(store: str, state: str, work: Path, at_once: int) -> None:
 
 @click.command("jobs")
 @_places
+@click.option(
+    "--prune", callback=_age, metavar="AGE",
+    help="List nothing: remove jobs that ended longer ago than this, such as 30d or 12h, with their results.",
+)  # fmt: skip
 @_json
-def list_jobs(store: str, state: str, as_json: bool) -> None:
-    """List all jobs, and those that cannot be read."""
+@click.pass_context
+def list_jobs(context: click.Context, store: str, state: str, prune: float | None, as_json: bool) -> None:
+    """List all jobs, and those that cannot be read; or remove old ones.
+
+    `--prune` removes jobs that have ended and are cleaned up, and nothing else. It may run beside drivers. The id of a removed job
+    is free: submitting it again runs a new job. The exit code is 1 when an old job could not be removed.
+    """
     from stagecrew.recovery.driver import shown
 
+    if prune is not None:
+        with _opened(store, state) as jobs, Console(stderr=True).status("Removing old jobs ..."):
+            pruned = list(jobs.prune(prune))
+        removed, left = sum(one.removed for one in pruned), {one.job: one.reason for one in pruned if one.reason}
+        if as_json:
+            click.echo(json.dumps({"removed": removed, "failed": left}))
+        else:
+            console.print(f"{removed} {'job' if removed == 1 else 'jobs'} removed")
+            for job, reason in left.items():
+                console.print(f"{job}: {reason}", markup=False)
+        context.exit(1 if left else 0)
     with _opened(store, state) as jobs:
         records, unreadable = jobs.all()
-        found = [shown(record, job, jobs.process(job)) for job, (record, _) in records.items()]
+        # A clean job has no process.
+        found = [
+            shown(record, job, None if record.clean else jobs.process(job)) for job, (record, _) in records.items()
+        ]
     found.sort(key=lambda one: one["submitted"])
     if as_json:
         errors = [{"id": job, "error": str(error)} for job, error in unreadable.items()]
@@ -232,7 +281,7 @@ def leader(context: click.Context, store: str, as_json: bool) -> None:
     elif found is None:
         console.print("nobody leads: start `stagecrew driver`")
     else:
-        console.print(f"term {found.term}: process {found.pid} on {found.host}")
+        _say(f"term {found.term}: process {found.pid} on {found.host}")
     context.exit(1 if found is None else 0)
 
 
@@ -247,9 +296,9 @@ def cancel(store: str, state: str, as_json: bool, id_: str) -> None:
     if as_json:
         click.echo(json.dumps({"id": id_, "state": str(found), "requested": not found.is_terminal}))
     elif found.is_terminal:
-        console.print(f"job {id_} has {found} already", markup=False)
+        _say(f"job {id_} has {found} already")
     else:
-        console.print(f"job {id_} was {found}; whoever leads ends it", markup=False)
+        _say(f"job {id_} was {found}; whoever leads ends it")
 
 
 @click.command()
@@ -277,13 +326,13 @@ def result(
             body |= {"value": found.shown, "reason": found.reason, "traceback": found.traceback}
         click.echo(json.dumps(body, indent=2))
     elif found is None:
-        console.print(f"job {id_} is {record.state}, in run {record.run}", markup=False)
+        _say(f"job {id_} is {record.state}, in run {record.run}")
     elif found.state == "succeeded":
-        click.echo(found.shown if isinstance(found.shown, str) else json.dumps(found.shown))
+        click.echo(harmless(found.shown) if isinstance(found.shown, str) else json.dumps(found.shown))
     else:
-        console.print(f"job {id_} has {found.state}: {found.reason}", markup=False)
+        _say(f"job {id_} has {found.state}: {found.reason}")
         if found.traceback:
-            click.echo(found.traceback.rstrip())
+            click.echo(harmless(found.traceback.rstrip()))
     context.exit(_NOT_ENDED if found is None else _ENDED[found.state])
 
 
@@ -307,9 +356,9 @@ def sweep(context: click.Context, store: str, state: str, grace: float, as_json:
             json.dumps({"kept": found.kept, "removed": found.removed, "bytes": found.bytes, "failed": found.failed})
         )
     else:
-        console.print(f"{found.removed} states deleted, {found.bytes} bytes; {found.kept} kept")
+        _say(f"{found.removed} states deleted, {found.bytes} bytes; {found.kept} kept")
         for name, reason in found.failed.items():
-            console.print(f"{name}: {reason}", markup=False)
+            _say(f"{name}: {reason}")
     context.exit(1 if found.failed else 0)
 
 

@@ -23,16 +23,17 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.operators.decisions import OVER
+from stagecrew.operators.records import checked
 from stagecrew.recovery.writes import passes, patient, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagecrew.operators.commits import Committer
-    from stagecrew.operators.decisions import Record
+    from stagecrew.operators.records import Record
     from stagecrew.recovery.handles import StateHandleStore
 
-__all__ = ["StoredDecisions", "finish_commits", "is_over"]
+__all__ = ["StoredDecisions", "finish_commits", "is_over", "require_readable"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -87,8 +88,19 @@ class StoredDecisions:
 
 
 def is_over(handles: StateHandleStore, name: str) -> bool:
-    """Whether nothing is left to do for a commit."""
-    return json.loads(handles.get(name).data)["record"]["state"] in OVER
+    """Whether nothing is left to do for a commit. Raises `CommitUnreadable`."""
+    return _stored(name, handles.get(name).data)[0]["state"] in OVER
+
+
+def require_readable(name: str, data: bytes) -> None:
+    """Raises `CommitUnreadable` when these bytes are no record of a commit that this version may use."""
+    _stored(name, data)
+
+
+def _stored(name: str, data: bytes) -> tuple[Record, str]:
+    """The record of a commit, and its sink, still pickled."""
+    stored: dict[str, Any] = json.loads(data)
+    return checked(name, stored.get("record")), stored["sink"]
 
 
 def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.0) -> None:
@@ -120,8 +132,8 @@ def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: boo
 
 
 def _finish(handles: StateHandleStore, name: str, ending: bool, due: float, last: bool) -> None:
-    stored: dict[str, Any] = json.loads(handles.get(name).data)
-    sink = pickle.loads(base64.b64decode(stored["sink"]))
+    _, pickled = _stored(name, handles.get(name).data)
+    sink = pickle.loads(base64.b64decode(pickled))
     decisions = StoredDecisions(handles, sink, due - time.monotonic())
     if not resume(sink, decisions, name) and ending:
         abandon(sink, decisions, name, last)

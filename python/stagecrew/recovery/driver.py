@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -21,7 +22,7 @@ from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLos
 from stagecrew.files import quoted
 from stagecrew.jar import found_spark_submit
 from stagecrew.recovery.contender import Contender, Leadership
-from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Run
+from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Pruned, Run
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ _PAUSE: Final = (1.0, 60.0)
 _POLITE: Final = 10.0
 #: How long a process may live behind its job's end, and behind its leader's before it is told, in seconds.
 _LINGER: Final = 30.0
+#: How many ended jobs a look examines for their age at most, and how long after all were examined that begins again, in seconds.
+_PRUNED: Final = 5
+_PRUNE: Final = 300.0
 _PROPERTIES: Final = "spark.properties"
 
 
@@ -195,6 +199,9 @@ class Tending:
 
     For each job that is not clean, at each look, the first of these that applies: what has ended is cleaned; whose process lives
     is left alone, or ended when that was asked for; what is ending is finished; what was lost too often is ended; all else is run.
+
+    A look reads the open jobs alone, so its cost does not grow with the jobs that have ended. With `keep`, it also removes a few of
+    the jobs that ended more than that many seconds ago.
     """
 
     def __init__(
@@ -204,10 +211,15 @@ class Tending:
         launcher: Starter,
         at_once: int = 16,
         clock: Callable[[], float] = time.monotonic,
+        keep: float | None = None,
     ) -> None:
         self._jobs, self._term, self._launcher, self._at_once, self._clock = jobs, term, launcher, at_once, clock
+        self._keep = keep
+        #: The prune in progress, and when the next one begins.
+        self._pruning: Iterator[Pruned] | None = None
+        self._prune_again = -math.inf
         self.processes: dict[str, Process] = {}
-        self._done: set[str] = set()
+        # All below is known of open jobs alone, and forgotten when a job is open no more: another job may get its id.
         #: Of a job that was lost, or could not be tended: its last pause, and when it is looked at again.
         self._later: dict[str, tuple[float, float]] = {}
         #: Jobs that were ended while their run lives: that it ends then is no loss.
@@ -219,10 +231,9 @@ class Tending:
 
     def look(self) -> None:
         """Does for every job what can be done now. Raises `LeadershipLost` and `SessionLost` alone."""
-        names = self._jobs.names()
+        names = self._jobs.open_names()
+        self._forget_others(names)
         for job in names:
-            if job in self._done:
-                continue
             try:
                 self._tend(job)
             except (LeadershipLost, SessionLost):
@@ -235,6 +246,36 @@ class Tending:
                 if self._said.get(job) != text:
                     self._said[job] = text
                     _log.warning("job %r cannot be tended to; the others are: %s", job, text)
+        self._prune()
+
+    def _forget_others(self, names: Collection[str]) -> None:
+        known = {*self._later, *self._stopped, *self._said, *self._ended, *self._waiting}
+        for job in known.difference(names):
+            for facts in (self._later, self._said, self._ended, self._waiting):
+                facts.pop(job, None)
+            self._stopped.discard(job)
+
+    def _prune(self) -> None:
+        """Continues the prune by a few jobs. An error ends the prune alone; the next one begins some minutes later."""
+        if self._keep is None or self._clock() < self._prune_again:
+            return
+        try:
+            if self._pruning is None:
+                self._pruning = self._jobs.prune(self._keep)
+            for _ in range(_PRUNED):
+                if (one := next(self._pruning, None)) is None:
+                    break
+                if one.removed:
+                    _log.info("job %r is removed: it ended more than %g s ago", one.job, self._keep)
+                elif one.reason:
+                    _log.warning("job %r ended more than %g s ago, but stays: %s", one.job, self._keep, one.reason)
+            else:
+                return  # the next look continues
+        except (LeadershipLost, SessionLost):
+            raise
+        except Exception as error:
+            _log.warning("ended jobs cannot be removed now: %s: %s", type(error).__name__, error)
+        self._pruning, self._prune_again = None, self._clock() + _PRUNE
 
     def stop(self) -> None:
         """Ends all processes, politely first. None of their jobs has ended by that."""
@@ -258,11 +299,10 @@ class Tending:
         if waits and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
             return  # the cancel is done; what is left of it waits as any other job does
         if record.clean:
-            self._done.add(job)
-        elif record.state.is_terminal:
+            return  # a later leader has cleaned it since the open jobs were listed
+        if record.state.is_terminal:
             if mine is None:
                 self._jobs.clean(job)
-                self._done.add(job)
                 _log.info("job %r has %s", job, record.state)
             elif self._clock() - self._ended.setdefault(job, self._clock()) > _LINGER:
                 _log.warning(
@@ -357,12 +397,20 @@ class Tending:
 
 
 class Driver:
-    """Campaigns from now on until it is closed, and tends to all jobs while it leads."""
+    """Campaigns from now on until it is closed, and tends to all jobs while it leads.
+
+    `keep`: after how many seconds a job that has ended is removed; None keeps all of them.
+    """
 
     def __init__(
-        self, open_store: Callable[[], Store], storage: StateStorage, launcher: Launcher, at_once: int = 16
+        self,
+        open_store: Callable[[], Store],
+        storage: StateStorage,
+        launcher: Launcher,
+        at_once: int = 16,
+        keep: float | None = None,
     ) -> None:
-        self._storage, self._launcher, self._at_once = storage, launcher, at_once
+        self._storage, self._launcher, self._at_once, self._keep = storage, launcher, at_once, keep
         self._leading: _Leading | None = None
         self._contender = Contender(open_store, self._granted, self._revoked)
 
@@ -374,7 +422,7 @@ class Driver:
         return self._contender.close()
 
     def _granted(self, leadership: Leadership) -> None:
-        self._leading = _Leading(leadership, self._storage, self._launcher, self._at_once)
+        self._leading = _Leading(leadership, self._storage, self._launcher, self._at_once, self._keep)
         self._leading.start()
 
     def _revoked(self, term: int, reason: str) -> None:
@@ -386,10 +434,12 @@ class Driver:
 class _Leading(threading.Thread):
     """One leadership's work."""
 
-    def __init__(self, leadership: Leadership, storage: StateStorage, launcher: Launcher, at_once: int) -> None:
+    def __init__(
+        self, leadership: Leadership, storage: StateStorage, launcher: Launcher, at_once: int, keep: float | None
+    ) -> None:
         super().__init__(name=f"stagecrew-term-{leadership.term}", daemon=True)
         self._leadership, self._over = leadership, threading.Event()
-        self._storage, self._launcher, self._at_once = storage, launcher, at_once
+        self._storage, self._launcher, self._at_once, self._keep = storage, launcher, at_once, keep
 
     def run(self) -> None:
         """See `threading.Thread`."""
@@ -399,7 +449,7 @@ class _Leading(threading.Thread):
                 try:
                     if tending is None:
                         jobs = Jobs(self._leadership.store, self._storage)
-                        tending = Tending(jobs, self._leadership.term, self._launcher, self._at_once)
+                        tending = Tending(jobs, self._leadership.term, self._launcher, self._at_once, keep=self._keep)
                     tending.look()
                 except (LeadershipLost, SessionLost):
                     return

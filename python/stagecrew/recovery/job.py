@@ -281,7 +281,7 @@ class Job:
         if beside:
             raise JobError(
                 f"steps {key!r} and {beside[0]!r} run at once in topology {operators.name!r}, whose coordinators' states cannot be of "
-                f"both positions: run one behind the other, or each in a topology of its own"
+                f"both positions: run one after the other, or each in a topology of its own"
             )
 
     def _checkpoints(self, key: str) -> dict[str, bytes]:
@@ -320,7 +320,7 @@ def _here() -> Place | None:
 
 
 def _forget_uses(place: Place) -> None:
-    """What the operators that are open here know of a batch: it begins again, or never will."""
+    """Ends the uses of a batch in all open operators: the batch begins again, or will never be executed again."""
     for operators in _open_operators():
         operators.forget(place)
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime as dt
 import enum
+import functools
 import json
+import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
+    CommitUnreadable,
+    HandleError,
     HandleExists,
     HandleMissing,
     JobError,
@@ -30,18 +36,24 @@ from stagecrew.recovery.election import LeaderInfo, leader_of
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.stores.contract import Check, Create, Replace, Store, segment, text_of
+from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, Store, segment, text_of
 from stagecrew.recovery.sweep import Report, sweep
 from stagecrew.recovery.writes import patient, repeated
 
 if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
 
-__all__ = ["JobRecord", "JobState", "Jobs", "Run", "open_jobs"]
+__all__ = ["JobRecord", "JobState", "Jobs", "Pruned", "Run", "open_jobs"]
+
+_log = logging.getLogger("stagecrew")
 
 _FORMAT: Final = 1
 #: Of a job's id, in characters: the ids of its commits begin with it.
 _LONGEST_ID: Final = 100
+#: How often a submit or a cancel begins again because another process wrote meanwhile.
+_TRIES: Final = 5
+#: The entries below a job that are removed with it.
+_BELOW: Final = frozenset({"claim", "steps", "commits", "cancel"})
 
 
 class JobState(enum.StrEnum):
@@ -160,16 +172,36 @@ class Run:
     claim: int
 
 
-class Jobs:
-    """The jobs of a store. Whoever submits and cancels writes unfenced, create-if-absent; all else is for a fenced store.
+@dataclasses.dataclass(frozen=True)
+class Pruned:
+    """One ended job that a prune examined."""
 
-    For each job: `jobs/<id>` the record, which stays for ever, with `claim` (whose version fences its runs), `process` (ephemeral:
+    job: str
+    #: Whether this prune removed it.
+    removed: bool
+    #: Why it stays, where it is old enough.
+    reason: str = ""
+
+
+class Jobs:
+    """The jobs of a store. Submit and cancel write unfenced, create-if-absent; so does a prune, which removes clean jobs alone.
+    All else is for a fenced store.
+
+    For each job: `jobs/<id>` the record, which stays until the job is pruned, with `claim` (whose version fences its runs), `process` (ephemeral:
     one is alive), `cancel` (it was asked for), `steps` and `commits` below it; and the handles `specs/<id>` and `results/<id>`.
+
+    Two indexes, so that no process reads all jobs ever run:
+
+    * `open/<id>` exists if and only if the job is there and is not clean. A leader reads these alone.
+    * `ended/<hour>/<token>-<id>` exists if and only if the job is clean. The hour is that of its end, in UTC. The token is new for each
+      job, also for one that has the id of a pruned job: a prune that was paused cannot remove the later job.
+
+    Each entry is created and deleted in the transaction that makes it true or false.
     """
 
     def __init__(self, store: Store, storage: StateStorage, clock: Callable[[], float] = time.time) -> None:
         self._store, self._storage, self._clock = store, storage, clock
-        store.ensure("jobs", "specs", "results")
+        store.ensure("jobs", "specs", "results", "open", "ended")
         self._specs = StateHandleStore(store, storage, "specs")
         self._results = StateHandleStore(store, storage, "results")
 
@@ -178,34 +210,42 @@ class Jobs:
     def submit(self, spec: JobSpec, id_: str | None = None) -> str:
         """Stores a job for whoever leads; answers its id when it is durable.
 
-        An id that is given twice with the same content answers the same job, whatever has become of it. Raises `JobExists` for
+        An id that is given twice with the same content is the same job, also after its end, until it is pruned. Raises `JobExists` for
         other content; what the store raises: behind `PossiblyInconsistentError`, submit again with the same id.
         """
         job = id_ if id_ is not None else f"{spec.name[: _LONGEST_ID - 13]}-{uuid.uuid4().hex[:12]}"
         if not job or len(job) > _LONGEST_ID:
             raise RecoveryMisused(f"a job's id is a text of 1 to {_LONGEST_ID} characters, not of {len(job)}")
         digests = spec.digests
-        if self._same(job, digests):
-            return job
+        tries = 0
+        while not self._same(job, digests):
+            try:
+                self._add(job, spec, digests[0])
+                break
+            except (HandleExists, StoreConflict):
+                # Another process has submitted the job; or it had ended, and was pruned between the two looks.
+                tries += 1
+                if tries == _TRIES:
+                    raise
+        return job
+
+    def _add(self, job: str, spec: JobSpec, digest: str) -> None:
         key = key_of(job)
-        record = JobRecord(digests[0], spec.max_attempts, self._clock())
+        record = JobRecord(digest, spec.max_attempts, self._clock())
         also = (
             Create(key, record.to_bytes()),
             Create(f"{key}/claim"),
             Create(f"{key}/steps"),
             Create(f"{key}/commits"),
+            Create(_open_key(job)),
         )
         state = self._specs.prepare(spec.to_bytes())
         try:
-            repeated(lambda: self._specs.add(job, state, also))
-        except (HandleExists, StoreConflict):
-            if not self._same(job, digests):
-                raise
+            repeated(functools.partial(self._specs.add, job, state, also))
         except PossiblyInconsistentError as error:
             raise PossiblyInconsistentError(
                 f"nobody knows whether job {job!r} is stored: submit it again with this id. {error}"
             ) from error
-        return job
 
     def _same(self, job: str, digests: Collection[str]) -> bool:
         """Whether there is this job; raises `JobExists` for one of other content."""
@@ -219,14 +259,18 @@ class Jobs:
 
     def cancel(self, job: str) -> JobState:
         """Asks whoever leads to end a job; answers the state that it was found in. Nothing changes for one that has ended."""
-        record, _ = self.read(job)
-        if not record.state.is_terminal:
+        for _ in range(_TRIES):
+            record, _ = self.read(job)
+            if record.state.is_terminal:
+                return record.state
             try:
                 self._store.transact(Create(f"{key_of(job)}/cancel", uuid.uuid4().hex.encode()))
+                return record.state
             except StoreConflict as error:
-                if error.why != "exists":
-                    raise
-        return record.state
+                if error.why == "exists":
+                    return record.state
+                # It has ended meanwhile, and was pruned: the next read says so.
+        raise _unknown(job)
 
     # -- Who looks
 
@@ -234,12 +278,16 @@ class Jobs:
         """The record of a job and its version. Raises `JobUnknown`, `JobUnreadable`."""
         entry = self._store.read(key_of(job))
         if entry is None:
-            raise JobUnknown(f"there is no job {job!r}; `stagecrew jobs` shows those that there are")
+            raise _unknown(job)
         return self._record(job, entry.value), entry.version
 
     def names(self) -> list[str]:
-        """The ids of all jobs."""
+        """The ids of all jobs, also of those that have ended: a list that grows until jobs are pruned."""
         return [text_of(part) for part in self._store.children("jobs")]
+
+    def open_names(self) -> list[str]:
+        """The ids of the jobs that are not clean, which a leader tends to. One read, however many jobs have ended."""
+        return [text_of(part) for part in self._store.children("open")]
 
     def all(self) -> tuple[dict[str, tuple[JobRecord, int]], dict[str, StagecrewError]]:
         """The records of all jobs, and beside them the errors of those that cannot be read."""
@@ -250,6 +298,8 @@ class Jobs:
                 found[job] = self.read(job)
             except (JobUnreadable, StoreUnsupported) as error:
                 unreadable[job] = error
+            except JobUnknown:
+                pass  # pruned meanwhile
         return found, unreadable
 
     def spec(self, job: str) -> JobSpec:
@@ -261,15 +311,19 @@ class Jobs:
 
     def require_readable(self, job: str) -> None:
         """Raises `JobUnreadable` when what a run of the job begins from cannot be read: what it runs, its steps and its commits."""
+        from stagecrew.recovery.decisions import require_readable  # which needs what Spark needs
+
         self.spec(job)
         for what in ("steps", "commits"):
             handles = self.below(job, what)
             for name in handles.names():
                 try:
-                    handles.get(name)
+                    data = handles.get(name).data
+                    if what == "commits":
+                        require_readable(name, data)
                 except HandleMissing:
                     pass  # removed meanwhile
-                except (StateStorageError, StoreUnsupported) as error:
+                except (StateStorageError, StoreUnsupported, CommitUnreadable) as error:
                     raise JobUnreadable(
                         f"what job {job!r} has left of {name!r}, of its {what}, cannot be read: {error}. Nothing of the job is deleted; "
                         f"it goes on when that can be read"
@@ -283,6 +337,7 @@ class Jobs:
         try:
             return Result.from_bytes(self._results.get(job).data)
         except StagecrewError as error:
+            self.read(job)  # or it was pruned meanwhile
             raise JobUnreadable(
                 f"the result of job {job!r}, which has {record.state}, cannot be read: {error}"
             ) from error
@@ -317,6 +372,62 @@ class Jobs:
         for job in self.names():
             roots += [f"{key_of(job)}/steps", f"{key_of(job)}/commits"]
         return sweep(self._store, self._storage, roots, grace, clock)
+
+    def prune(self, older_than: float) -> Iterator[Pruned]:
+        """Removes the clean jobs that ended more than `older_than` seconds ago, with their results, the oldest hour first.
+
+        The iterator examines one job at each step, and reads no job that ended later than that hour. So the caller bounds the work.
+        A job that is open, or not clean, or cannot be read, stays. A job whose process is still there stays too.
+
+        Safe beside a leader, also unfenced: a leader only reads open jobs, and each job is removed by one transaction, which is done
+        only while the job is the same, and clean. A prune that is killed, or loses a reply, leaves each job whole or
+        removed; of a removed one the result's bytes may be left, until `sweep` or a new result of that id deletes them.
+
+        A removed id is free: submitting it again runs a new job. Commits of the new job have the ids of the old one's.
+
+        Raises errors of the store but for conflicts, and `StateStorageError` when the storage is away. Repeatable.
+        """
+        moment = max(0.0, self._clock() - older_than)
+        last = _hour(moment)
+        for hour in self._store.children("ended"):
+            if hour > last:
+                return
+            for name in self._store.children(f"ended/{hour}"):
+                yield self._pruned(text_of(name.partition("-")[2]), f"ended/{hour}/{name}", moment)
+            if hour < last:
+                with contextlib.suppress(StoreConflict):  # something is left there, or another prune has deleted it
+                    self._store.transact(Delete(f"ended/{hour}"))
+
+    def _pruned(self, job: str, entry: str, moment: float) -> Pruned:
+        try:
+            return Pruned(job, self._prune(job, entry, moment))
+        except (JobUnknown, StoreConflict):
+            return Pruned(job, False)  # another process has removed it, or writes to it now
+        except (JobError, HandleError, StoreUnsupported) as error:
+            return Pruned(job, False, str(error))
+
+    def _prune(self, job: str, entry: str, moment: float) -> bool:
+        record, _ = self.read(job)
+        if not record.clean or record.ended is None or record.ended >= moment:
+            return False
+        key = key_of(job)
+        below = self._store.children(key)
+        if others := set(below) - _BELOW:
+            raise JobError(
+                f"job {job!r} has ended, but has {', '.join(sorted(others))} in the store: it stays until that is gone"
+            )
+        # Nothing finds the folders of these states when the job is removed, so states that dead writers have left go first.
+        swept = sweep(self._store, self._storage, [f"{key}/steps", f"{key}/commits"], 0.0, lambda: math.inf)
+        if swept.failed:
+            raise JobError(f"states of job {job!r} could not be deleted: {'; '.join(swept.failed.values())}")
+        gone = [*(Delete(f"{key}/{name}") for name in below), Delete(key), Delete(entry)]
+        try:
+            if not self._results.remove(job, gone):
+                self._store.transact(*gone)  # somebody has removed its result by hand
+        except StateStorageError as error:
+            # The handle was marked, and the record deleted with it.
+            _log.warning("job %r is removed; its result is left until it is swept: %s", job, error)
+        return True
 
     # -- Who leads
 
@@ -353,7 +464,13 @@ class Jobs:
         for below in ("steps", "commits"):
             self.below(job, below).remove_all()
         self._specs.remove(job)
-        self._store.transact(Replace(key_of(job), cleaned.to_bytes(), version))
+        hour = f"ended/{_hour(record.ended or 0.0)}"
+        self._store.ensure(hour)
+        self._store.transact(  # a conflict also where a prune has just deleted the hour, as it was empty: clean again
+            Replace(key_of(job), cleaned.to_bytes(), version),
+            Delete(_open_key(job)),
+            Create(f"{hour}/{uuid.uuid4().hex[:12]}-{segment(job)}"),
+        )
 
     # -- The process of a run
 
@@ -429,6 +546,23 @@ def open_jobs(store: str, state: str) -> Iterator[Jobs]:
 def key_of(job: str) -> str:
     """The key of a job's record."""
     return f"jobs/{segment(job)}"
+
+
+def _open_key(job: str) -> str:
+    return f"open/{segment(job)}"
+
+
+def _hour(seconds: float) -> str:
+    """An hour in UTC, as the part of a key: later hours sort after earlier ones.
+
+    >>> _hour(1_800_000_000.0)
+    '2027-01-15T08'
+    """
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H")
+
+
+def _unknown(job: str) -> JobUnknown:
+    return JobUnknown(f"there is no job {job!r}; `stagecrew jobs` shows those that there are")
 
 
 def fence_of(job: str, claim: int) -> Check:

@@ -25,16 +25,20 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from stagecrew import errors
 from stagecrew.errors import (
+    CheckpointTimeout,
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
+    CommitUnreadable,
     LeadershipLost,
     SessionLost,
     StateStorageError,
     StoreConflict,
     StoreError,
     StoreUnavailable,
+    StoreUnsupported,
 )
+from stagecrew.logs import HarmlessFormatter, harmless
 from stagecrew.recovery.decisions import finish_commits
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.job import Job, set_current
@@ -66,8 +70,16 @@ _EXIT: Final = 25.0
 class Claimed:
     """A run that this process has claimed. `jobs` writes by the claim, and nothing once another has it."""
 
-    def __init__(self, store: Store, storage: StateStorage, term: int, run: Run, claim: int) -> None:
-        self._store, self._storage, self._term = store, storage, term
+    def __init__(
+        self,
+        store: Store,
+        storage: StateStorage,
+        term: int,
+        run: Run,
+        claim: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._storage, self._term, self._clock = store, storage, term, clock
         self.run = run
         self.key = f"{key_of(run.job)}/claim"
         self.version = claim
@@ -83,7 +95,8 @@ class Claimed:
         self.renewing = False
 
     def _fenced(self) -> Jobs:
-        return Jobs(Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version)), self._storage)
+        fenced = Fenced(self._store, fence(self._term), fence_of(self.run.job, self.version))
+        return Jobs(fenced, self._storage, self._clock)
 
 
 class Watch:
@@ -168,17 +181,25 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--finish", action="store_true", help="run nothing: finish what is decided")
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(HarmlessFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("py4j").setLevel(logging.WARNING)
     logging.getLogger("stagecrew.zookeeper").setLevel(logging.WARNING)
 
-    store, storage = open_store(os.environ["STAGECREW_STORE"]), StateStorage(os.environ["STAGECREW_STATE"])
+    storage = StateStorage(os.environ["STAGECREW_STATE"])
+    try:
+        store = open_store(os.environ["STAGECREW_STORE"])
+        store.read(TERM)
+    except StoreUnsupported as error:
+        _log.error("run %d of job %r cannot begin: %s", given.run, given.job, error)
+        return LOST
 
     def leave(reason: str) -> NoReturn:
         """Nothing that this process writes from now on would be done."""
         # The store is closed so that the next run need not wait for a time-out; of the files nobody else may be left to take care.
         leave_behind(
-            lambda: print(f"stagecrew: this run ends: {reason}", file=sys.stderr, flush=True),
+            lambda: print(f"stagecrew: this run ends: {harmless(reason)}", file=sys.stderr, flush=True),
             lambda: shutil.rmtree(given.folder, ignore_errors=True),
             store.close,
         )
@@ -298,8 +319,20 @@ def _ended_by_itself(error: BaseException) -> Result | None:
 
 
 def _no_fault_of_its_own(error: BaseException) -> str | None:
-    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that."""
-    ours = (StoreError, LeadershipLost, StateStorageError, CommitUnknown, CommitPending, CommitSuperseded)
+    """Why a job that raised has not failed: the store, the storage or its JVM were away, also where its code wraps that.
+
+    A checkpoint that was late is such an error too. A checkpoint that a coordinator declined is not.
+    """
+    ours = (
+        StoreError,
+        LeadershipLost,
+        StateStorageError,
+        CommitUnknown,
+        CommitUnreadable,
+        CommitPending,
+        CommitSuperseded,
+        CheckpointTimeout,
+    )
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import os
 import posixpath
-import urllib.parse
 import uuid
 from collections.abc import Iterator
 from typing import Final
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.fs
 
 from stagecrew.errors import RecoveryMisused, StateCorrupt, StateStorageError
-from stagecrew.files import file_system, is_local, is_store, quoted, sync
+from stagecrew.files import address, file_system, is_local, is_store, quoted, sync
 
 __all__ = ["Reference", "StateStorage", "Stored"]
 
@@ -57,7 +56,7 @@ class StateStorage:
 
     def __init__(self, uri: str | os.PathLike[str], filesystem: pyarrow.fs.FileSystem | None = None) -> None:
         text = os.fspath(uri)
-        self._where = _shown(text)
+        self._where = address(text) if "://" in text else text
         if not text:
             raise RecoveryMisused("a state storage needs a folder: a path, or a URI such as s3://bucket/folder")
         try:
@@ -212,17 +211,6 @@ def _checked(name: str) -> str:
     if not all(part not in ("", ".", "..") and part.isprintable() and "\\" not in part for part in name.split("/")):
         raise StateCorrupt(f"{name!r} is no name of a state")
     return name
-
-
-def _shown(uri: str) -> str:
-    """A URI without what may be secret in it."""
-    if "://" not in uri:
-        return uri
-    scheme, _, rest = uri.partition("://")
-    place = urllib.parse.urlsplit(f"//{rest}") if "[" not in rest else None
-    if place is None:
-        return f"{scheme}://…"
-    return f"{scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
 
 
 _HINTS: Final = {

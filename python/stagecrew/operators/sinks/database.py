@@ -27,6 +27,7 @@ _ATTEMPT: Final = "stagecrew_attempt"
 _BUSY: Final = 60
 #: And for the host of a server of which nothing comes, not even that it is there.
 _SILENCE: Final = 60
+_ESCAPE: Final = "in a password, and in names, write / as %2F, @ as %40, ? as %3F and % as %25"
 #: And for a task that is over, and stages yet.
 _PATIENCE: Final = 5
 
@@ -49,9 +50,13 @@ class DatabaseSink:
     """
 
     def __init__(self, url: str, table: str) -> None:
-        scheme = urllib.parse.urlsplit(url).scheme
-        if scheme not in ("sqlite", "postgresql", "postgres"):
-            raise OperatorMisused(f"a database is sqlite:///file or postgresql://..., not {scheme or 'this'}")
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme not in ("sqlite", "postgresql", "postgres"):
+            raise OperatorMisused(
+                f"a database is sqlite:///file or postgresql://..., not {scheme if separator else 'this'}"
+            )
+        if scheme != "sqlite" and _is_misread(rest):
+            raise OperatorMisused(f"the url of the database of table {table} has an @ after its first /: {_ESCAPE}")
         if not re.fullmatch(r"\w+(\.\w+)?", table):
             raise OperatorMisused(f"a table is a name, or schema.name, not {table!r}")
         self._url, self._table = url, table
@@ -60,21 +65,31 @@ class DatabaseSink:
         self._file = os.path.abspath(urllib.parse.unquote(url.partition("sqlite:///")[2])) if self._lite else ""  # noqa: PTH100
 
     def __repr__(self) -> str:
-        return f"<table {self._table} of {urllib.parse.urlsplit(self._url).scheme}>"
+        return f"<table {self._table} of {self._url.partition('://')[0]}>"
 
     @property
     def identity(self) -> str:
         """See `Committer`."""
         if self._lite:
             return f"{self!r} in {self._file}"
-        from psycopg.conninfo import conninfo_to_dict
-
-        known = conninfo_to_dict(self._url)
+        known = self._parsed()
         known.setdefault("dbname", known.get("user", ""))
         if path := re.search(r"search_path=(\S+)", str(known.get("options", ""))):
             known["search_path"] = path[1]
         where = ("service", "host", "hostaddr", "port", "dbname", "search_path")
         return f"{self!r} in {' '.join(f'{name}={known[name]}' for name in where if known.get(name))}"
+
+    def _parsed(self) -> dict[str, Any]:
+        """The parts of the url of a server."""
+        import psycopg
+        from psycopg.conninfo import conninfo_to_dict
+
+        try:
+            return dict(conninfo_to_dict(self._url))
+        except psycopg.Error:  # whose text has parts of the url
+            raise OperatorMisused(
+                f"the url of the database of table {self._table} cannot be parsed: {_ESCAPE}"
+            ) from None
 
     def begin(self, staging: Staging) -> None:
         """See `Committer`."""
@@ -100,10 +115,10 @@ class DatabaseSink:
             # A strict table keeps SQLite from taking text for a number.
             schema, dot, table = self._table.rpartition(".")
             kinds = {row[1]: row[2] for row in database.execute(f"PRAGMA {schema}{dot}table_xinfo({table})")}
-            columns = ", ".join(f'"{name}" {_strict(kinds[name])}' for name in staging.schema.names)
+            columns = ", ".join(f"{_quoted(name)} {_strict(kinds[name])}" for name in staging.schema.names)
             database.execute(f"CREATE TABLE {stage} ({_ATTEMPT} INTEGER, {columns}) STRICT")
         else:
-            columns = ", ".join(f'"{name}"' for name in staging.schema.names)
+            columns = ", ".join(map(_quoted, staging.schema.names))
             database.execute(
                 f"CREATE TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {_ATTEMPT}, {columns} "  # noqa: S608
                 f"FROM {self._table} WHERE 1 = 0"
@@ -145,7 +160,7 @@ class DatabaseSink:
         return {"attempt": attempt, "rows": rows, "bytes": size}
 
     def _inserting(self, database: Any, stage: str, names: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
-        columns = ", ".join([_ATTEMPT, *(f'"{name}"' for name in names)])
+        columns = ", ".join([_ATTEMPT, *map(_quoted, names)])
         if self._lite:
             marks = ", ".join("?" * (len(names) + 1))
             text = f"INSERT INTO {stage} ({columns}) VALUES ({marks})"  # noqa: S608 (checked names)
@@ -198,13 +213,15 @@ class DatabaseSink:
         return free
 
     def _add(self, database: Any, staging: Staging, messages: Sequence[Message]) -> None:
-        columns = ", ".join(f'"{name}"' for name in staging.schema.names)
+        columns = ", ".join(map(_quoted, staging.schema.names))
         mark = "?" if self._lite else "%s"
         # Who comes second waits here for the first, and finds its id. Nothing was changed before.
         if not self._record(database, staging.commit_id, self._table):
             return
         if not self._is_free(database, *self._refusal(staging)):
             raise CommitConflict(f"table {self._table} did not take the rows, as another driver found")
+        if staging.mark:
+            self._record(database, staging.commit_id, f"{self._marks}{staging.mark}")
         stage = self._stage_of(staging)
         for message in messages:
             moved = database.execute(
@@ -218,13 +235,26 @@ class DatabaseSink:
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
+        return self._table in self._targets(commit_id)
+
+    def stored_mark(self, commit_id: str) -> str | None:
+        """See `Committer`."""
+        marks = [target for target in self._targets(commit_id) if target.startswith(self._marks)]
+        return marks[0].removeprefix(self._marks) if marks else None
+
+    @property
+    def _marks(self) -> str:
+        """The prefix of the entries that hold marks. No table has such a name."""
+        return f"{self._table} mark "
+
+    def _targets(self, commit_id: str) -> list[str]:
+        """The entries of a commit."""
         mark = "?" if self._lite else "%s"
         try:
             with self._connected() as database:
                 self._make_commits(database)
-                text = f"SELECT 1 FROM {_COMMITS} WHERE id = {mark} AND target = {mark}"  # noqa: S608
-                found = database.execute(text, (commit_id, self._table))
-                return found.fetchone() is not None
+                text = f"SELECT target FROM {_COMMITS} WHERE id = {mark}"  # noqa: S608
+                return [target for (target,) in database.execute(text, (commit_id,)).fetchall()]
         except self._errors() as error:
             raise CommitFailed(
                 f"the database of table {self._table}{f', {self._file},' if self._lite else ''} cannot be used: "
@@ -274,7 +304,7 @@ class DatabaseSink:
 
     def _stage_of(self, staging: Staging) -> str:
         schema, _, _ = self._table.rpartition(".")
-        return f"{schema}{'.' if schema else ''}stagecrew_stage_{staging.run}"
+        return f"{schema}{'.' if schema else ''}{_quoted(f'stagecrew_stage_{staging.run}')}"
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[Any]:
@@ -304,14 +334,10 @@ class DatabaseSink:
 
     def _without_password(self, error: Exception) -> Exception:
         """The error on one line. Its text may repeat parts of the url."""
-        import psycopg
-
         rest = self._url.partition("://")[2]
         password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
-        if "@" in password or isinstance(
-            error, psycopg.ProgrammingError
-        ):  # to libpq, the host begins after the first @
-            return type(error)("the url cannot be read: in a password, write @ as %40, / as %2F and % as %25")
+        if "@" in password:  # to libpq, the host begins after the first @
+            return type(error)(f"the url has more than one @: {_ESCAPE}")
         text = " ".join(str(error).split()).rstrip(".")
         query = urllib.parse.parse_qs(rest.partition("?")[2])
         secrets = {password, *query.get("password", ()), *query.get("sslpassword", ())}
@@ -321,9 +347,7 @@ class DatabaseSink:
 
     def _bounds(self) -> dict[str, Any]:
         """What ends a wait for a host that is gone, where the url does not say so."""
-        from psycopg.conninfo import conninfo_to_dict
-
-        said = conninfo_to_dict(self._url)
+        said = self._parsed()
         bounds = {
             "connect_timeout": _BUSY,
             "tcp_user_timeout": _SILENCE * 1000,
@@ -370,6 +394,21 @@ class DatabaseSink:
         import psycopg
 
         return (psycopg.Error,)
+
+
+def _is_misread(rest: str) -> bool:
+    """Whether the server's library would take a part of a password for a port or a database's name, which are shown."""
+    authority, _, path = rest.partition("/")
+    if "@" in path.partition("?")[0]:
+        return True
+    ports = re.findall(r":([^:,\]]*)(?:,|$)", authority) if "@" not in authority and not authority.endswith("]") else []
+    return "@" in path and not all(port.isdigit() for port in ports)
+
+
+def _quoted(name: str) -> str:
+    """A name as SQL takes it, whatever is in it."""
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"'
 
 
 def _strict(kind: str) -> str:

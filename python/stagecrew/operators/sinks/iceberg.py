@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.files import address, file_system, list_files, quoted
+from stagecrew.operators.records import file_of
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ __all__ = ["IcebergSink"]
 
 #: The property of a snapshot that says which commit it is.
 _PROPERTY: Final = "stagecrew.commit-id"
+#: The property of the same snapshot that holds the mark.
+_MARK: Final = "stagecrew.commit-mark"
 #: That of one without files that says which run will never be committed.
 _REFUSED: Final = "stagecrew.refused-run"
 #: The properties of a catalogue that say which one it is.
@@ -100,7 +103,7 @@ class IcebergSink:
         from pyiceberg.exceptions import CommitFailedException
 
         location = self._location(staging)
-        files = [f"{location}/{message['file']}" for message in messages]
+        files = [f"{location}/{file_of(staging.commit_id, message)}" for message in messages]
         for number in range(1, _TRIES + 1):
             try:
                 with self._table() as table:
@@ -111,15 +114,15 @@ class IcebergSink:
                     raise  # who changes the table again and again is no reason to give it up
 
     def _add(self, table: Table, staging: Staging, files: list[str]) -> None:
-        if _has(table, _PROPERTY, staging.commit_id):
+        if _snapshot(table, _PROPERTY, staging.commit_id):
             return
-        if _has(table, _REFUSED, staging.run):
+        if _snapshot(table, _REFUSED, staging.run):
             raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
         # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
         table.metadata.properties["commit.retry.num-retries"] = "0"
         transaction = table.transaction()
         try:
-            transaction.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id})
+            transaction.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id, _MARK: staging.mark})
         except ValueError as error:
             if _shown(table, files):
                 return  # by this commit, whose snapshot has expired
@@ -132,17 +135,24 @@ class IcebergSink:
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
         with self._table() as table:
-            return _has(table, _PROPERTY, commit_id)
+            return _snapshot(table, _PROPERTY, commit_id) is not None
+
+    def stored_mark(self, commit_id: str) -> str | None:
+        """See `Committer`. None of a commit whose snapshot has expired."""
+        with self._table() as table:
+            found = _snapshot(table, _PROPERTY, commit_id)
+            return None if found is None else found.get(_MARK)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`. What the table shows stays in any case, also where its snapshot has expired and nobody knows of the commit."""
         location = self._location(staging)
         filesystem, path = file_system(location, None)
-        if not kept and (names := [posixpath.basename(file) for file in list_files(filesystem, path)]):
+        stay: Sequence[str] = [file_of(staging.commit_id, message) for message in kept]
+        if not stay and (names := [posixpath.basename(file) for file in list_files(filesystem, path)]):
             with self._table() as table:
                 shown = _shown(table, [f"{location}/{name}" for name in names])
-            kept = [{"file": posixpath.basename(file)} for file in shown]
-        keep_only(filesystem, path, kept)
+            stay = [posixpath.basename(file) for file in shown]
+        keep_only(filesystem, path, stay)
 
     def _location(self, staging: Staging) -> str:
         if self._folder is None:
@@ -171,11 +181,11 @@ class IcebergSink:
 _TRIES: Final = 20
 
 
-def _has(table: Table, name: str, value: str) -> bool:
-    return any(
-        snapshot.summary is not None and snapshot.summary.additional_properties.get(name) == value
-        for snapshot in table.snapshots()
-    )
+def _snapshot(table: Table, name: str, value: str) -> dict[str, str] | None:
+    """The properties of the snapshot of which one has this value; None when there is no such snapshot."""
+    summaries = (snapshot.summary for snapshot in table.snapshots())
+    known = (summary.additional_properties for summary in summaries if summary is not None)
+    return next((properties for properties in known if properties.get(name) == value), None)
 
 
 def _shown(table: Table, files: Sequence[str]) -> set[str]:

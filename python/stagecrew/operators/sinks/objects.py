@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +12,16 @@ import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
 from stagecrew.files import file_system, list_files, make_folder, place, quoted, read_whole, write_whole
-from stagecrew.operators.sinks.staged import keep_only, open_first, schema_of, schema_text, write_part
+from stagecrew.operators.records import file_of
+from stagecrew.operators.sinks.staged import (
+    fields_of,
+    keep_only,
+    open_first,
+    schema_of,
+    schema_text,
+    text_of_mark,
+    write_part,
+)
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -20,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["ObjectSink", "read_committed"]
 
 _MANIFESTS: Final = "_stagecrew"
+#: A file that a manifest names: below the folder of all commits.
+_FILE: Final = re.compile(r"data(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 
 
 class ObjectSink:
@@ -69,24 +80,31 @@ class ObjectSink:
             return
         folder = self._folder(staging)
         base = folder.removeprefix(f"{self._path}/")
-        manifest = {
-            "commit": staging.commit_id,
-            "schema": schema_text(staging.schema),
-            "files": [f"{base}/{message['file']}" for message in messages],
-        }
-        write_whole(self._filesystem, self._manifest(staging.commit_id), json.dumps(manifest).encode(), drafts=folder)
+        files = [f"{base}/{file_of(staging.commit_id, message)}" for message in messages]
+        manifest = text_of_mark(staging, schema=schema_text(staging.schema), files=files, mark=staging.mark)
+        write_whole(self._filesystem, self._manifest(staging.commit_id), manifest, drafts=folder)
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
+        return self._known(commit_id) is not None
+
+    def stored_mark(self, commit_id: str) -> str | None:
+        """See `Committer`."""
+        return (self._known(commit_id) or {}).get("mark")
+
+    def _known(self, commit_id: str) -> dict[str, Any] | None:
+        """The manifest of a commit, if it is there."""
+        path = self._manifest(commit_id)
         try:
-            manifest = read_whole(self._filesystem, self._manifest(commit_id))
+            data = read_whole(self._filesystem, path)
         except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._path} cannot be read: {error}") from error
-        return manifest is not None and bool(json.loads(manifest)["commit"] == commit_id)
+        fields = None if data is None else fields_of(data, path)
+        return fields if fields is not None and fields["commit"] == commit_id else None
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
-        keep_only(self._filesystem, self._folder(staging), kept)
+        keep_only(self._filesystem, self._folder(staging), [file_of(staging.commit_id, message) for message in kept])
 
     def _folder(self, staging: Staging) -> str:
         return f"{self._path}/data/{quoted(staging.commit_id)}/{staging.run}"
@@ -98,7 +116,8 @@ class ObjectSink:
 def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -> pyarrow.dataset.Dataset:
     """What is committed at a path, as an Arrow dataset; of commits that end meanwhile all or nothing.
 
-    Raises `FileNotFoundError` when nothing was ever committed there.
+    Raises `FileNotFoundError` when nothing was ever committed there; `CommitFailed` for a manifest that stagecrew did not write, or of the
+    format of a later version.
     """
     found, inner = file_system(path, filesystem)
     manifests = list(_manifests(found, inner))
@@ -118,4 +137,8 @@ def _manifests(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[dict[st
         if not file.endswith(".json"):  # one that is being written
             continue
         with filesystem.open_input_stream(file) as stream:
-            yield json.loads(stream.read())
+            manifest = fields_of(stream.read(), file)
+        for name in manifest["files"]:
+            if not isinstance(name, str) or not _FILE.fullmatch(name):
+                raise CommitFailed(f"{file} names {name!r}, which is no object of a commit. Put a copy in its place")
+        yield manifest

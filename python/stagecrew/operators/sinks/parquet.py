@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import posixpath
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -27,7 +27,17 @@ from stagecrew.files import (
     sync,
     write_whole,
 )
-from stagecrew.operators.sinks.staged import keep_only, open_first, open_folder, write_empty, write_part
+from stagecrew.operators.records import file_of
+from stagecrew.operators.sinks.staged import (
+    fields_of,
+    keep_only,
+    open_first,
+    open_folder,
+    text_of_mark,
+    write_empty,
+    write_part,
+)
+from stagecrew.recovery.stores.filesystems import mounted
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging
@@ -45,7 +55,8 @@ class ParquetSink:
 
     Readers see all files of a commit or none: its folder appears by one rename, with the commit's id in it.
 
-    * `mode="create"`: `path` is that folder. It must not be there yet, or be empty: else `CommitConflict`.
+    * `mode="create"`: `path` is that folder. It must not be there yet, or be an empty folder that is neither a mount point nor a
+      symbolic link: else `CommitConflict`.
     * `mode="append"`: `path` is a table of many commits, each in a folder `stagecrew_commit=<id>` of its own, which Spark and Arrow
       read as a partition column.
 
@@ -119,15 +130,15 @@ class ParquetSink:
         # Before anything is brought there: it may be in there already.
         if self._mode == "create" and not self._is_free():
             raise self._conflict()
+        names = [file_of(staging.commit_id, message) for message in messages]
         staged, folder = self._staged(staging), self._assembled(staging)
         self._filesystem.create_dir(folder, recursive=False)
-        for message in messages:
-            self._bring(f"{staged}/{message['file']}", f"{folder}/{message['file']}", staging)
-        if not messages:
+        for name in names:
+            self._bring(f"{staged}/{name}", f"{folder}/{name}", staging)
+        if not names:
             write_empty(self._filesystem, f"{folder}/{_EMPTY}", staging.schema)
-        mark = json.dumps({"commit": staging.commit_id}).encode()
-        write_whole(self._filesystem, f"{folder}/{_MARK}", mark)
-        self._appear(folder, {_MARK, *([message["file"] for message in messages] or [_EMPTY])}, staging)
+        write_whole(self._filesystem, f"{folder}/{_MARK}", text_of_mark(staging, mark=staging.mark))
+        self._appear(folder, {_MARK, *(names or [_EMPTY])}, staging)
 
     def _bring(self, source: str, destination: str, staging: Staging) -> None:
         """Moves a staged file among those that will appear. It may be there already, by a commit that was cut short."""
@@ -168,11 +179,21 @@ class ParquetSink:
 
     def done(self, commit_id: str) -> bool:
         """See `Committer`."""
+        return self._known(commit_id) is not None
+
+    def stored_mark(self, commit_id: str) -> str | None:
+        """See `Committer`."""
+        return (self._known(commit_id) or {}).get("mark")
+
+    def _known(self, commit_id: str) -> dict[str, Any] | None:
+        """The fields of a commit's mark, if its folder is there."""
+        path = f"{self._target(commit_id)}/{_MARK}"
         try:
-            mark = read_whole(self._filesystem, f"{self._target(commit_id)}/{_MARK}")
+            data = read_whole(self._filesystem, path)
         except (OSError, RuntimeError) as error:
             raise CommitFailed(f"{self._path} cannot be read: {error}") from error
-        return mark is not None and bool(json.loads(mark)["commit"] == commit_id)
+        fields = None if data is None else fields_of(data, path)
+        return fields if fields is not None and fields["commit"] == commit_id else None
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
         """See `Committer`."""
@@ -207,7 +228,9 @@ class ParquetSink:
         return f"{self._staged(staging)}-whole"
 
     def _is_free(self) -> bool:
-        """Whether nothing is where the folder will be, or an empty one."""
+        """Whether nothing is where the folder will be, or an empty one that a rename can replace."""
+        if is_local(self._filesystem) and _fixed(self._path):
+            return False
         info = self._filesystem.get_file_info(self._path)
         if info.type == pyarrow.fs.FileType.NotFound:
             return True
@@ -218,6 +241,19 @@ class ParquetSink:
         )
 
     def _conflict(self) -> CommitConflict:
+        if is_local(self._filesystem) and (what := _fixed(self._path)):
+            return CommitConflict(
+                f"{self._path} is {what}, which no folder can be renamed onto: mode 'create' makes the folder itself. Write to a folder "
+                f"that is not there yet, such as one in it, or append"
+            )
         return CommitConflict(
             f"{self._path} is there already: mode 'create' makes it. Write elsewhere, remove it, or append"
         )
+
+
+def _fixed(path: str) -> str:
+    """Names a mount point or a link at a path of this host: a rename cannot replace it, though it may look like an empty folder."""
+    if os.path.islink(path):  # noqa: PTH114
+        return "a symbolic link"
+    real = os.path.realpath(path)
+    return "a mount point" if os.path.ismount(real) or any(point == real for point, _ in mounted()) else ""

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "differing",
+    "fields_of",
     "keep_only",
     "open_first",
     "open_folder",
     "schema_of",
     "schema_text",
+    "text_of_mark",
     "write_empty",
     "write_part",
 ]
@@ -33,14 +35,38 @@ __all__ = [
 #: In the folder of a run as long as it goes on, with its commit and its schema. Whoever ends the run deletes it first, and then what it
 #: finds; whoever stages looks for it last. So what is written meanwhile is found by the one, or taken back by the other.
 _OPEN: Final = "_open"
+#: Of the small files that sinks write: this one, marks and manifests. One without a number has the same fields.
+_FORMAT: Final = 1
 
 
 def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str, staging: Staging) -> None:
     """Makes the folder of a run."""
     make_folder(filesystem, folder)
-    mark = {"commit": staging.commit_id, "schema": schema_text(staging.schema)}
     with filesystem.open_output_stream(f"{folder}/{_OPEN}") as stream:
-        stream.write(json.dumps(mark).encode())
+        stream.write(text_of_mark(staging, schema=schema_text(staging.schema)))
+
+
+def text_of_mark(staging: Staging, **fields: Any) -> bytes:
+    """A small file of a sink, which names the commit that it is about."""
+    return json.dumps({"format": _FORMAT, "commit": staging.commit_id, **fields}).encode()
+
+
+def fields_of(data: bytes, path: str) -> dict[str, Any]:
+    """What `text_of_mark` made. Raises `CommitFailed` for a later format, and for what stagecrew does not write."""
+    try:
+        fields = json.loads(data)
+        format_ = fields.get("format", _FORMAT)
+    except (ValueError, AttributeError) as error:
+        raise CommitFailed(
+            f"{path} is not as stagecrew writes it ({type(error).__name__}). Put a copy in its place"
+        ) from error
+    if format_ != _FORMAT:
+        raise CommitFailed(
+            f"{path} has format {format_!r}, and this version of stagecrew reads {_FORMAT}. Nothing was changed. Use the version that wrote it"
+        )
+    if not isinstance(fields.get("commit"), str):
+        raise CommitFailed(f"{path} is not as stagecrew writes it: it names no commit. Put a copy in its place")
+    return dict(fields)
 
 
 def open_first(
@@ -67,9 +93,10 @@ def open_first(
         if posixpath.basename(file) != _OPEN or (data := read_whole(filesystem, file)) is None:
             continue
         try:
-            mark = json.loads(data)
+            json.loads(data)
         except ValueError:
             continue  # one that is being written, and looks at ours behind that
+        mark = fields_of(data, file)
         if mark["commit"] != staging.commit_id:
             what = f"commit {mark['commit']!r}, which is about to make {path}"
             if (error := differing(staging.schema, schema_of(mark["schema"]), what)) is not None:
@@ -95,13 +122,13 @@ def schema_of(text: str) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(text)))
 
 
-def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[Message]) -> None:
-    """Ends a run: deletes its folder, or what is staged in it but for what these messages name."""
+def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[str]) -> None:
+    """Ends a run: deletes its folder, or all staged files but those of these names."""
     remove_file(filesystem, f"{folder}/{_OPEN}")
     if not kept:
         remove_folder(filesystem, folder)  # and not what is around it: another run may be there
         return
-    stay = {message["file"] for message in kept}
+    stay = set(kept)
     # By name: a run's folder has none below, and its path may be listed in another form.
     for file in list_files(filesystem, folder):
         if posixpath.basename(file) not in stay:

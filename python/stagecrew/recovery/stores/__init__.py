@@ -30,11 +30,14 @@ def open_store(url: str, environment: Mapping[str, str] = os.environ) -> Store:
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in ("sqlite", "zookeeper"):
-        raise RecoveryMisused(f"{_without_secret(url)!r} is no store: {_FORMS}")
+        from stagecrew.files import address
+
+        raise RecoveryMisused(f"{address(url)!r} is no store: {_FORMS}")
     place, _, query = rest.partition("?")
     hosts, slash, path = place.partition("/")
     path = urllib.parse.unquote(path)
-    if "@" in hosts:
+    # A password may have a slash or a question mark in it. A path on this host has no credentials.
+    if "@" in (hosts if scheme == "sqlite" else rest):
         raise RecoveryMisused(
             f"the URL of a store has credentials in it, and URLs are logged: set {CREDENTIALS} instead"
         )
@@ -61,8 +64,3 @@ def _credentials(environment: Mapping[str, str]) -> str | None:
             return lines.read().strip()
     except OSError as error:
         raise RecoveryMisused(f"{CREDENTIALS}_FILE names a file that cannot be read: {error}") from error
-
-
-def _without_secret(url: str) -> str:
-    """Whatever stands before an @ is not told."""
-    return f"…@{url.rpartition('@')[2]}" if "@" in url else url

@@ -10,7 +10,14 @@ from typing import Final, Protocol
 
 from stagecrew.errors import RecoveryMisused
 
-__all__ = ["Check", "Create", "Delete", "Entry", "Operation", "Replace", "Store", "checked_key", "segment", "text_of"]
+__all__ = [
+    "FORMAT", "Check", "Create", "Delete", "Entry", "Operation", "Replace", "Store", "checked_key", "segment", "text_of",
+]  # fmt: skip
+
+#: The format of all that is kept in a store: entries, and the states that they refer to. Each store carries this number, and every
+#: process checks it before it reads or writes anything else.
+#: 2: keys of coordinators in checkpoints, records of commits, and the indexes of open and of ended jobs are new.
+FORMAT: Final = 2
 
 #: The largest value of an entry, in bytes: an entry is a small reference. ZooKeeper's own limit is 1 MiB for a whole request.
 LARGEST: Final = 64 << 10

@@ -6,7 +6,7 @@ import os
 import re
 from typing import Final
 
-__all__ = ["filesystem", "shared"]
+__all__ = ["filesystem", "mounted", "shared"]
 
 MOUNTS: Final = "/proc/self/mountinfo"
 
@@ -21,19 +21,29 @@ _LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.lxcfs"})
 
 def filesystem(folder: str, mounts: str = MOUNTS) -> str | None:
     """The name of the file system that a folder is on; None where the system does not tell."""
+    real = os.path.realpath(folder)
+    best, found = -1, None
+    for point, name in mounted(mounts):
+        # What was mounted last hides what was mounted there before.
+        if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
+            best, found = len(point), name
+    return found
+
+
+def mounted(mounts: str = MOUNTS) -> list[tuple[str, str]]:
+    """The mount points of this process's namespace, in their order, each with its file system; none where the system does not say.
+
+    Also those of a folder on its own disk, which `os.path.ismount` does not see.
+    """
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:  # noqa: PTH123
             known = [line.split() for line in lines]
     except OSError:
-        return None
-    real = os.path.realpath(folder)
-    best, found = -1, None
-    for fields in known:
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        # What was mounted last hides what was mounted there before.
-        if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
-            best, found = len(point), fields[fields.index("-", 6) + 1]
-    return found
+        return []
+    return [
+        (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]), fields[fields.index("-", 6) + 1])
+        for fields in known
+    ]
 
 
 def shared(name: str | None) -> bool:

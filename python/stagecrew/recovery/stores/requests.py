@@ -7,10 +7,10 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from stagecrew.errors import RecoveryMisused, StoreConflict, StoreRefused
-from stagecrew.recovery.stores.contract import LARGEST, Create, Operation, Replace, Store, checked_key, parents
+from stagecrew.errors import RecoveryMisused, StoreConflict, StoreRefused, StoreUnsupported
+from stagecrew.recovery.stores.contract import FORMAT, LARGEST, Create, Operation, Replace, Store, checked_key, parents
 
-__all__ = ["checked", "conflict", "ensured"]
+__all__ = ["checked", "conflict", "ensured", "other_format"]
 
 #: The largest transaction: ZooKeeper drops the connection of whoever sends more than 1 MiB.
 WHOLE: Final = 768 << 10
@@ -67,6 +67,20 @@ def conflict(operations: Sequence[Operation], index: int, why: str) -> StoreConf
     version = "" if isinstance(operation, Create) or operation.version is None else f" of version {operation.version}"
     doing = {"Create": "create", "Replace": "replace", "Delete": "delete", "Check": "check"}[type(operation).__name__]
     return StoreConflict(f"cannot {doing} {operation.key!r}{version}: {_WORDS[why]}; nothing was done", index, why)
+
+
+def other_format(where: str, found: str) -> StoreUnsupported:
+    """The error of a store that carries another format than ours. A store without a number is an older one."""
+    is_newer = found.isdecimal() and int(found) > FORMAT
+    who, remedy = (
+        ("a newer", "Use that one, or another store")
+        if is_newer
+        else ("an older", "Finish its jobs with that one, or use another store")
+    )
+    return StoreUnsupported(
+        f"{where} has format {found or '0'}, and this stagecrew knows format {FORMAT}: {who} stagecrew wrote it, and nothing in it was "
+        f"changed. {remedy}"
+    )
 
 
 def ensured(store: Store, keys: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
@@ -20,17 +21,16 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Operation, Replace, checked_key
+from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Operation, Replace, checked_key
 from stagecrew.recovery.stores.filesystems import MOUNTS, filesystem, shared
-from stagecrew.recovery.stores.requests import checked, conflict, ensured
+from stagecrew.recovery.stores.requests import checked, conflict, ensured, other_format
 from stagecrew.recovery.stores.sessionfiles import SessionFile, alive, reap
 
 __all__ = ["SQLiteStore"]
 
 _T = TypeVar("_T")
 
-#: The format that this stagecrew writes, in the header of the database (`user_version`), and whose database it is.
-FORMAT: Final = 1
+#: Whose database it is, in its header. The format is there too, as `user_version`.
 _APPLICATION: Final = 0x63726577  # "crew"
 
 _TABLES: Final = (
@@ -88,6 +88,7 @@ class SQLiteStore:
             )
         with contextlib.ExitStack() as undo, _Translating(self):
             self._make_file()
+            self._check_log()
             self._connection = sqlite3.connect(
                 self._path, timeout=patience, isolation_level=None, check_same_thread=False, cached_statements=32
             )
@@ -323,7 +324,7 @@ class SQLiteStore:
     def _prepare(self) -> None:
         due = time.monotonic() + self._patience
         while True:
-            self._is_new()  # or it is refused, as it was found
+            self._is_new(self._connection)  # or it is refused, as it was found
             try:
                 (mode,) = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
                 break
@@ -337,32 +338,41 @@ class SQLiteStore:
                 f"{self._path} cannot have a write-ahead log (SQLite says {mode!r}): use a local disk"
             )
         self._connection.execute("PRAGMA synchronous = FULL")
-        if self._is_new():
+        if self._is_new(self._connection):
             with _Transaction(self, StoreUnavailable):
-                for statement in _TABLES if self._is_new() else ():
+                for statement in _TABLES if self._is_new(self._connection) else ():
                     self._connection.execute(statement)
 
-    def _is_new(self) -> bool:
+    def _check_log(self) -> None:
+        """Refuses a store of another format whose write-ahead log has transactions, before an ordinary connection opens it.
+
+        The last ordinary connection that closes copies the log into the database, and deletes the log. A read-only one does not.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(f"{self._path}-wal").st_size:  # noqa: PTH116
+                address = f"file:{urllib.parse.quote(self._path)}?mode=ro"
+                connected = sqlite3.connect(address, timeout=self._patience, isolation_level=None, uri=True)
+                with contextlib.closing(connected) as reader:
+                    self._is_new(reader)
+
+    def _is_new(self, connection: sqlite3.Connection) -> bool:
         # As of one moment: another may be making the tables.
-        outside = not self._connection.in_transaction
+        outside = not connection.in_transaction
         if outside:
-            self._connection.execute("BEGIN")
+            connection.execute("BEGIN")
         try:
-            anything = self._connection.execute(_ANYTHING).fetchone()
-            (application,) = self._connection.execute("PRAGMA application_id").fetchone()
-            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+            anything = connection.execute(_ANYTHING).fetchone()
+            (application,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
         finally:
             if outside:
-                self._connection.execute("ROLLBACK")
+                connection.execute("ROLLBACK")
         if application == version == 0 and anything is None:
             return True
         if application != _APPLICATION:
             raise StoreUnsupported(f"{self._path} is a database of another program: it was left as it is")
         if version != FORMAT:
-            raise StoreUnsupported(
-                f"{self._path} has format {version}, and this stagecrew knows format {FORMAT}: use the stagecrew that wrote it, or a "
-                f"newer one"
-            )
+            raise other_format(self._path, str(version))
         return False
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Final
 
 from kazoo.exceptions import NodeExistsError, NoNodeError
 from kazoo.security import OPEN_ACL_UNSAFE, make_digest_acl
 
 from stagecrew.errors import StoreRefused, StoreUnsupported
+from stagecrew.recovery.stores.contract import FORMAT
+from stagecrew.recovery.stores.requests import other_format
 from stagecrew.recovery.stores.zksession import ZooKeeperSession, failed
 
 __all__ = ["acl_of", "prepare", "register"]
+
+#: Before the format, in the entry above all others.
+_MARK: Final = b"stagecrew store "
 
 
 def acl_of(credentials: str | None) -> list[Any]:
@@ -22,28 +27,32 @@ def acl_of(credentials: str | None) -> list[Any]:
     return [make_digest_acl(user, password, all=True)]
 
 
-def prepare(
-    session: ZooKeeperSession, root: str, acl: list[Any], mark: bytes, known: int, where: str, due: float
-) -> None:
-    """Makes what is not there yet, and refuses what is of another format or not protected as it should be."""
+def prepare(session: ZooKeeperSession, root: str, acl: list[Any], where: str, due: float) -> None:
+    """Makes a store where none is, and refuses one of another format or without the protection that it should have.
+
+    A store that is refused is not changed.
+    """
+    if session.call(operator.methodcaller("exists_async", f"{root}/entries"), due) is not None:
+        _check_format(session, root, where, due)
     parts = root.split("/")[1:]
     paths = ["/" + "/".join(parts[: number + 1]) for number in range(len(parts))]
     # What says the format comes last: when it is there, all is there.
     for path in (*paths, f"{root}/sessions", f"{root}/entries"):
         if session.call(operator.methodcaller("exists_async", path), due) is None:
-            _create(session, path, mark + b"%d" % known if path.endswith("/entries") else b"", due)
+            _create(session, path, _MARK + b"%d" % FORMAT if path == f"{root}/entries" else b"", due)
     for path in (f"{root}/sessions", f"{root}/entries"):
         found, _ = session.call(operator.methodcaller("get_acls_async", path), due)
         if list(found) != acl:
             raise StoreRefused(f"{where} is open to others than these credentials: use another path, or change its ACL")
+    _check_format(session, root, where, due)  # another process may have made it meanwhile
+
+
+def _check_format(session: ZooKeeperSession, root: str, where: str, due: float) -> None:
     value, _ = session.call(operator.methodcaller("get_async", f"{root}/entries"), due)
-    if not value.startswith(mark):
+    if not value.startswith(_MARK):
         raise StoreUnsupported(f"{where} is of another program: it was left as it is")
-    if value != mark + b"%d" % known:
-        raise StoreUnsupported(
-            f"{where} has format {value[len(mark) :].decode(errors='replace')}, and this stagecrew knows format {known}: use the "
-            f"stagecrew that wrote it, or a newer one"
-        )
+    if value != _MARK + b"%d" % FORMAT:
+        raise other_format(where, value.removeprefix(_MARK).decode(errors="replace"))
 
 
 def register(session: ZooKeeperSession, root: str, due: float) -> str:

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ZooKeeperStore"]
 
-#: The format that this stagecrew writes, in the entry above all others.
-FORMAT: Final = 1
-_MARK: Final = b"stagecrew store "
 _HOST: Final = r"([\w.-]+|\[[0-9a-fA-F:]+\])(:\d{1,5})?"
 _HIGHEST: Final = (1 << 31) - 1
 
@@ -332,7 +329,7 @@ class ZooKeeperStore:
             acl = layout.acl_of(self._credentials)
             session = zk.ZooKeeperSession(self._hosts, self._asked, auth, acl, self._tls)
             try:
-                layout.prepare(session, self._root, acl, _MARK, FORMAT, self._where, due)
+                layout.prepare(session, self._root, acl, self._where, due)
                 self._own = layout.register(session, self._root, due)
                 return session
             except (zk.NoAnswerError, zk.OverError) as error:

@@ -1,0 +1,246 @@
+"""The record of a commit: its format, the checks before it is used, and the comparison of two uses of one id."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import datetime as dt
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from stagecrew.errors import CommitUnreadable
+
+__all__ = [
+    "FORMAT",
+    "Known",
+    "Record",
+    "States",
+    "checked",
+    "columns_of",
+    "file_of",
+    "known_of",
+    "mark_of",
+    "schema_of",
+]
+
+#: A record: what JSON can say.
+Record = dict[str, Any]
+
+#: Of records. Those of earlier versions have no number.
+FORMAT: Final = 2
+#: Of the mark that a sink keeps beside a commit's id.
+_MARK_FORMAT: Final = 1
+
+_RUN: Final = re.compile(r"[0-9a-f]{32}")
+_FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+#: How long a text of a mark may be, and how much of a longer one is kept. A mark then fits in 400 characters, and a column of 512.
+_LONGEST: Final = 60
+_KEPT: Final = 40
+
+
+class States:
+    """The states of a commit's record.
+
+        open(run) --decide--> decided(run, messages) --> applied
+           |   \\--another driver: open(its run)     \\--> refused (it can never be)
+           \\--> aborted
+
+    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after. What the sink shows though
+    its record says otherwise (that is a copy, from before the decision) becomes applied, without messages.
+    """
+
+    OPEN = "open"
+    DECIDED = "decided"
+    APPLIED = "applied"
+    ABORTED = "aborted"
+    REFUSED = "refused"
+    ALL = frozenset({OPEN, DECIDED, APPLIED, ABORTED, REFUSED})
+
+
+def checked(commit_id: str, record: Any) -> Record:
+    """The record, when it is one that this version writes. Run ids become the names of folders and tables: nothing else is let through.
+
+    Raises `CommitUnreadable`.
+    """
+    if not isinstance(record, dict):
+        raise _not_ours(commit_id, f"it is a {type(record).__name__}")
+    format_ = record.get("format")
+    if format_ is None:
+        raise CommitUnreadable(
+            f"an earlier version of stagecrew wrote the record of commit {commit_id!r}, and this version does not read it. Nothing was "
+            f"changed or deleted. Finish the commit with the version that wrote it, or give this one another id"
+        )
+    if format_ != FORMAT:
+        raise CommitUnreadable(
+            f"the record of commit {commit_id!r} has format {format_!r}, and this version of stagecrew reads {FORMAT}. Nothing was "
+            f"changed or deleted. Finish the commit with the version that wrote it"
+        )
+    problem = _problem(record)
+    if problem:
+        raise _not_ours(commit_id, problem)
+    return record
+
+
+def _not_ours(commit_id: str, problem: str) -> CommitUnreadable:
+    return CommitUnreadable(
+        f"the record of commit {commit_id!r} is not as stagecrew writes it: {problem}. Nothing was changed or deleted. Put a copy of the "
+        f"record in its place"
+    )
+
+
+def _problem(record: Record) -> str:
+    """The first problem of a record of this format; empty when it has none."""
+    if record.get("state") not in States.ALL:
+        return f"its state is {record.get('state')!r}"
+    before = record.get("before")
+    if not isinstance(before, list):
+        return "it has no list of earlier runs"
+    for run in [record.get("run"), *before]:
+        if not isinstance(run, str) or not _RUN.fullmatch(run):
+            return f"{run!r} is no id of a run"
+    if not isinstance(record.get("sink"), str):
+        return "it names no sink"
+    for name, kinds in _OPTIONAL.items():
+        if not isinstance(record.get(name), (*kinds, type(None))):
+            return f"its {name} is a {type(record[name]).__name__}"
+    for message in record.get("messages") or ():
+        numbers = [message.get("rows", 0), message.get("bytes", 0)] if isinstance(message, dict) else [None]
+        if not all(isinstance(number, int | float) for number in numbers):
+            return f"{message!r} is no message of a task"
+    if record["state"] == States.DECIDED and record.get("messages") is None:
+        return "it is decided, and names nothing to commit"
+    try:
+        schema_of(record)
+    except (KeyError, TypeError, ValueError, OSError) as error:  # pyarrow's are of the last two kinds
+        return f"its schema cannot be read ({type(error).__name__})"
+    return ""
+
+
+_OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
+    "messages": (list,),
+    "content": (str,),
+    "mark": (str,),
+    "time": (int, float),
+    "job": (str,),
+    "attempt": (int,),
+}
+
+
+def file_of(commit_id: str, message: dict[str, Any]) -> str:
+    """The file that a message names: a plain name, as sinks give them. Raises `CommitUnreadable` for any other, such as a path."""
+    name = message.get("file")
+    if not isinstance(name, str) or not _FILE.fullmatch(name):
+        raise CommitUnreadable(
+            f"the record of commit {commit_id!r} names {name!r}, which is no name of a staged file. Nothing was moved or deleted. Put a "
+            f"copy of the record in its place"
+        )
+    return name
+
+
+def schema_of(record: Record) -> pa.Schema:
+    """The schema of a record's dataset."""
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(record["schema"], validate=True)))
+
+
+def columns_of(schema: pa.Schema) -> list[str]:
+    """The names and types of a schema's columns, sorted: they must be the same in a repeat.
+
+    Their order does not count, for sinks take columns in any order. Nullability and metadata do not count either, here and in nested types:
+    Spark derives them from its plan, and they change without a change of the data.
+    """
+    return sorted(f"{field.name}: {_type_of(field.type)}" for field in schema)
+
+
+def _type_of(type_: pa.DataType) -> str:
+    kinds = pa.types
+    if kinds.is_struct(type_):
+        return f"struct<{', '.join(f'{field.name}: {_type_of(field.type)}' for field in type_)}>"
+    if kinds.is_map(type_):
+        return f"map<{_type_of(type_.key_type)}, {_type_of(type_.item_type)}>"
+    if kinds.is_list(type_) or kinds.is_large_list(type_):
+        return f"list<{_type_of(type_.value_type)}>"
+    return str(type_).removeprefix("large_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """The facts about a commit that was decided before."""
+
+    content: str | None
+    columns: Sequence[str]
+    rows: int
+    time: float
+    #: Of a sink's mark, which keeps the beginning and a digest of long texts.
+    short: bool = False
+
+    def difference(self, schema: pa.Schema, content: str | None) -> str:
+        """How a dataset differs from the committed one, with both values; empty when it does not."""
+        columns = columns_of(schema)
+        if self.short:
+            content, columns = None if content is None else _shortened(content), [_shortened(", ".join(columns))]
+        found = []
+        if content != self.content:
+            found.append(f"content is {content!r}, there {self.content!r}")
+        ours = [column for column in columns if column not in self.columns]
+        theirs = [column for column in self.columns if column not in columns]
+        if ours or theirs:
+            found.append(f"columns are {', '.join(ours) or 'fewer'}, there {', '.join(theirs) or 'fewer'}")
+        return "; ".join(found)
+
+    @property
+    def when(self) -> str:
+        """The time for people."""
+        return dt.datetime.fromtimestamp(self.time, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def known_of(commit_id: str, record: Record) -> Known | None:
+    """The facts in the record of a commit that is decided or done; None when the record has none."""
+    if "messages" not in record:
+        return read_mark(commit_id, record.get("mark"))
+    rows = sum(message.get("rows", 0) for message in record["messages"])
+    return Known(record["content"], columns_of(schema_of(record)), rows, record["time"])
+
+
+def mark_of(record: Record) -> str:
+    """The text of at most 400 characters that a sink stores with the id of a commit that is decided."""
+    content = record["content"]
+    mark = {
+        "format": _MARK_FORMAT,
+        "time": record["time"],
+        "rows": sum(message.get("rows", 0) for message in record["messages"]),
+        "content": None if content is None else _shortened(content),
+        "columns": _shortened(", ".join(columns_of(schema_of(record)))),
+    }
+    return json.dumps(mark, ensure_ascii=False, separators=(",", ":"))
+
+
+def read_mark(commit_id: str, text: str | None) -> Known | None:
+    """The inverse of `mark_of`; None without a mark: commits of earlier versions have none. Raises `CommitUnreadable`."""
+    if not text:
+        return None
+    try:
+        mark = json.loads(text)
+        if mark["format"] == _MARK_FORMAT:
+            return Known(mark["content"], [mark["columns"]], int(mark["rows"]), float(mark["time"]), short=True)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommitUnreadable(
+            f"the sink's mark of commit {commit_id!r} is not as stagecrew writes it ({type(error).__name__}). Nothing was changed. "
+            f"Give this commit another id"
+        ) from error
+    raise CommitUnreadable(
+        f"the sink's mark of commit {commit_id!r} has format {mark['format']!r}, and this version of stagecrew reads {_MARK_FORMAT}. "
+        f"Nothing was changed. Use the version that wrote it, or give this commit another id"
+    )
+
+
+def _shortened(text: str) -> str:
+    """The text; of one that is long, or cannot be shown, its beginning and a digest."""
+    if len(text) <= _LONGEST and text.isprintable():
+        return text
+    begin = "".join(one if one.isprintable() else "?" for one in text[:_KEPT])
+    return f"{begin}\u2026{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"

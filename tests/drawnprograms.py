@@ -1,0 +1,135 @@
+"""A draw of programs: see `programs`."""
+
+import itertools
+
+from hypothesis import strategies as st
+
+from programs import NAMED
+
+
+class Place:
+    """What the drawn statements of a body may do."""
+
+    def __init__(self, draw, *, session):
+        self.draw, self.session = draw, session
+        self.numbers = itertools.count(1)
+        self.topologies = 0
+        self.datasets = {}  # name -> whether an action leaves a trace
+        self.used = set()  # names of steps and commits in this place
+        self.steps = self.commits = self.streams = self.threads = True
+        self.depth = 0
+        self.at_home = True  # the place was begun by the thread
+        self.in_step = False
+        self.around_step = 0  # topologies
+        self.left = itertools.count(MOST, -1)  # statements, in all
+
+    def inside(self, **changes):
+        made = object.__new__(Place)
+        made.__dict__ = self.__dict__ | {"datasets": dict(self.datasets), "depth": self.depth + 1} | changes
+        return made
+
+    def name(self, begin):
+        name = next(name for i in itertools.count(1) if (name := f"{begin}{i}") not in self.used)
+        self.used.add(name)
+        return name
+
+    def body(self, most=6):
+        made = []
+        for _ in range(self.draw(st.integers(1, most))):
+            kinds = [kind for kind, depth in KINDS if depth >= self.depth and getattr(self, f"may_{kind}")]
+            if not kinds or next(self.left) <= 0:
+                break
+            made += getattr(self, self.draw(st.sampled_from(kinds)))()
+            if made[-1][0] in ("raise", "nameless"):
+                break
+        return tuple(made)
+
+    may_use = property(lambda self: self.session or self.topologies > 0)
+    may_act = property(lambda self: bool(self.datasets))
+    may_nameless = property(lambda self: NAMED and not self.at_home and self.may_use and self.draw(st.booleans()))
+    may_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
+    may_commit = property(lambda self: self.commits and self.topologies > 0)
+    may_step = property(lambda self: self.steps and (self.session or self.topologies > 0))
+    may_topology = property(lambda self: self.topologies < 2)
+    may_stream = property(lambda self: self.streams and (self.topologies > 0 or not self.in_step))
+    may_branches = property(lambda self: self.threads and (self.session or self.topologies > 0 or self.steps))
+
+    def source(self, *, splits=True):
+        kinds = ["session"] * self.session + ["topology", *["splits"] * 2 * splits] * (self.topologies > 0)
+        kinds += ["outer"] * (self.topologies > 1)
+        kind = self.draw(st.sampled_from(kinds))
+        if kind == "splits":
+            return kind, f"l{next(self.numbers)}-", self.draw(st.integers(1, 5))
+        return kind, tuple(self.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+
+    def use(self):
+        for _ in range(self.draw(st.integers(1, 3))):
+            name, source = f"v{next(self.numbers)}", self.source()
+            self.datasets[name] = source[0] != "splits"
+            yield "use", name, source
+
+    def nameless(self):
+        yield "nameless", f"v{next(self.numbers)}", self.source(splits=False)
+
+    def act(self):
+        name = self.draw(st.sampled_from(sorted(self.datasets)))
+        yield "act", name, None if self.datasets[name] else self.draw(st.sampled_from([None, 1, 2]))
+
+    def commit(self):
+        kind, *rest = self.source()
+        yield "commit", self.name("k"), (kind, *([rest[0][:1]] if kind != "splits" else rest))
+
+    def step(self):
+        name = self.name("s")
+        inside = self.inside(used=set(), at_home=True, in_step=True, around_step=self.topologies)
+        yield "step", name, inside.body()
+
+    def topology(self):
+        yield "topology", f"t{self.topologies + 1}", self.inside(topologies=self.topologies + 1, at_home=True).body()
+
+    def stream(self):
+        name, count = f"q{next(self.numbers)}", self.draw(st.integers(1, 4))
+        alone = {"streams": False, "threads": False, "used": set()}
+        untouched = {name: False for name, is_traced in self.datasets.items() if not is_traced}
+        own = self.inside(**alone, datasets=dict(untouched), steps=False, commits=False, at_home=False)
+        made = own.body(2) if self.draw(st.booleans()) and (own.may_use or own.may_topology) else ()
+        body = self.inside(**alone, at_home=True).body()
+        self.datasets = untouched  # after its last batch nobody knows the others' state
+        # Without it the thread of a query is in no step: nothing but topologies inside the step may have coordinators.
+        alone = not self.in_step or (not self.session and not self.around_step)
+        wrapped = self.topologies > 0 and not (alone and self.draw(st.booleans()))
+        yield "stream", name, count, wrapped, made, body
+
+    def branches(self):
+        """Threads with steps, each in a topology of its own; or with uses, and without steps."""
+        changes = {"threads": False, "at_home": False}
+        count = self.draw(st.integers(2, 3))
+        if not self.session and not self.topologies and self.steps:
+            bodies = [tuple(self.inside(**changes, datasets={}).topology()) for _ in range(count)]
+        else:
+            untouched = {name: False for name, is_traced in self.datasets.items() if not is_traced}
+            changes |= {"steps": False, "streams": False}
+            bodies = [self.inside(**changes, datasets=dict(untouched)).body(2) for _ in range(count)]
+        yield "threads", tuple(bodies)
+
+    def error(self):
+        yield ("raise",)
+
+
+#: Statements as often as they are drawn, each with the depth down to which it is.
+KINDS = [
+    *[("use", 9)] * 3,
+    *[("act", 9)] * 7,
+    *[("step", 0), ("step", 1), ("step", 2)] * 2,
+    *[("topology", 0), ("topology", 2)],
+    *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9)],
+]
+#: How many statements a program has at most.
+MOST = 20
+
+
+@st.composite
+def programs(draw):
+    """A program whose results do not depend on the order in which its threads go on."""
+    place = Place(draw, session=draw(st.booleans()))
+    return place.body()

@@ -1,0 +1,159 @@
+"""Histories of programs: their runs in the simulation, killed or not, until the job is at its end."""
+
+import contextvars
+import dataclasses
+import logging
+import re
+
+import pyarrow as pa
+import pyarrow.fs
+
+from jobsim import PLACES, Killed, MemorySink
+from modelstore import ModelServer
+from programs import Runner, Scope, Tally
+from sparksim import Dataset, Turns, process
+from stagecrew.errors import StagecrewError
+from stagecrew.recovery.election import HOLDER, Fenced, fence
+from stagecrew.recovery.job import set_current
+from stagecrew.recovery.jobs import Jobs
+from stagecrew.recovery.run import Claimed, carry_out
+from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.stores.contract import Create, Replace
+
+JOB = "job"
+#: After so many runs a history does not end.
+RUNS = 6
+
+
+class Sink(MemorySink):
+    """A sink that the running process calls at its points."""
+
+    def __init__(self, world):
+        super().__init__(f"sink-{id(world)}")
+        self.world = world
+
+    def stage(self, staging, partition, attempt, batches):
+        rows = [row for batch in batches for row in batch.column(0).to_pylist()]
+        self.point("before stage")
+        self.staged[staging.run].append(rows)
+        self.point("after stage")
+        return {"text": rows, "rows": len(rows)} if rows else None
+
+    def begin(self, staging):
+        self.point("before begin")
+        super().begin(staging)
+        self.point("after begin")
+
+    def commit(self, staging, messages):
+        self.point("before commit")
+        super().commit(staging, messages)
+        self.point("after commit")
+
+    def discard(self, staging, kept):
+        self.point("before discard")
+        super().discard(staging, kept)
+        self.point("after discard")
+
+    def point(self, what):
+        self.world.turns.point(what)
+
+
+class World:
+    """What outlives a process: the store with one job, the storage, a sink, the logs of streams, and what batches have given."""
+
+    def __init__(self):
+        self.server = ModelServer()
+        self.server.fault = self._point
+        filesystem = pyarrow.fs._MockFileSystem()
+        filesystem.create_dir("states")
+        self.storage = StateStorage("states", filesystem)
+        self.sink = Sink(self)
+        self.log, self.table = {}, {}
+        self.turns = None  # of the process that runs
+        leader = self.server.session()
+        leader.ensure("leader", "leader/term")
+        _, self.term = leader.transact(
+            Create(HOLDER, b"leader", ephemeral=True),
+            Replace("leader/term", b"leader", leader.read("leader/term").version),
+        )
+        self.jobs = Jobs(Fenced(leader, fence(self.term)), self.storage, lambda: 0.0)
+        self.jobs.submit(JobSpec("job.py", (), {}, {}, b"", 50), JOB)
+
+    def _point(self, session, operations, moment):
+        if self.turns is not None:
+            self.turns.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
+
+    def run(self, program, seed, kill):
+        """One run of the job, which ends it, or is lost."""
+        run = self.jobs.start(JOB, self.jobs.read(JOB), self.jobs.claim(JOB))
+        session = self.server.session()
+        self.turns = turns = Turns(seed, kill)
+        try:
+            claim = Jobs(Fenced(session, fence(self.term)), self.storage, lambda: 0.0).take(run, {})
+            claimed = Claimed(session, self.storage, self.term, run, claim)
+
+            def call(_spec):
+                with process(turns, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
+                    return Runner(Ground(self, crew.context), crew).body(program, Scope())
+
+            carry_out(claimed, False, call, lambda: "killed" if turns.dead else None, patience=0.0)
+        except (Killed, StagecrewError):
+            pass
+        finally:
+            set_current(None)
+            self.points, self.turns = turns.points, None
+            self.server.expire(session.session)
+
+
+class Ground:
+    """What a program stands on: see `Runner`."""
+
+    def __init__(self, world, spark):
+        self.world, self.spark = world, spark
+        self.together, self.stream = world.turns.together, spark.stream
+
+    def numbers(self, values):
+        return Dataset(self.spark, len(values), lambda i: iter([pa.record_batch({"v": [values[i]]})]), "v long")
+
+    def sink(self, name):
+        return self.world.sink
+
+    def write(self, key, value):
+        self.world.turns.point("before write")
+        self.world.table[key] = value
+        self.world.turns.point("after write")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """All that a history has to agree about with any other of its program."""
+
+    state: str
+    reason: str
+    value: object
+    rows: dict
+    table: dict
+    staged: int
+
+
+def history(program, seed, *kills):
+    """The outcome of a program, whose runs end at these points in turn; and the points of its first run."""
+    world = World()
+    points = None
+    logging.disable(logging.CRITICAL)
+    try:
+        for kill in (*kills, *[None] * RUNS):
+            contextvars.Context().run(world.run, program, seed, kill)
+            points = points or world.points
+            if world.jobs.read(JOB)[0].state.is_terminal:
+                break
+        else:
+            return Outcome("lost", "", None, {}, {}, 0), points
+    finally:
+        logging.disable(logging.NOTSET)
+        del PLACES[world.sink.identity]
+    result = world.jobs.result(JOB)
+    rows = {id_: sorted(row for part in parts for row in part) for id_, parts in world.sink.visible.items()}
+    reason = re.sub(r"\b[0-9a-f]{12,32}\b", "<id>", result.reason)
+    return Outcome(result.state, reason, result.shown, rows, dict(world.table), len(world.sink.staged)), points
