@@ -235,7 +235,7 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
             process.wait()
 
 
-def started(folder: Path, name: str, *arguments: str, jar: str = "") -> subprocess.Popen[bytes]:
+def started(folder: Path, name: str, *arguments: str, jar: str = "", **variables: str) -> subprocess.Popen[bytes]:
     """A process of Spark's own, with a jar on its class path; its output goes to a file of this name."""
     jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
     environment = {
@@ -243,6 +243,7 @@ def started(folder: Path, name: str, *arguments: str, jar: str = "") -> subproce
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_HOME": os.path.dirname(pyspark.__file__),
         "SPARK_SCALA_VERSION": "2.13",
+        **variables,
     }
     environment.pop("PYSPARK_PYTHON", None)
     # Executors of a cluster run the python3 of their PATH: the tests' own.
@@ -305,11 +306,17 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
 
 @contextlib.contextmanager
 def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterator[str]:
-    """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL."""
+    """A real standalone cluster: one Master and its Workers as processes. Yields the master's URL.
+
+    The PYTHONPATH of the Workers has a module `of_the_node`, as nodes and images may provide it.
+    """
     running: list[subprocess.Popen[bytes]] = []
+    node = folder / "node"
+    node.mkdir()
+    (node / "of_the_node.py").write_text("NAME = 'here'\n")
 
     def start(name: str, *arguments: str) -> None:
-        running.append(started(folder, name, *arguments))
+        running.append(started(folder, name, *arguments, PYTHONPATH=str(node)))
 
     port = free_port()
     url = f"spark://127.0.0.1:{port}"

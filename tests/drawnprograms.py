@@ -15,6 +15,7 @@ class Place:
         self.numbers = itertools.count(1)
         self.topologies = 0
         self.datasets = {}  # name -> whether an action leaves a trace
+        self.spent = set()  # datasets that batches have used: after the last one nobody knows their state
         self.used = set()  # names of steps and commits in this place
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
@@ -45,8 +46,10 @@ class Place:
         return tuple(made)
 
     may_use = property(lambda self: self.session or self.topologies > 0)
-    may_act = property(lambda self: bool(self.datasets))
+    known = property(lambda self: sorted(self.datasets.keys() - self.spent))
+    may_act = property(lambda self: bool(self.known))
     may_nameless = property(lambda self: NAMED and not self.at_home and self.may_use and self.draw(st.booleans()))
+    may_attempt = True
     may_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
     may_commit = property(lambda self: self.commits and self.topologies > 0)
     may_step = property(lambda self: self.steps and (self.session or self.topologies > 0))
@@ -72,7 +75,7 @@ class Place:
         yield "nameless", f"v{next(self.numbers)}", self.source(splits=False)
 
     def act(self):
-        name = self.draw(st.sampled_from(sorted(self.datasets)))
+        name = self.draw(st.sampled_from(self.known))
         yield "act", name, None if self.datasets[name] else self.draw(st.sampled_from([None, 1, 2]))
 
     def commit(self):
@@ -94,11 +97,12 @@ class Place:
         own = self.inside(**alone, datasets=dict(untouched), steps=False, commits=False, at_home=False)
         made = own.body(2) if self.draw(st.booleans()) and (own.may_use or own.may_topology) else ()
         body = self.inside(**alone, at_home=True).body()
-        self.datasets = untouched  # after its last batch nobody knows the others' state
+        self.spent |= self.datasets.keys() - untouched.keys()
         # Without it the thread of a query is in no step: nothing but topologies inside the step may have coordinators.
-        alone = not self.in_step or (not self.session and not self.around_step)
-        wrapped = self.topologies > 0 and not (alone and self.draw(st.booleans()))
-        yield "stream", name, count, wrapped, made, body
+        is_apart = not self.in_step or (not self.session and not self.around_step)
+        wrapped = self.topologies > 0 and not (is_apart and self.draw(st.booleans()))
+        broken = self.draw(st.integers(0, count - 1)) if not made and self.draw(st.booleans()) else None
+        yield "stream", name, count, wrapped, broken, made, body
 
     def branches(self):
         """Threads with steps, each in a topology of its own; or with uses, and without steps."""
@@ -112,6 +116,9 @@ class Place:
             bodies = [self.inside(**changes, datasets=dict(untouched)).body(2) for _ in range(count)]
         yield "threads", tuple(bodies)
 
+    def attempt(self):
+        yield "try", self.inside().body()
+
     def error(self):
         yield ("raise",)
 
@@ -122,7 +129,7 @@ KINDS = [
     *[("act", 9)] * 7,
     *[("step", 0), ("step", 1), ("step", 2)] * 2,
     *[("topology", 0), ("topology", 2)],
-    *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9)],
+    *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9), ("attempt", 1)],
 ]
 #: How many statements a program has at most.
 MOST = 20

@@ -95,7 +95,7 @@ def example() -> list[dict[str, Any]]:
     def partitions(progress: int, outputs: int, blocks: int, released: int) -> dict[str, int]:
         return {
             "inProgress": progress, "outputs": outputs, "outputBytes": outputs * 18_400_000, "blocks": blocks,
-            "blockBytes": blocks * 61_000_000, "released": released, "releasedBytes": released * 18_400_000,
+            "blockBytes": blocks * 61_000_000, "released": released, "releasedBytes": released * 18_400_000, "releaseFailures": 0,
         }  # fmt: skip
 
     def executor(number: int, running: bool) -> dict[str, Any]:

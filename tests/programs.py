@@ -4,9 +4,11 @@ A program is a tuple of statements, each of which is a tuple:
 
     ("topology", name, body)         the body inside a topology, with an operator of its own
     ("step", name, body)             `job.step`
-    ("stream", name, n, wrapped, own, body)
+    ("stream", name, n, wrapped, broken, own, body)
                                      a query of n batches: what `foreachBatch` calls, which the topology wraps or not, does what is its
-                                     `own`, and then the body in `job.batch`
+                                     `own`, and then the body in `job.batch`; in each process the broken batch fails at its end when it is
+                                     run first, and the query is started again
+    ("try", body)                    the body, whose own error is caught
     ("threads", bodies)              each body in a thread of its own
     ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers),
                                      ("outer", numbers) of the outermost topology, and ("splits", label, n)
@@ -63,6 +65,10 @@ def tell(gateway, batches):
         yield pa.record_batch({"v": [gateway.request(number - number // 2)]})
 
 
+class Broken(Exception):
+    """A batch fails, once in each process."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scope:
     """Where a statement is: the topologies around it, with their operators, and the datasets that it sees.
@@ -108,13 +114,34 @@ class Runner:
     def _step(self, scope, name, body):
         return self.job.step(name, lambda: self.body(body, scope.within(at_home=True)))
 
-    def _stream(self, scope, name, count, wrapped, own, body):
+    def _stream(self, scope, name, count, wrapped, broken, own, body):
+        failing = [broken]
+
+        def inside(number):
+            results = self.body(body, scope.within(at_home=True))
+            if failing == [number]:
+                failing.clear()
+                raise Broken
+            return results
+
         def batch(number):
             outside = self.body(own, scope.within(at_home=False, suffix=f"-{number}"))
-            inside = self.job.batch(name, number, lambda: self.body(body, scope.within(at_home=True)))
-            self.ground.write(f"{name}-{number}", [outside, inside])
+            results = self.job.batch(name, number, lambda: inside(number))
+            self.ground.write(f"{name}-{number}", [outside, results])
 
-        self.ground.stream(name, count, scope.topologies[-1][0].wrap(batch) if wrapped else batch)
+        called = scope.topologies[-1][0].wrap(batch) if wrapped else batch
+        try:
+            self.ground.stream(name, count, called)
+        except Exception as error:
+            if "programs.Broken" not in f"{type(error).__module__}.{type(error).__name__}: {error}":
+                raise
+            self.ground.stream(name, count, called)
+
+    def _try(self, scope, body):
+        try:
+            return self.body(body, scope.within())
+        except ValueError as error:
+            return str(error)
 
     def _threads(self, scope, bodies):
         def branch(body):

@@ -49,7 +49,12 @@ def folders(spark: SparkSession, path: Path) -> set[str]:
 
 def files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
     """The names of shuffle files, or of others, on the disks of its executors."""
-    return sorted(file.name for folder in folders(spark, path) for file in Path(folder).glob(f"*/{pattern}"))
+    return sorted(file.name for file in paths(spark, path, pattern))
+
+
+def paths(spark: SparkSession, path: Path, pattern: str) -> list[Path]:
+    """Files on the disks of its executors."""
+    return [file for folder in folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
 
 
 def size(spark: SparkSession, path: Path) -> int:

@@ -124,9 +124,6 @@ class Crew:
             and context.getConf().get("spark.pyspark.python") is None
         ):
             context.pythonExec = sys.executable
-        # The plugin set it while the SparkContext began; PySpark had read it before, and hands it to every Python worker.
-        if path := context.getConf().get("spark.executorEnv.PYTHONPATH"):
-            context.environment["PYTHONPATH"] = path
         self._drain_before_stop()
 
     @property

@@ -36,6 +36,7 @@ _PARTITIONS: Final = {
     "blockBytes": "their bytes",
     "released": "released",
     "releasedBytes": "bytes released",
+    "releaseFailures": "not deleted",
 }
 
 
@@ -128,7 +129,7 @@ def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:
         names = ("opens", "closes", "failures", "lost", "open s", "close s", "last error")
         yield "Listeners", table(("topology", "listener", "scope", "executor", *names), listeners)
     stored = [
-        (topology["name"], executor, *(counts["partitions"][key] for key in _PARTITIONS))
+        (topology["name"], executor, *(counts["partitions"].get(key, 0) for key in _PARTITIONS))
         for topology in topologies
         for executor, counts in topology["executors"].items()
         if any(counts["partitions"].values())

@@ -67,6 +67,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "OK": (38, ()),
     "INVENTORY": (39, (("executor", "s"), ("body", "s"))),
     "ORPHANS": (40, (("body", "s"),)),
+    "UNPERSISTED": (41, (("topology", "s"), ("body", "s"))),
     # An evaluation in a worker, its executor, and the driver's Python, where its coordinator is.
     "READY": (
         64,

@@ -32,6 +32,8 @@ def _maker() -> bytes:
 
 #: Of how many registrations a listener knows.
 _REMEMBERED: Final = 5
+#: The pickled arguments of a listener that has none: they hold no secret.
+_NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
 
 
 class Registration(NamedTuple):
@@ -52,6 +54,7 @@ class Identity:
     `id` travels with a listener that is pickled. A module that is imported in the worker makes its listeners anew: these
     are recognised by `factory` (module and name of the class or function) and equal arguments. A reference that travels
     without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
+    Another process cannot compare that digest. So a listener that `spark.stagecrew.listeners` names carries this name too.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Identity:
         self.id = uuid.uuid4().hex
         self.factory = factory
         self.topologies: list[Registration] = []
+        self.names: tuple[str, ...] = ()
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
@@ -73,6 +77,7 @@ class Identity:
             "id": self.id,
             "factory": self.factory,
             "topologies": self.topologies,
+            "names": self.names,
             "_pickled": self.pickled_arguments,
             "_digest": self.digest,
             "_definition": self.definition,
@@ -91,6 +96,15 @@ class Identity:
     def has_ended(self, topology: str) -> None:
         """Remembers that a topology of this id has ended."""
         self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
+
+    def add_name(self, name: str) -> None:
+        """Adds a name, `module:name`, of the listener in the configuration."""
+        if name not in self.names:
+            self.names = (*self.names, name)
+
+    def same_name(self, other: Identity) -> bool:
+        """Whether the configuration registers both by one name."""
+        return not set(self.names).isdisjoint(other.names)
 
     @property
     def pickled_arguments(self) -> bytes | None:
@@ -135,7 +149,7 @@ class Identity:
 
     def same(self, other: Identity) -> bool:
         """Whether both name the same listener."""
-        if self.id == other.id:
+        if self.id == other.id or self.same_name(other):
             return True
         if self.factory != other.factory:
             return False
@@ -153,12 +167,14 @@ class Identity:
     def reference(self) -> Identity:
         """The same identity without the arguments, which may hold secrets."""
         bare = Identity.__new__(Identity)
+        nothing = self.pickled_arguments == _NO_ARGUMENTS
         bare.__dict__.update(
             id=self.id,
             factory=self.factory,
             topologies=self.topologies,
+            names=self.names,
             _arguments=None,
-            _pickled=None,
+            _pickled=_NO_ARGUMENTS if nothing else None,
             _digest=self.digest,
             _defined_by=None,
             _definition=self.definition,
@@ -168,13 +184,16 @@ class Identity:
 
 
 def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
-    """The first of these that is the same listener; the very listener comes before one that has only the same name.
+    """The first of these that is the same listener.
 
-    None when none is the same. Raises `RedefinedError` when the code of each that is the same differs.
+    The very listener comes first, then one that the configuration registers by the same name, then one that has only the
+    same factory and arguments. None when none is the same. Raises `RedefinedError` when the code of each that is the same
+    differs.
     """
-    for one in known:
-        if of(one).id == identity.id:
-            return one
+    for matches in (lambda other: other.id == identity.id, identity.same_name):
+        for one in known:
+            if matches(of(one)):
+                return one
     alike = [one for one in known if identity.same(of(one))]
     for one in alike:
         if not identity.redefines(of(one)):

@@ -14,6 +14,7 @@ import functools
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -179,6 +180,7 @@ class Listener:
                 setattr(cls, name, _member(kind, vars(cls)[name], f"{name} of {cls.__qualname__},"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _note_names(self)
         reduced = super().__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
@@ -212,6 +214,37 @@ def _restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]
     self = make(*args)
     object.__setattr__(self, "_stagecrew", identity)
     return self
+
+
+def _note_names(listener: Listener) -> None:
+    """Notes the names of this listener in the configuration; before it is pickled on the driver."""
+    for target in _configured():
+        module, _, path = target.partition(":")
+        found: Any = sys.modules.get(module)
+        with contextlib.suppress(Exception):  # a module may compute its attributes
+            for part in path.split("."):
+                found = getattr(found, part, None)
+        if found is listener:
+            listener._stagecrew.add_name(target)
+
+
+#: SparkContext -> the names in its `spark.stagecrew.listeners`.
+_names: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _configured() -> tuple[str, ...]:
+    """The names in `spark.stagecrew.listeners` of the session of this process; none in a worker."""
+    context = getattr(getattr(sys.modules.get("pyspark"), "SparkContext", None), "_active_spark_context", None)
+    if context is None:
+        return ()
+    names = _names.get(context)
+    if names is None:
+        names = ()
+        with contextlib.suppress(Exception):  # the JVM may be gone
+            value = context._conf.get("spark.stagecrew.listeners", "")
+            names = tuple(name.strip() for name in value.split(",") if name.strip())
+            _names[context] = names
+    return names
 
 
 def listener_name(listener: Listener) -> str:
@@ -265,6 +298,7 @@ class Resource(Listener, Generic[T]):
             object.__setattr__(self, "_stagecrew", Identity(factory.identity, args, kwargs, factory.function))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        _note_names(self)
         if _registering.get():
             return (_whole_resource, (self._stagecrew, self._factory, self._args, self._kwargs))
         return (_bare_resource, (self._stagecrew.reference(), self.name))

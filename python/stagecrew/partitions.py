@@ -27,7 +27,8 @@ class PartitionReport:
     """What a topology has stored on one executor, as that said last: about every second, and when it closed.
 
     `outputs` are those of map tasks that are written, `in_progress` those that are being written, `blocks` those of cached
-    datasets (their bytes in memory and on disk). `released` counts what went when the topology ended.
+    datasets (their bytes in memory and on disk). `released` counts partitions that are gone since the topology ended,
+    `release_failures` partitions that could not be deleted: the executor's log says why.
     """
 
     topology: str
@@ -39,6 +40,7 @@ class PartitionReport:
     block_bytes: int
     released: int
     released_bytes: int
+    release_failures: int = 0
 
     @classmethod
     def of(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
@@ -53,6 +55,7 @@ class PartitionReport:
             block_bytes=node["blockBytes"],
             released=node["released"],
             released_bytes=node["releasedBytes"],
+            release_failures=node.get("releaseFailures", 0),
         )
 
 

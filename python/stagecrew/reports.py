@@ -140,6 +140,11 @@ class TopologyReport:
         return sum(one.released_bytes for one in self.partitions)
 
     @property
+    def release_failures(self) -> int:
+        """How many partitions could not be deleted when it ended."""
+        return sum(one.release_failures for one in self.partitions)
+
+    @property
     def opens(self) -> int:
         """How often a listener's `open` was called."""
         return sum(listener.opens for listener in self.listeners)

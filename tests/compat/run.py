@@ -1,4 +1,4 @@
-"""PySpark's own tests with the plugin on and off: `run.py SPARK_SOURCE`. The difference must be empty.
+"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`. The difference must be empty.
 
 SPARK_SOURCE is a tree of Spark's sources, best at the tag of the installed PySpark. Only its tests are taken; jars and
 Python are those of the installed PySpark. Each module runs in a process of its own, in three variations: without the
@@ -52,6 +52,7 @@ MODULES = {
     "pyspark.sql.tests.pandas.test_pandas_map": "mapInPandas",
     "pyspark.sql.tests.streaming.test_streaming_foreach": "foreach",
     "pyspark.sql.tests.streaming.test_streaming_foreach_batch": "foreachBatch",
+    "compat_paths": "the executor's own PYTHONPATH (a test of this folder)",
 }
 
 #: Test classes that need what the plugin refuses by design, with an error that says so.
@@ -120,7 +121,6 @@ class House:
             path = [str(self._with_our_daemon(folder)), *path[1:], str(jar)]
         if name == "on with a listener":
             lines.append("spark.stagecrew.listeners compat_listener:Quiet")
-            lines.append(f"spark.executorEnv.PYTHONPATH {HERE}")  # of clusters
             path.append(str(HERE))
         (conf / "spark-defaults.conf").write_text("\n".join(lines) + "\n")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHON"))}

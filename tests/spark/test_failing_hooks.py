@@ -289,3 +289,32 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, jour
     opens = [e["time"] for e in journal.read(event="open")]
     assert 4 <= len(opens) <= 8
     assert time.time() - opens[0] < len(opens) * (1.5 + 1 + 6) + 2  # executors may take long to come
+
+
+@pytest.mark.parametrize("listening", [True, False])
+def test_a_local_directory_that_cannot_be_used(sessions, journal, tmp_path, listening):
+    """An executor that cannot make the folder of its channel runs no body, with listeners or without; the job fails with the
+    cause; tasks run again when the directory can be used."""
+    file = tmp_path / "local"
+    file.write_text("a file in the place of the directory")
+    spark = sessions.get(LOCAL, spark__app__name=f"no local directory, listening {listening}")
+    utils = getattr(getattr(spark._jvm.org.apache.spark.util, "Utils$"), "MODULE$")
+    conf = spark.sparkContext._jsc.sc().conf()
+    assert not conf.contains("spark.local.dir")
+    crew = stagecrew.crew(spark)
+    listeners = [Recorder(journal)] if listening else []
+    numbers = spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal))
+    conf.set("spark.local.dir", str(file))
+    utils.clearLocalRootDirs()
+    try:
+        with crew.topology("t", listeners=listeners), pytest.raises(Exception, match=str(file)) as caught:
+            numbers.collect()
+    finally:
+        utils.clearLocalRootDirs()
+        conf.remove("spark.local.dir")
+    assert "check its local directories (spark.local.dir)" in str(caught.value)
+    assert "Failed to get a temp directory" in str(caught.value)
+    assert not journal.read(event="body")
+    with crew.topology("again", listeners=listeners):
+        assert numbers.collect() == [1]
+    assert len(journal.read(event="open")) == len(journal.read(event="close")) == listening

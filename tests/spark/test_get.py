@@ -212,12 +212,19 @@ def test_a_topology_used_after_it_closed(spark, crew, journal):
 
 
 def test_from_the_configuration(sessions, spark, pools, tmp_path, master):
-    """A listener that the configuration names is found by functions of its module."""
+    """A listener that the configuration names is found by functions of its module, and by one that travels by value."""
     name = pools.__name__
     spark = sessions.get(
         master,
         spark__stagecrew__listeners=f"{name}:orders,{name}:planes,{name}:plain",
         spark__executorEnv__PYTHONPATH=str(tmp_path),
     )
-    found = collect(spark, pools.words)
-    assert found == [("orders in application", "planes in application", "plain in application")] * 2
+    expected = [("orders in application", "planes in application", "plain in application")] * 2
+    assert collect(spark, pools.words) == expected
+    orders, planes, plain = pools.orders, pools.planes, pools.plain  # as `from pools import orders` in `__main__`
+
+    def by_value(rows):
+        for _ in rows:
+            yield orders.get(), planes.get(), plain.get().opened
+
+    assert collect(spark, by_value) == expected

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from pyspark.sql import functions as f
 
 import stagecrew
 from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
-from stored import blocks, cached, deaf, end_reaches_nobody, field, files, outputs, plan, ran, tracker
+from stored import blocks, cached, deaf, end_reaches_nobody, field, files, outputs, paths, plan, ran, tracker
 
 
 @pytest.fixture(
@@ -84,11 +85,37 @@ def test_nothing_is_left_after_the_exit(spark, crew, tmp_path, before):
     assert stored_since(spark, tmp_path, before) == (set(), {})
     report = topology.report
     assert report.released == sum(tracked.values())
+    assert report.release_failures == 0
     assert report.released_bytes > 0
     assert not [one for one in topology.partitions if one.outputs or one.in_progress or one.blocks]
     assert {one.topology for one in crew.partitions()} >= {topology.id}
     for dataset in (datasets[0], unsafe):  # held until here, or Spark's own cleaner might have taken them
         assert rows(dataset) == sorted((k, sum(range(k, 1000, 7))) for k in range(7))
+
+
+def test_what_cannot_be_deleted_is_no_release(spark, crew, tmp_path, before):
+    """Files that an executor cannot delete are counted as failures, and not as released: one output and one cached block, in
+    whose places there are folders."""
+
+    def replaced(pattern: str) -> Path:
+        path = next(path for path in paths(spark, tmp_path, pattern) if path.name not in before[0])
+        path.unlink()
+        path.mkdir()
+        (path / "held").touch()
+        return path
+
+    with crew.topology("t", release="all") as topology:
+        shuffled, stored = counted(spark), spark.sparkContext.parallelize(range(100), 4).persist(StorageLevel.DISK_ONLY)
+        assert sorted(shuffled.collect()) == EXPECTED
+        assert stored.count() == 100
+        size = sum(outputs(spark)[shuffle] for shuffle in outputs(spark) if shuffle not in before[1])
+        held = [replaced("shuffle_*.data"), replaced(f"rdd_{stored.id()}_*")]
+    report = topology.report
+    assert (report.released, report.release_failures) == (size + 4 - 2, 2)
+    assert sum(one.release_failures for one in topology.partitions) == 2
+    for path in held:
+        (path / "held").unlink()
+        path.rmdir()
 
 
 def test_what_is_used_again_is_computed_again(spark, crew, tmp_path, before):
@@ -206,6 +233,7 @@ def test_cached_datasets(spark, crew, tmp_path, before):
     assert len(cached(spark) - already) == 1  # a local checkpoint has no lineage to be computed again from
     assert local.count() == 10
     assert topology.report.released >= 12
+    assert topology.report.release_failures == 0
     assert not [one for one in topology.partitions if one.blocks]
     assert sum(dataset.count() for dataset in some) == 103 + 200 + 300
     with crew.topology("last", release="all"):

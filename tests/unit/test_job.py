@@ -181,8 +181,9 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
         monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
 
         def bind(text=""):
-            operators.add("o", lambda context: Keeping(context, made), host)
-            found, made[-1].text = made[-1].text, made[-1].text + text
+            id_ = operators.add("o", lambda context: Keeping(context, made), host)
+            (mine,) = (one.instance.coordinator for one in operators._bindings.values() if one.id == id_)
+            found, mine.text = mine.text, mine.text + text
             return found
 
         def second():

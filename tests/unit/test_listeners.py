@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import importlib
 import logging
+import os
 import pickle
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -168,6 +171,71 @@ def test_a_reference_is_known_without_its_arguments():
     assert not bare.same(pickle.loads(pickle.dumps(other._stagecrew)))
     assert bare.topologies == [("topology 'enrich'", "enrich-1", False)]
     assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
+
+
+WORKER = """
+import json, pickle, sys
+from types import SimpleNamespace
+from stagecrew.listeners import resolving
+from stagecrew.worker.descriptions import described
+from stagecrew.worker.lifecycle import Lifecycle
+
+targets, function = pickle.load(sys.stdin.buffer)
+hooks = SimpleNamespace(
+    open=lambda topology, one: one.listener.open(None), close=lambda topology, one: one.listener.close(None)
+)
+entries = [{"kind": "name", "index": i, "name": "", "target": target} for i, target in enumerate(targets)]
+lifecycle = Lifecycle(hooks)
+body = json.dumps({"name": "application", "listeners": entries})
+lifecycle.describe(described({"topology": "application", "body": body, "blobs": []}, lambda _: True))
+lifecycle.begin(["application"], None)
+with resolving(lifecycle.find):
+    print(function())
+"""
+
+
+def test_listeners_that_the_configuration_names_are_found_from_another_process(tmp_path, monkeypatch):
+    """A function that travels by value finds each by module and name: of one factory, with equal arguments, with arguments
+    that differ where the worker imports them, as an attribute of a class, and made from a factory without arguments."""
+    (tmp_path / "named_pools.py").write_text(
+        "import os, stagecrew\n"
+        "@stagecrew.resource\n"
+        "def pool(context, dsn='default'):\n    yield dsn\n"
+        "class Plain(stagecrew.Listener):\n"
+        "    def __init__(self, of): self.of = of\n"
+        "    def open(self, context): self.opened = self.of\n"
+        "orders, planes = pool('orders'), pool('planes')\n"
+        "one, two = Plain('same'), Plain('same')\n"
+        "here = Plain(os.getpid())\n"
+        "class Holder:\n    inner = pool('inner')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pools = importlib.import_module("named_pools")
+    names = ("orders", "planes", "Holder.inner", "one", "two", "here", "pool")
+    targets = [f"named_pools:{name}" for name in names]
+    conf = {"spark.stagecrew.listeners": ", ".join(targets)}
+    session = type("Session", (), {"_conf": conf})()
+    monkeypatch.setattr("pyspark.SparkContext._active_spark_context", session)
+    orders, planes, inner, plain = pools.orders, pools.planes, pools.Holder.inner, pools.pool()
+    one, two, here = pools.one, pools.two, pools.here
+
+    def work():
+        assert one.get() is not two.get()
+        return [orders.get(), planes.get(), inner.get(), one.get().opened, here.get().opened, plain.get()]
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        sent = cloudpickle.dumps((targets, work))
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    environment = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    worker = subprocess.run(
+        [sys.executable, "-c", WORKER], input=sent, env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert worker.returncode == 0, worker.stderr.decode()
+    found = ast.literal_eval(worker.stdout.decode())
+    assert [*found[:4], found[5]] == ["orders", "planes", "inner", "same", "default"]
+    assert found[4] != os.getpid()
 
 
 def test_where_a_listener_was_registered_stays_short():

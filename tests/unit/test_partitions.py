@@ -36,4 +36,7 @@ def test_a_report_is_what_the_driver_says():
     said = {
         "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6, "releasedBytes": 7,
     }  # fmt: skip
-    assert PartitionReport.of("t", "1", said) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7)
+    assert PartitionReport.of("t", "1", said) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7, 0)  # of an older driver
+    assert PartitionReport.of("t", "1", {**said, "releaseFailures": 8}) == PartitionReport(
+        "t", "1", 1, 2, 3, 4, 5, 6, 7, 8
+    )

@@ -8,14 +8,15 @@ from drawnprograms import programs
 from histories import history
 from stagecrew.coordination.program_path import Uses
 
-#: The errors that programs are made to end by.
-ERRORS = ("ValueError: the program's own error", "OperatorMisused: operator")
+#: The errors that statements end a program by.
+ERRORS = {"raise": "ValueError: the program's own error", "nameless": "OperatorMisused: operator"}
 
 
 def differences(program, seed, *kills):
-    """The first kills behind which something is not equal, with what is."""
+    """The first kills after which something is not equal, with what is."""
     without, points = history(program, seed)
-    assert without.state == "succeeded" or without.reason.startswith(ERRORS), without
+    errors = tuple(error for statement, error in ERRORS.items() if f"'{statement}'" in str(program))
+    assert without.state == "succeeded" or without.reason.startswith(errors), without
     for some in [(), *kills]:
         # Without any, the threads go on in another order.
         at = [1 + one * len(points) // 1000 for one in some]
@@ -25,10 +26,10 @@ def differences(program, seed, *kills):
     return None
 
 
-def at_every_point(program):
+def at_each_third_point(program):
     """The first difference that one kill makes, wherever it is."""
     _, points = history(program, 1)
-    return differences(program, 1, *([-(-1000 * i // len(points))] for i in range(len(points))))
+    return differences(program, 1, *([-(-1000 * i // len(points))] for i in range(0, len(points), 3)))
 
 
 #: The first program of issue 22 with an action of some rows, and of all; the second; and the use of one operator by four batches.
@@ -54,13 +55,13 @@ FOUND["session"] = (
     ("use", "v", ("session", (5,))),
     ("step", "b", (("act", "v", None),)),
 )
-FOUND["batches"] = (("stream", "q", 4, False, (), (("use", "u", ("session", (5,))), ("act", "u", None))),)
+FOUND["batches"] = (("stream", "q", 4, False, None, (), (("use", "u", ("session", (5,))), ("act", "u", None))),)
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
 def test_programs_that_once_gave_other_results(program):
     """They give the same results wherever they are killed."""
-    assert at_every_point(program) is None
+    assert at_each_third_point(program) is None
 
 
 @pytest.mark.parametrize("program", FOUND.values(), ids=FOUND)
@@ -72,13 +73,13 @@ def test_the_order_of_uses_is_no_identity(monkeypatch, program):
         return f"{operator}/{self._counts[operator]}"
 
     monkeypatch.setattr(Uses, "key", key)
-    assert at_every_point(program) is not None
+    assert at_each_third_point(program) is not None
 
 
 drawn = given(
     program=programs(),
     seed=st.integers(0, 1 << 16),
-    kills=st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=5, max_size=10),
+    kills=st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=3), min_size=4, max_size=10),
 )
 unhurried = settings(
     deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from pyspark import cloudpickle
 
 from stagecrew.cli import main
+from stagecrew.doctor import coordination_store
 from stagecrew.errors import RecoveryMisused, StoreUnsupported
 from stagecrew.recovery import run as run_module
 from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
@@ -369,6 +370,9 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
     assert not [part for part in words if part not in line], line
     with pytest.raises(StoreUnsupported, match="an older stagecrew wrote it"), jobs():
         pass
+    found = coordination_store(os.environ["STAGECREW_STORE"])
+    assert found.status == "failed"
+    assert not [part for part in words if part not in found.found], found
     assert bytes_below(places) == before
 
 

@@ -38,6 +38,11 @@ _NOT_ENDED: Final = 5
 console = Console(highlight=False, soft_wrap=True)
 
 
+def _say(text: str) -> None:
+    """One line for people. Nothing of it is markup, and nothing of it changes the terminal: it may have others' words in it."""
+    console.print(harmless(text), markup=False)
+
+
 class _Place(click.types.StringParamType):
     """An address, whose option is named with an example when it is missing."""
 
@@ -47,11 +52,6 @@ class _Place(click.types.StringParamType):
     def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         """See `StringParamType`."""
         return f"Set STAGECREW_{str(param.name).upper()}, or give --{param.name}, such as {self._example}"
-
-
-def _say(text: str) -> None:
-    """One line for people. Nothing of it is markup, and nothing of it changes the terminal: it may have others' words in it."""
-    console.print(harmless(text), markup=False)
 
 
 _store = click.option(

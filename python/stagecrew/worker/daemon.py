@@ -142,7 +142,7 @@ class _Jar(zipimport.zipimporter):
 
 
 def _read_our_jar_once() -> None:
-    # Not `is`: it is on the path under two names, one of them a link.
+    # Not by name: a user's path may have it under another one, such as a link.
     loader = getattr(stagecrew.__spec__, "loader", None)
     if not isinstance(loader, zipimport.zipimporter):
         return

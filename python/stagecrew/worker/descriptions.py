@@ -67,7 +67,9 @@ def _registered(entry: dict[str, Any], blobs: list[bytes], mine: Callable[[dict[
 
 def _load(entry: dict[str, Any], blobs: list[bytes]) -> Listener:
     if entry["kind"] == "name":
-        return named(entry["target"])
+        listener = named(entry["target"])
+        listener._stagecrew.add_name(entry["target"])
+        return listener
     try:
         return pickle.loads(blobs[entry["blob"]])  # type: ignore[no-any-return]
     except Exception as error:

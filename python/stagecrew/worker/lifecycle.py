@@ -223,7 +223,8 @@ class Lifecycle:
     def find(self, identity: Identity) -> Any:
         """The value that a listener of the current task's topologies opened. Raises `NotRegisteredError`, or another `LookupError`.
 
-        The very listener comes before one that only looks the same (two functions of one name); then the innermost first.
+        The very listener comes first, then one that the configuration registers by the same name, then one that only looks
+        the same (two functions of one name); among these the innermost comes first.
         """
         inside = [
             (self._topologies[topology], registered)

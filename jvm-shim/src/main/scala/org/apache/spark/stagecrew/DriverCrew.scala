@@ -323,7 +323,9 @@ final class DriverCrew(sc: SparkContext) extends Handler {
                 val body = Json.parse(frame.text("body"))
                 reported(executor.id, frame.long("sequence"), body)
                 topology.unclosed ++= Json.strings(body.get("unclosed"))
-                topology.caches ++= Json.integers(body.get("caches"))
+                val cached = Json.integers(body.get("caches"))
+                topology.caches ++= cached
+                if (cached.nonEmpty) topology.cachedOn += executor.id
                 topology.left ++= partitions.drop(Json.integers(body.get("shuffles")).filterNot(released.shuffles.contains)) // of which no event told
               }
               answered(topology, executor.id)
@@ -384,14 +386,43 @@ final class DriverCrew(sc: SparkContext) extends Handler {
 
   /** When every executor has answered: what the driver itself releases, then it is closed. */
   private def settle(topology: Topology): Unit = if (topology.state == "closing" && topology.pending.isEmpty && !topology.releasing) {
-    val caches = topology.caches.toSeq.filter(partitions.unused)
+    val caches = topology.caches.toSeq.filter(rdd => partitions.unused(rdd) && SparkInternals.mayUncache(sc, rdd))
     val left = topology.left.toSeq
     topology.releasing = true
-    if (caches.isEmpty && left.isEmpty) closed(topology)
+    if (caches.isEmpty && left.isEmpty) confirm(topology, Nil)
     else CompletableFuture.runAsync(() => {
       caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
       deleteLeft(left)
-    }, pool).whenComplete((_, _) => inLoop(closed(topology)))
+    }, pool).whenComplete((_, _) => inLoop(confirm(topology, caches)))
+    ()
+  }
+
+  /** Executors count which of their blocks of these datasets are gone; then the topology is closed. */
+  private def confirm(topology: Topology, unpersisted: Seq[Int]): Unit = {
+    val body = Json.obj()
+    body.set[com.fasterxml.jackson.databind.JsonNode]("caches", Json.numbers(unpersisted))
+    val message = Frames.encode("UNPERSISTED", topology.description.id, Json.write(body))
+    val answers = topology.cachedOn.toSeq.flatMap(executors.get).map { executor =>
+      val answer = new CompletableFuture[Unit]()
+      executor.peer.ask(message, AnswerMs) {
+        case Right(bytes) => inLoop {
+          Log.contained(s"the counts of executor ${executor.id}") {
+            val frame = Frames.decodeMessage(bytes)
+            reported(executor.id, frame.long("sequence"), Json.parse(frame.text("body")))
+          }
+          answer.complete(())
+          ()
+        }
+        case Left(error) =>
+          Log.log.warn(s"executor ${executor.id} did not say which cached blocks of topology '${topology.description.name}' are gone: they are not " +
+            s"counted as released: ${error.getMessage}")
+          answer.complete(())
+          ()
+      }
+      answer
+    }
+    if (answers.isEmpty) closed(topology)
+    else CompletableFuture.allOf(answers: _*).whenComplete((_, _) => inLoop(closed(topology)))
     ()
   }
 

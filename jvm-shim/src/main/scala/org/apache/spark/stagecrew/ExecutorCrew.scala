@@ -50,7 +50,8 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private val sides = new Sides(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
   private val partitions = new Partitions(ownerOf, ledger, pool, new Partitions.Disk {
-    override def delete(output: Output): Unit = SparkInternals.deleteOutput(output)
+    override def delete(output: Output): Boolean = SparkInternals.deleteOutput(output)
+    override def has(block: CachedBlock): Boolean = SparkInternals.hasBlock(block)
     override def outputsOf(shuffles: Set[Int]): Seq[Output] = SparkInternals.outputsOf(shuffles)
   })
   private val closings = new Closings(executor, table, processes, sides, pool, this)(release, closingReport, closed)
@@ -83,14 +84,19 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   // -- A task begins (its own thread, TaskContext set)
 
-  def taskStarted(task: TaskContext): Unit = {
+  /** Whatever fails here fails the attempt with its cause: Spark would swallow it, and run the body. */
+  def taskStarted(task: TaskContext): Unit = try {
     val topology = task.getLocalProperty(TopologyProperty)
-    val wanted = try {
-      if (topology == null && nothingForAll) return
-      chain(task, topology)
-    } catch {
-      case Failure(error) => return refuse(task, error)
-    }
+    if (topology != null || !nothingForAll) begin(task, topology)
+  } catch {
+    // Spark has asked the attempt to end: so its body does not run, and nothing is to be said of it.
+    case error: Throwable if task.isInterrupted() => Log.log.debug(s"attempt ${task.taskAttemptId()} was ended while it began", error)
+    case failed: SideFailed => listenerFailed(task, failed)
+    case error: Throwable => refuse(task, error)
+  }
+
+  private def begin(task: TaskContext, topology: String): Unit = {
+    val wanted = chain(task, topology)
     val attempt = task.taskAttemptId()
     val booked = table.begin(attempt, wanted.map(_.id))
     val began = System.nanoTime()
@@ -131,13 +137,13 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     }
     if (!withListeners) {
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
-    } else try {
+    } else {
       if ("true" == task.getLocalProperty(UnifiedProperty)) throw new UnsupportedOperationException(UnifiedMessage)
       described.foreach { description =>
         try {
           val side = sides.opened(description)
           side.jvm.foreach(listeners => decorations = (listeners -> listeners.decorate(task)) :: decorations)
-        } catch { case Failure(error) => throw new SideFailed(description, error) }
+        } catch { case error: Throwable => throw new SideFailed(description, error) }
       }
       if (described.exists(_.listeners.exists(_.python))) {
         properties.setProperty(ChainProperty, booked.mkString(" "))
@@ -146,9 +152,6 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
         watched = true
         watch(task, attempt)
       } else properties.remove(ChainProperty)
-    } catch {
-      case failed: SideFailed => listenerFailed(task, failed)
-      case Failure(error) => refuse(task, error)
     }
     if (talks || watched) heedInterrupt(task, attempt)
   }
@@ -180,7 +183,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   }
 
   private def refuse(task: TaskContext, cause: Throwable): Unit = refuse(task, Description.Application, "",
-    s"stagecrew: this task cannot have its listeners on executor $executor: ${Refusal.trace(cause)}")
+    s"stagecrew: this task cannot begin on executor $executor: ${Refusal.trace(cause)}")
 
   /** The body of this attempt does not run, and the driver is told. */
   private def refuse(task: TaskContext, topology: String, listener: String, text: String): Unit =
@@ -337,8 +340,14 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
 
   private def place: Path = lock.synchronized {
     if (server.isEmpty) {
-      val folder = SparkInternals.temporaryFolder(conf)
-      server = Some(new Channels(folder.toPath, settings, version, () => welcome, this) -> folder)
+      val folder = try SparkInternals.temporaryFolder(conf) catch {
+        case Failure(error) => throw new java.io.IOException(s"executor $executor (host $host) cannot create a folder for the channel to its Python " +
+          s"processes; check its local directories (spark.local.dir): ${Refusal.text(error)}", error)
+      }
+      val channels = try new Channels(folder.toPath, settings, version, () => welcome, this) catch {
+        case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error
+      }
+      server = Some(channels -> folder)
     }
     server.get._1.place
   }
@@ -359,6 +368,12 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
       case "END_TOPOLOGY" =>
         descriptions.ended(frame.text("topology"))
         inLoop(end(frame.text("topology"), frame.long("timeout"), Json.parse(frame.text("body")), Some(reply)))
+      case "UNPERSISTED" => inLoop {
+          val topology = frame.text("topology")
+          partitions.unpersisted(topology, Json.integers(Json.parse(frame.text("body")).get("caches")).toSet)
+          val (sequence, counts) = ledger.full(topology)
+          reply.answer(Frames.encode("REPORT", executor, sequence, counts))
+        }
       case other => reply.fail(new FrameException(s"the driver does not send $other"))
     }
   }
@@ -376,8 +391,11 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     closings.end(topology, timeoutMs, reply)
   }
 
-  private def release(topology: String): CompletableFuture[Taken] =
-    partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
+  private def release(topology: String): CompletableFuture[Taken] = {
+    val releasing = partitions.release(topology, releases.remove(topology).getOrElse(Map.empty))
+    if (partitions.awaits(topology)) schedule(RememberMs)(partitions.unpersisted(topology, Set.empty)) // the driver may be gone
+    releasing
+  }
 
   /** The topology that a partition of this attempt belongs to: the innermost. What tasks of one that had ended write is the
     * application's until nobody uses the shuffle. */
@@ -393,7 +411,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     val body = Json.parse(counts)
     body.set[JsonNode]("unclosed", Json.arr(unclosed))
     taken.foreach { of =>
-      body.set[JsonNode]("shuffles", Json.numbers(of.outputs.map(_.shuffle).distinct))
+      body.set[JsonNode]("shuffles", Json.numbers(of.outputs.keySet.map(_.shuffle)))
       body.set[JsonNode]("caches", Json.numbers(of.caches))
     }
     Frames.encode("REPORT", executor, sequence, Json.write(body))
@@ -408,7 +426,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def report(): Unit = {
     // What is closed everywhere and reported is not remembered; deferred workers close later.
     partitions.tell()
-    toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || !ledger.forget(topology))
+    toForget.filterInPlace(topology => processes.touching(topology).nonEmpty || partitions.awaits(topology) || !ledger.forget(topology))
     ledger.report().foreach { case (sequence, counts) =>
       driver.ask(message(sequence, counts), AskMs) {
         case Right(_) => ledger.delivered(sequence)
@@ -511,7 +529,8 @@ object ExecutorCrew {
   /** How much longer one has that was asked to end; as Spark's daemon has it with stagecrew (worker/politely.py). */
   private val KillGraceMs = 5000L
 
-  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it late. */
+  /** How long an attempt that was interrupted or failed is remembered after its end, for a worker that begins it late; and the
+    * blocks of a topology that has closed here, for the driver to unpersist their datasets. */
   private val RememberMs = 60000L
 
   /** How long an executor waits for an answer of the driver. */

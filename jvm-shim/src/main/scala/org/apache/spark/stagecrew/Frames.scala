@@ -50,6 +50,7 @@ object Frames {
     kind("OK", 38),
     kind("INVENTORY", 39, "executor" -> 's', "body" -> 's'),
     kind("ORPHANS", 40, "body" -> 's'),
+    kind("UNPERSISTED", 41, "topology" -> 's', "body" -> 's'),
     kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
       "stage" -> 'q', "partition" -> 'q', "stage_attempt" -> 'q', "partitions" -> 'q'),
     kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),

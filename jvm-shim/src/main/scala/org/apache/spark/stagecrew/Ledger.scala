@@ -80,8 +80,9 @@ final case class ExecutorCounts(
     lostProcesses: Long = 0, // those of them that were gone before they had closed it
     deferred: Set[String] = Set.empty, // ids of those that close after their task
     stored: Stored = Stored(),
-    released: Long = 0, // partitions
-    releasedBytes: Long = 0) {
+    released: Long = 0, // partitions that are gone for certain
+    releasedBytes: Long = 0,
+    releaseFailures: Long = 0) { // partitions that could not be deleted
 
   def totals: Totals = listeners.valuesIterator.foldLeft(Totals(released = released, releasedBytes = releasedBytes))((sum, c) =>
     sum + Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
@@ -90,7 +91,7 @@ final case class ExecutorCounts(
   def +(other: ExecutorCounts): ExecutorCounts = ExecutorCounts(
     other.listeners.foldLeft(listeners) { case (sums, (index, one)) => sums.updated(index, sums.get(index).fold(one)(_ + one)) },
     processes + other.processes, lostProcesses + other.lostProcesses, deferred ++ other.deferred, stored + other.stored,
-    released + other.released, releasedBytes + other.releasedBytes)
+    released + other.released, releasedBytes + other.releasedBytes, releaseFailures + other.releaseFailures)
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj()
@@ -101,7 +102,7 @@ final case class ExecutorCounts(
     node.putObject("partitions")
       .put("inProgress", stored.inProgress).put("outputs", stored.outputs).put("outputBytes", stored.outputBytes)
       .put("blocks", stored.blocks).put("blockBytes", stored.blockBytes)
-      .put("released", released).put("releasedBytes", releasedBytes)
+      .put("released", released).put("releasedBytes", releasedBytes).put("releaseFailures", releaseFailures)
     node
   }
 }
@@ -116,7 +117,8 @@ object ExecutorCounts {
       node.at("/partitions/inProgress").asLong, node.at("/partitions/outputs").asLong, node.at("/partitions/outputBytes").asLong,
       node.at("/partitions/blocks").asLong, node.at("/partitions/blockBytes").asLong),
     node.at("/partitions/released").asLong,
-    node.at("/partitions/releasedBytes").asLong)
+    node.at("/partitions/releasedBytes").asLong,
+    node.at("/partitions/releaseFailures").asLong)
 }
 
 /**

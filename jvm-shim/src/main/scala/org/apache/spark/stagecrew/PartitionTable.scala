@@ -23,9 +23,10 @@ final case class Ending(
     outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty, keptCaches: Set[Int] = Set.empty,
     unclaimed: Set[Int] = Set.empty)
 
-/** What is to be deleted of a topology. Cached datasets are the driver's to release. */
-final case class Taken(
-    outputs: Seq[Output] = Nil, outputBytes: Long = 0, caches: Set[Int] = Set.empty, blocks: Long = 0, blockBytes: Long = 0)
+/** Partitions of a topology to delete, with their bytes. Cached datasets are the driver's to release. */
+final case class Taken(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
+  def caches: Set[Int] = blocks.keySet.map(_.rdd)
+}
 
 /**
  * Which partitions are stored on one executor, by topology: a pure state machine, without Spark, files or a clock.
@@ -154,9 +155,9 @@ final class PartitionTable {
       case None => Taken()
       case Some(holding) =>
         touched += Description.Application
-        val taken = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).map(shuffle -> _))
+        val taken = shuffles.toSeq.flatMap(shuffle => holding.remove(shuffle).toSeq.flatMap(written(shuffle, _))).toMap
         prune()
-        Taken(taken.flatMap { case (shuffle, outputs) => outputs.maps.keysIterator.map(Output(shuffle, _)) }, taken.map(_._2.bytes).sum)
+        Taken(taken)
     }
   }
 
@@ -168,19 +169,16 @@ final class PartitionTable {
   def take(topology: String): Taken = synchronized {
     (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
       touched += topology
-      val outputs = if (ending.outputs) Taken(all(holding), holding.outputBytes) else Taken()
-      if (!ending.blocks) outputs
-      else {
-        val blocks = holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
-        outputs.copy(caches = blocks.keySet.map(_.rdd), blocks = blocks.size.toLong, blockBytes = blocks.values.sum)
-      }
+      Taken(
+        if (ending.outputs) all(holding).toMap else Map.empty,
+        if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) } else Map.empty)
     }).getOrElse(Taken())
   }
 
   /** The driver is gone: nobody uses anything any more. Answers what is to be deleted; what is written from now on goes too. */
   def abandon(): Seq[Output] = synchronized {
     abandoned = true
-    val outputs = holdings.values.toSeq.flatMap(all)
+    val outputs = holdings.values.toSeq.flatMap(all).map(_._1)
     touched ++= holdings.keys
     holdings.clear()
     endings.clear()
@@ -236,8 +234,11 @@ final class PartitionTable {
     found.owner
   }
 
-  private def all(holding: Holding): Seq[Output] =
-    holding.shuffles.toSeq.flatMap { case (shuffle, outputs) => outputs.maps.keysIterator.map(Output(shuffle, _)) }
+  private def all(holding: Holding): Iterator[(Output, Long)] =
+    holding.shuffles.iterator.flatMap { case (shuffle, outputs) => written(shuffle, outputs) }
+
+  private def written(shuffle: Int, outputs: Outputs): Iterator[(Output, Long)] =
+    outputs.maps.iterator.map { case (map, bytes) => Output(shuffle, map) -> bytes }
 
   private def prune(): Unit = { holdings.filterInPlace((_, holding) => !holding.isEmpty); () }
 }

@@ -18,6 +18,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private var looking = CompletableFuture.completedFuture(()) // of the loop's thread, as are the next two
   private var asked = 0
   private var telling = Set.empty[Int]
+  private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]() // blocks of topologies that the driver is to unpersist
   private val found = ConcurrentHashMap.newKeySet[Int]() // shuffles of which something stale was here
 
   /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
@@ -30,7 +31,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private[stagecrew] final class Booked(attempt: Long, output: Output) extends Booking {
     override def finished(lengths: Array[Long]): Unit = {
       val bytes = lengths.sum
-      table.finished(attempt, output, bytes).foreach(topology => delete(topology, Seq(output), bytes))
+      table.finished(attempt, output, bytes).foreach(topology => delete(topology, Map(output -> bytes)))
     }
     override def failed(): Unit = table.failed(attempt, output)
   }
@@ -47,14 +48,23 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** No attempt of the topology is left: what it leaves is deleted, and what else is `stale`. */
   def release(topology: String, stale: Map[Int, Long]): CompletableFuture[Taken] = {
     val taken = table.take(topology)
-    if (taken.blocks > 0) count(topology, taken.blocks, taken.blockBytes)
+    if (taken.blocks.nonEmpty) unconfirmed.put(topology, taken.blocks)
     if (taken.outputs.isEmpty && stale.isEmpty) CompletableFuture.completedFuture(taken)
     else inPool {
-      delete(topology, taken.outputs, taken.outputBytes)
+      delete(topology, taken.outputs)
       removeStale(stale)
       taken
     }
   }
+
+  /** The driver has unpersisted these datasets: counts the topology's blocks of them that are gone, and those that are not. */
+  def unpersisted(topology: String, datasets: Set[Int]): Unit = Option(unconfirmed.remove(topology)).foreach { blocks =>
+    val (left, gone) = blocks.filter { case (block, _) => datasets(block.rdd) }.partition { case (block, _) => disk.has(block) }
+    count(topology, gone, left.size.toLong)
+  }
+
+  /** Whether the driver has not yet confirmed the release of the topology's cached datasets. */
+  def awaits(topology: String): Boolean = unconfirmed.containsKey(topology)
 
   /** Of these shuffles, which nobody uses, what attempts before those named have written goes, booked or not: another executor
     * that leaves may have sent it. Of the loop's thread; every few calls looks at the disks, which may have many files. */
@@ -66,7 +76,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** Nobody uses these shuffles: what is booked of them for the application goes. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
     val taken = table.unclaimed(shuffles)
-    if (taken.outputs.nonEmpty) { inPool(delete(Description.Application, taken.outputs, taken.outputBytes)); () }
+    if (taken.outputs.nonEmpty) { inPool(delete(Description.Application, taken.outputs)); () }
   }
 
   def has(topology: String): Boolean = table.has(topology)
@@ -74,7 +84,8 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   /** The driver is gone: all that is finished is deleted, and what finishes from now on. */
   def abandon(): Unit = {
     val outputs = table.abandon()
-    if (outputs.nonEmpty) { inPool(outputs.foreach(remove)); () }
+    unconfirmed.clear()
+    if (outputs.nonEmpty) { inPool(outputs.foreach(output => remove(output))); () }
   }
 
   /** Waits for all deletions that have begun, at most so long: a process that ends cuts them off. */
@@ -126,13 +137,16 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     done
   }
 
-  private def delete(topology: String, outputs: Seq[Output], bytes: Long): Unit = if (outputs.nonEmpty) {
-    outputs.foreach(remove)
-    count(topology, outputs.size.toLong, bytes)
+  private def delete(topology: String, outputs: Map[Output, Long]): Unit = if (outputs.nonEmpty) {
+    val (gone, left) = outputs.partition { case (output, _) => remove(output) }
+    count(topology, gone, left.size.toLong)
   }
 
-  private def count(topology: String, released: Long, bytes: Long): Unit =
-    ledger.change(topology)(c => c.copy(released = c.released + released, releasedBytes = c.releasedBytes + bytes))
+  /** Counts partitions that are gone for certain, and those that could not be deleted. */
+  private def count(topology: String, gone: Map[_, Long], failures: Long): Unit = if (gone.nonEmpty || failures > 0) {
+    ledger.change(topology)(c => c.copy(released = c.released + gone.size, releasedBytes = c.releasedBytes + gone.valuesIterator.sum,
+      releaseFailures = c.releaseFailures + failures))
+  }
 
   private def removeStale(before: Map[Int, Long]): Unit =
     if (before.nonEmpty) disk.outputsOf(before.keySet).filter(output => output.map < before(output.shuffle)).foreach { output =>
@@ -140,7 +154,16 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
       found.add(output.shuffle)
     }
 
-  private def remove(output: Output): Unit = Log.contained(s"deleting $output")(disk.delete(output))
+  /** Deletes an output. Returns whether it is gone; if not, the log says why. */
+  private def remove(output: Output): Boolean = try {
+    val gone = disk.delete(output)
+    if (!gone) Log.log.warn(s"$output could not be deleted: its files are still in the executor's local directories")
+    gone
+  } catch {
+    case Failure(error) =>
+      Log.log.warn(s"$output could not be deleted", error)
+      false
+  }
 }
 
 object Partitions {
@@ -155,7 +178,10 @@ object Partitions {
 
   /** Where outputs lie. */
   private[stagecrew] trait Disk {
-    def delete(output: Output): Unit
+    /** Deletes an output. Returns whether none of its files is left. */
+    def delete(output: Output): Boolean
+    /** Whether a cached block is here. */
+    def has(block: CachedBlock): Boolean
     /** Whatever is here of these shuffles, booked or not: another executor that was decommissioned may have sent it. */
     def outputsOf(shuffles: Set[Int]): Seq[Output]
   }

@@ -20,10 +20,19 @@ private[stagecrew] object Refusal {
     }
   }
 
-  def trace(error: Throwable): String = {
+  /** The stack trace; of an exception whose own methods fail, its class. */
+  def trace(error: Throwable): String = said(error) {
     val out = new java.io.StringWriter
     error.printStackTrace(new java.io.PrintWriter(out))
     out.toString
+  }
+
+  /** The class and the message. */
+  def text(error: Throwable): String = said(error)(error.toString)
+
+  // Exceptions of users may override what this calls.
+  private def said(error: Throwable)(f: => String): String = try f catch {
+    case other: Throwable => s"${error.getClass.getName} (${other.getClass.getName} came when its text was asked for)"
   }
 }
 

@@ -48,7 +48,6 @@ final class DriverShim extends DriverPlugin {
     sc = context
     val conf = SparkInternals.conf(sc)
     DriverShim.configure(conf)
-    SparkInternals.executorEnvironment(sc)("PYTHONPATH") = conf.get(DriverShim.PythonPathKey)
     crew = new DriverCrew(sc)
     crew.start(DriverShim.application(conf, crew.settings))
     facade = new DriverFacade(crew)
@@ -77,7 +76,6 @@ object DriverShim {
   private val UnifiedKey = "spark.sql.execution.udf.unified.execution.enabled"
   private val BlockStatusesKey = "spark.taskMetrics.trackUpdatedBlockStatuses"
   val Timelines = "timelines" // what the driver tells executors: whether anybody shows them
-  val PythonPathKey = "spark.executorEnv.PYTHONPATH"
 
   /** Sets what the plugin needs in Spark's configuration; refuses what cannot work. */
   def configure(conf: SparkConf): Unit = {
@@ -92,12 +90,6 @@ object DriverShim {
     Settings.unknown(conf).foreach(key => Log.log.warn(s"$key is no setting of stagecrew ${Shim.version}; is it misspelt?"))
     conf.set(DaemonModuleKey, DaemonModule)
     trackPartitions(conf)
-    // Where Python workers find stagecrew: the jar is here by its path (local masters, spark.driver.extraClassPath),
-    // and by its name in the executors' working folder (spark.jars).
-    val jar = Shim.jar
-    val ours = Seq(jar, new File(jar).getName).mkString(File.pathSeparator)
-    conf.set(PythonPathKey, conf.getOption(PythonPathKey).filter(_.nonEmpty).fold(ours)(path => s"$ours${File.pathSeparator}$path"))
-    ()
   }
 
   /** Shuffle outputs are booked by the ShuffleDataIO, around that of the user, and cached blocks by what tasks say of them. */
@@ -144,11 +136,12 @@ final class ExecutorShim extends ExecutorPlugin {
   @volatile private var crew: ExecutorCrew = _
   @volatile private var notRunning: NotRunning = _
   private var hook: AnyRef = _
+  private var added = false // whether the jar is on the PYTHONPATH because of this executor
 
   override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
     val env = SparkEnv.get
     try {
-      linkJar()
+      findable()
       crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar, extra.get(DriverShim.Timelines) == "true")
       // In a local master the driver's metrics have the same names, and count this executor already.
       if (env.executorId != SparkContext.DRIVER_IDENTIFIER) ExecutorMetrics.register(plugin.metricRegistry(), crew.ledger)
@@ -156,25 +149,28 @@ final class ExecutorShim extends ExecutorPlugin {
     } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }
   }
 
-  override def onTaskStart(): Unit =
-    if (notRunning != null) notRunning.taskStarted(TaskContext.get()) else if (crew != null) crew.taskStarted(TaskContext.get())
+  /** Never throws: Spark would run the body all the same. */
+  override def onTaskStart(): Unit = {
+    val task = TaskContext.get()
+    try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
+      // The refusal itself has failed, for lack of memory or stack.
+      case error: Throwable => SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
+    }
+  }
 
   override def shutdown(): Unit = {
     end()
     if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
+    // In a local master the JVM may go on with an application without the plugin.
+    if (added) Log.contained("taking the jar off the PYTHONPATH")(PythonPath.remove(Shim.jar))
   }
 
   private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
 
-  /** Python workers look for the jar by its name in the working folder: there it is, wherever it was loaded from. */
-  private def linkJar(): Unit = Log.contained("linking the jar into the working folder") {
-    val jar = new File(Shim.jar)
-    val here = new File(jar.getName)
-    val driver = SparkEnv.get.executorId == SparkContext.DRIVER_IDENTIFIER
-    if (!driver && jar.isFile && !here.exists()) {
-      java.nio.file.Files.createSymbolicLink(here.toPath, jar.toPath)
-      here.deleteOnExit()
-    }
+  /** Python processes of this executor find stagecrew in the jar, wherever the jar is on this host. */
+  private def findable(): Unit = try added = PythonPath.add(Shim.jar) catch {
+    case Failure(error) => Log.log.error(s"Python processes of executor ${SparkEnv.get.executorId} do not find stagecrew, because this JVM does not let " +
+      s"its environment be changed; install stagecrew ${Shim.version} for the executors' Python, or give the JVM --add-opens=java.base/java.util=ALL-UNNAMED", error)
   }
 }
 

@@ -356,10 +356,21 @@ package org.apache.spark {
       private def resolver: Option[ShuffleBlockResolver] =
         Option(SparkEnv.get.blockingShuffleManager).flatMap(manager => Option(manager.shuffleBlockResolver))
 
-      /** Deletes a map task's files, as core/shuffle/sort/SortShuffleManager.scala does. */
-      def deleteOutput(output: Output): Unit = resolver match {
-        case Some(resolver: IndexShuffleBlockResolver) => resolver.removeDataByMap(output.shuffle, output.map)
-        case _ => ()
+      /** Deletes a map task's files, as core/shuffle/sort/SortShuffleManager.scala does. Returns whether none of them is left: Spark
+        * only logs that it could not delete a file. */
+      def deleteOutput(output: Output): Boolean = resolver match {
+        case Some(resolver: IndexShuffleBlockResolver) =>
+          resolver.removeDataByMap(output.shuffle, output.map)
+          val checksums = SparkEnv.get.conf.get(internal.config.SHUFFLE_CHECKSUM_ALGORITHM)
+          Seq(resolver.getDataFile(output.shuffle, output.map), resolver.getIndexFile(output.shuffle, output.map),
+            resolver.getChecksumFile(output.shuffle, output.map, checksums)).forall(file => java.nio.file.Files.notExists(file.toPath))
+        case _ => false
+      }
+
+      /** Whether a block of a cached dataset is on this executor, or a file of it that Spark could not delete: core/storage/BlockManager.scala. */
+      def hasBlock(block: CachedBlock): Boolean = {
+        val (manager, id) = (SparkEnv.get.blockManager, RDDBlockId(block.rdd, block.partition))
+        manager.getStatus(id).nonEmpty || manager.diskBlockManager.containsBlock(id)
       }
 
       /** Whatever is on the disk of these, also half of an output that was deleted while the other half came: core/storage/DiskBlockManager.scala. */
@@ -438,9 +449,11 @@ package org.apache.spark {
         case _ => ()
       }
 
-      /** Releases a cached dataset, through SQL's cache when it is one of that. A local checkpoint is not released: it has no
-        * lineage to be computed again from. */
-      def uncache(sc: SparkContext, rdd: Int): Unit = sc.persistentRdds.get(rdd).filterNot(_.isCheckpointed).foreach { cached =>
+      /** Whether a cached dataset can be released. A local checkpoint cannot: it has no lineage to be computed again from. */
+      def mayUncache(sc: SparkContext, rdd: Int): Boolean = sc.persistentRdds.get(rdd).exists(!_.isCheckpointed)
+
+      /** Releases a cached dataset, through SQL's cache when it is one of that. */
+      def uncache(sc: SparkContext, rdd: Int): Unit = sc.persistentRdds.get(rdd).foreach { cached =>
         if (!StagecrewPlans.uncache(rdd)) cached.unpersist(blocking = true)
       }
 
@@ -485,9 +498,6 @@ package org.apache.spark {
       def conf(sc: SparkContext): SparkConf = sc.conf
 
       def slots(sc: SparkContext): Int = sc.maxNumConcurrentTasks(sc.resourceProfileManager.defaultResourceProfile)
-
-      /** The environment of executors; the keys spark.executorEnv.* were read before plugins: core/SparkContext.scala. */
-      def executorEnvironment(sc: SparkContext): scala.collection.mutable.Map[String, String] = sc.executorEnvs
 
       /** To the queue of executor management, which always has a listener (HeartbeatReceiver.scala) and is quick: a queue
         * of our own would cost each task's start and end another hand-over between threads. */

@@ -14,6 +14,7 @@ private[stagecrew] final class Topology(var description: Description, val kind: 
   val pending = mutable.LinkedHashSet.empty[String] // which have not said that it is closed there
   val lostExecutors = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // which the driver is to release
+  val cachedOn = mutable.LinkedHashSet.empty[String] // executors that had blocks of these
   val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // with external shuffle services, to be deleted
   var releasing = false
   val unclosed = mutable.ArrayBuffer.empty[String]

@@ -58,7 +58,8 @@ private[stagecrew] object TopologyPage {
       "Jobs" -> Show.fact(topology.jobs.toString),
       "Executors" -> Show.several(topology.askedBy),
       "Partitions" -> Show.fact(partitions(stored.map(_.inProgress).sum, stored.map(_.outputs).sum, stored.map(_.outputBytes).sum,
-        stored.map(_.blocks).sum, stored.map(_.blockBytes).sum, counts.map(_.released).sum, counts.map(_.releasedBytes).sum)),
+        stored.map(_.blocks).sum, stored.map(_.blockBytes).sum, counts.map(_.released).sum, counts.map(_.releasedBytes).sum,
+        counts.map(_.releaseFailures).sum)),
       "Lost executors" -> Show.several(topology.lostExecutors),
       "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
         s"${topology.forgottenExecutors}, whose counts stand as those of '${Topology.Forgotten}'"),
@@ -68,11 +69,12 @@ private[stagecrew] object TopologyPage {
   }
 
   private def partitions(
-      inProgress: Long, outputs: Long, outputBytes: Long, blocks: Long, blockBytes: Long, released: Long, releasedBytes: Long): String = {
+      inProgress: Long, outputs: Long, outputBytes: Long, blocks: Long, blockBytes: Long, released: Long, releasedBytes: Long,
+      releaseFailures: Long): String = {
     def some(count: Long, what: String, bytes: Long): Option[String] =
       Some(s"$count $what" + (if (bytes > 0) s" (${SparkInternals.formatBytes(bytes)})" else "")).filter(_ => count > 0)
     Seq(some(inProgress, "in progress", 0), some(outputs, "finished outputs", outputBytes), some(blocks, "cached blocks", blockBytes),
-      some(released, "released", releasedBytes)).flatten.mkString(", ")
+      some(released, "released", releasedBytes), some(releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
   }
 
   private def operatorColumns: Seq[Column[OperatorView]] = Seq(
@@ -104,6 +106,7 @@ private[stagecrew] object TopologyPage {
     Column.number("Finished outputs", "Of shuffles")(_._2.stored.outputs), Column.bytes("Output size")(_._2.stored.outputBytes),
     Column.number("Cached blocks")(_._2.stored.blocks), Column.bytes("Block size")(_._2.stored.blockBytes),
     Column.number("Released")(_._2.released), Column.bytes("Released size")(_._2.releasedBytes),
+    Column.number("Not deleted", "Partitions that could not be deleted: the executor's log says why")(_._2.releaseFailures),
     Column.number("Python processes", "That opened a listener")(_._2.processes),
     Column.number("Lost processes", "Gone before they had closed it")(_._2.lostProcesses))
 

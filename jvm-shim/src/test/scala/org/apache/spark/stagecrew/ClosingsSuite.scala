@@ -44,7 +44,7 @@ class ClosingsSuite extends AnyFunSuite {
     private val agent = new Agent(() => null, settings, "", _ => ())
     val sides = new Sides(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
     val released = mutable.Buffer.empty[String]
-    var releasing = CompletableFuture.completedFuture(Taken(caches = Set(7)))
+    var releasing = CompletableFuture.completedFuture(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
     val taken = mutable.Buffer.empty[Option[Taken]]
     val closings = new Closings("1", table, processes, sides, pool, loop)(
       topology => { released += topology; releasing },
@@ -97,8 +97,8 @@ class ClosingsSuite extends AnyFunSuite {
     f.said(worker)
     assert(f.released == Seq("t"))
     assert(f.replies.isEmpty)
-    f.releasing.complete(Taken(caches = Set(7)))
-    assert(f.taken == Seq(Some(Taken(caches = Set(7)))))
+    f.releasing.complete(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
+    assert(f.taken == Seq(Some(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))))
     assert(f.replies == Seq(Nil))
     assert(f.closed == Seq("t"))
   }

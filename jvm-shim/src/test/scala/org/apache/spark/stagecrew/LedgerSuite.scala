@@ -95,4 +95,13 @@ class LedgerSuite extends AnyFunSuite {
     assert(reported.opens > 0 && reported.opens <= expected.opens)
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
+
+  test("counts survive JSON, and those that an older stagecrew stored, without what could not be deleted, can be read") {
+    val counts = ExecutorCounts(stored = Stored(1, 2, 3, 4, 5), released = 6, releasedBytes = 7, releaseFailures = 8)
+    assert(ExecutorCounts.of(counts.json) == counts)
+    assert((counts + counts).releaseFailures == 16)
+    val older = counts.json
+    older.get("partitions").asInstanceOf[ObjectNode].remove("releaseFailures")
+    assert(ExecutorCounts.of(older) == counts.copy(releaseFailures = 0))
+  }
 }

@@ -7,15 +7,17 @@ import scala.collection.mutable
 
 /** What an executor does with its table: deletes, counts, and tells. The disk is a list here. */
 class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAndAfterEach {
+  private val here = mutable.Set.empty[CachedBlock]
   private val deleted = mutable.Buffer.empty[Output]
   private val pool = Executors.newCachedThreadPool()
   private val ledger = new Ledger
   private val owners = mutable.Map.empty[Long, String]
   private val partitions = new Partitions(owners.get, ledger, pool, new Partitions.Disk {
-    override def delete(output: Output): Unit = {
+    override def delete(output: Output): Boolean = {
       if (output.shuffle == 13) throw new java.io.IOException("a disk that fails")
-      deleted.synchronized { deleted += output; () }
+      output.shuffle != 14 && deleted.synchronized { deleted += output; true } // Spark does not say that a file is still there
     }
+    override def has(block: CachedBlock): Boolean = here.contains(block)
     override def outputsOf(shuffles: Set[Int]): Seq[Output] = shuffles.toSeq.sorted.map(Output(_, 99))
   })
 
@@ -37,7 +39,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 0)
     write(2, "a", 1)
     partitions.end("a", Ending(outputs = true))
-    assert(partitions.release("a", Map.empty).get().outputs.toSet == Set(Output(0, 1), Output(1, 2)))
+    assert(partitions.release("a", Map.empty).get().outputs.keySet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(partitions.release("a", Map.empty).get() == Taken())
     assert(ledger.of("a").released == 2)
@@ -54,13 +56,41 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(ledger.of("a").released == 1)
   }
 
-  test("a file that cannot be deleted does not keep the others") {
-    write(1, "a", 13)
-    write(2, "a", 1)
+  test("a file that cannot be deleted does not keep the others, and is counted as a failure, not as released") {
+    write(1, "a", 13, bytes = 1)
+    write(2, "a", 1, bytes = 20)
+    write(3, "a", 14, bytes = 300)
     partitions.end("a", Ending(outputs = true))
     partitions.release("a", Map.empty).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
+    val counts = ledger.of("a")
+    assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 20, 2))
+    assert(counts.totals.released == 1 && counts.totals.releasedBytes == 20)
+  }
+
+  test("what finishes after the end and cannot be deleted is counted as a failure") {
+    owners(1) = "a"
+    val booking = partitions.setUp(1, Output(14, 1)).get
+    partitions.end("a", Ending(outputs = true))
+    booking.finished(Array(10))
+    assert(ledger.of("a").released == 0 && ledger.of("a").releaseFailures == 1)
+  }
+
+  test("cached blocks are counted when the driver has unpersisted their datasets: those that are gone as released, others as failures") {
+    val blocks = Seq(CachedBlock(7, 0) -> 5L, CachedBlock(7, 1) -> 6L, CachedBlock(8, 0) -> 70L)
+    owners(1) = "a"
+    partitions.over(1, blocks.map { case (block, bytes) => block -> Some(bytes) })
+    here ++= blocks.map(_._1)
+    partitions.end("a", Ending(outputs = true, blocks = true))
+    assert(partitions.release("a", Map.empty).get().caches == Set(7, 8))
+    assert(partitions.awaits("a") && ledger.of("a").released == 0)
+    here -= CachedBlock(7, 0)
+    partitions.unpersisted("a", Set(7)) // somebody uses the dataset 8 again
+    partitions.unpersisted("a", Set(7))
+    val counts = ledger.of("a")
+    assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 5, 1))
+    assert(!partitions.awaits("a"))
   }
 
   test("what came here from an executor that left goes too, but nothing that was written since the shuffle was released") {
@@ -84,7 +114,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(3, "b", 0)
     partitions.end("b", Ending(outputs = true, unclaimed = Set(0)))
     assert(partitions.has("b"))
-    assert(partitions.release("b", Map.empty).get().outputs.toSet == Set(Output(0, 1), Output(0, 3)))
+    assert(partitions.release("b", Map.empty).get().outputs.keySet == Set(Output(0, 1), Output(0, 3)))
     assert(!partitions.has("b"))
     assert(deleted.toSet == Set(Output(0, 1), Output(0, 3)))
     partitions.unclaimed(Seq(1, 7))

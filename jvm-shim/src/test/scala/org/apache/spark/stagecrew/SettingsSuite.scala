@@ -55,13 +55,15 @@ class SettingsSuite extends AnyFunSuite {
     }
   }
 
-  test("the plugin sets the daemon module, puts its jar before the user's PYTHONPATH, and may be told twice") {
+  test("the plugin sets the daemon module, leaves the user's PYTHONPATH alone, and may be told twice") {
     val user = conf("spark.executorEnv.PYTHONPATH" -> "mine")
     DriverShim.configure(user)
     assert(user.get(DriverShim.DaemonModuleKey) == DriverShim.DaemonModule)
-    assert(user.get("spark.executorEnv.PYTHONPATH").endsWith(":mine"))
-    assert(user.get("spark.executorEnv.PYTHONPATH").startsWith(Shim.jar))
+    assert(user.get("spark.executorEnv.PYTHONPATH") == "mine")
     DriverShim.configure(user)
+    val none = conf()
+    DriverShim.configure(none)
+    assert(!none.contains("spark.executorEnv.PYTHONPATH")) // it would replace what executors have of their own
   }
 
   test("another Spark is refused by both versions") {

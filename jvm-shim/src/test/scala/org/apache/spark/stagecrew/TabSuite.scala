@@ -58,6 +58,14 @@ class TabSuite extends AnyFunSuite {
     assert(rows(html, "executors").map(_.take(9)) ==
       Seq("1", "2").map(id => Seq(id, "", "1", "2", "2.9 KiB", "4", "4.9 KiB", "6", "6.8 KiB")))
     assert(html.text.contains("2 in progress, 4 finished outputs (5.9 KiB), 8 cached blocks (9.8 KiB), 12 released (13.7 KiB)"))
+    assert(!html.text.contains("could not be deleted"))
+  }
+
+  test("a topology's page and its JSON say how many partitions could not be deleted, for each executor and together") {
+    val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(releaseFailures = id.toLong) })
+    assert(Seq("1", "2").map(id => rows(of(view), "executors").find(_.head == id).get(9)) == Seq("1", "2"))
+    assert(of(view).text.contains("12 released (13.7 KiB), 3 could not be deleted"))
+    assert(view.json.at("/executors/2/partitions/releaseFailures").asLong == 2)
   }
 
   test("a topology's page links what it lies in and what lies in it") {
