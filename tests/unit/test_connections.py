@@ -47,7 +47,7 @@ def test_a_database_that_cannot_be_reached(closed):
         (f"postgresql://me:{SECRET}@host/db", f"no login with {SECRET}", "no login with ***"),
         ("postgresql://me:s3%63ret@host/db", f"no login with {SECRET} or s3%63ret", "no login with *** or ***"),
         (f"postgresql://me@host/db?password={SECRET}", f"no login with {SECRET}", "no login with ***"),
-        ("postgresql://me:s3@cret@host/db", "failed to resolve host 'cret@host'", "write @ as %40"),
+        ("postgresql://me:s3@cret@host/db", "failed to resolve host 'cret@host'", "@ as %40"),
     ],
 )
 def test_a_database_whose_error_has_a_part_of_the_password(monkeypatch, url, said, shown):

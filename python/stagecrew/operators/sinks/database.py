@@ -334,14 +334,10 @@ class DatabaseSink:
 
     def _without_password(self, error: Exception) -> Exception:
         """The error on one line. Its text may repeat parts of the url."""
-        import psycopg
-
         rest = self._url.partition("://")[2]
         password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
-        if "@" in password or isinstance(
-            error, psycopg.ProgrammingError
-        ):  # to libpq, the host begins after the first @
-            return type(error)("the url cannot be read: in a password, write @ as %40, / as %2F and % as %25")
+        if "@" in password:  # to libpq, the host begins after the first @
+            return type(error)(f"the url has more than one @: {_ESCAPE}")
         text = " ".join(str(error).split()).rstrip(".")
         query = urllib.parse.parse_qs(rest.partition("?")[2])
         secrets = {password, *query.get("password", ()), *query.get("sslpassword", ())}
