@@ -15,7 +15,6 @@ class Place:
         self.numbers = itertools.count(1)
         self.topologies = 0
         self.datasets = {}  # name -> whether an action leaves a trace
-        self.spent = set()  # datasets that batches have used: after the last one nobody knows their state
         self.used = self.used_outside = set()  # names of steps and commits in this place, and outside of steps
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
@@ -46,7 +45,7 @@ class Place:
         return tuple(made)
 
     may_use = property(lambda self: self.session or self.topologies > 0)
-    known = property(lambda self: sorted(self.datasets.keys() - self.spent))
+    known = property(lambda self: sorted(self.datasets))
     may_act = property(lambda self: bool(self.known))
     may_nameless = property(lambda self: NAMED and not self.at_home and self.may_use and self.draw(st.booleans()))
     may_attempt = True
@@ -103,7 +102,6 @@ class Place:
         own = self.inside(**alone, datasets=dict(untouched), steps=False, commits=False, at_home=False)
         made = own.body(2) if self.draw(st.booleans()) and (own.may_use or own.may_topology) else ()
         body = self.inside(**alone, at_home=True).body()
-        self.spent |= self.datasets.keys() - untouched.keys()
         # Without it the thread of a query is in no step: nothing but topologies inside the step may have coordinators.
         is_apart = not self.in_step or (not self.session and not self.around_step)
         wrapped = self.topologies > 0 and not (is_apart and self.draw(st.booleans()))

@@ -35,7 +35,7 @@ NAMED = "name" in inspect.signature(Operator.map).parameters
 
 
 class Tally(Coordinator):
-    """Adds up what tasks say, by events and by requests, which it answers with the sum so far."""
+    """Adds up the numbers of tasks, by events and by requests, which it replies to with the sum so far; and the resets of subtasks."""
 
     total = 0
 
@@ -48,6 +48,9 @@ class Tally(Coordinator):
     def handle_request(self, evaluation, number):
         self.total += number
         return self.total
+
+    def subtask_reset(self, subtask, checkpoint_id):
+        self.total += 100
 
     def checkpoint(self, checkpoint_id):
         return str(self.total).encode()
@@ -136,6 +139,7 @@ class Runner:
             if "programs.Broken" not in f"{type(error).__module__}.{type(error).__name__}: {error}":
                 raise
             self.ground.stream(name, count, called)
+        self.job.after_stream(name)
 
     def _try(self, scope, body):
         try:

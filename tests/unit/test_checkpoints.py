@@ -350,3 +350,37 @@ def test_a_late_acknowledgement_by_the_clock(harness):
     assert "has not said within 30.0 s" in silent.poisoned
     assert other.poisoned is None
     assert harness.coordinator.heard == ["start", ("failed", 1)]
+
+
+def test_a_restored_coordinator_hears_that_a_subtask_begins_anew():
+    """The next evaluation of a subtask that had begun before the checkpoint is a reset to the restored coordinator, too: in the same
+    process, in a new one, and for a use that claims its state; a subtask that had not begun is none."""
+
+    class Notes(stagecrew.Coordinator):
+        def __init__(self, context):
+            super().__init__(context)
+            self.resets = []
+
+        def checkpoint(self, checkpoint_id):
+            return b"state"
+
+        def subtask_reset(self, subtask, checkpoint_id):
+            self.resets.append(subtask)
+
+    def next_evaluations(harness):
+        for subtask in (0, 1, 70):
+            harness.evaluation(subtask=subtask).finish()
+        return harness.coordinator.resets
+
+    with CoordinatorHarness(Notes) as harness:
+        harness.evaluation(subtask=0).finish()
+        harness.evaluation(subtask=70)
+        taken = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
+        assert taken.subtasks == {"operator/1": 1 | 1 << 70}
+        harness.reset(taken)
+        assert next_evaluations(harness) == [0, 70]
+        harness.reset()
+        assert next_evaluations(harness) == []
+    with CoordinatorHarness(Notes) as harness:
+        harness.reset(taken)
+        assert next_evaluations(harness) == [0, 70]

@@ -1,8 +1,10 @@
 """Steps and batches of a job, over a store in memory."""
 
+import contextlib
 import contextvars
 import itertools
 import json
+import threading
 
 import pyarrow.fs
 import pytest
@@ -62,6 +64,9 @@ class FakeOperators:
 
     def forget(self, place):
         pass
+
+    def used_beside(self, place):
+        return None
 
 
 @pytest.fixture
@@ -208,6 +213,105 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
     assert (found[0], found[1]) == ("", "")
     assert ("outside" in found) == outside
     assert not {"first", "inner"} & set(found)
+
+
+def test_after_a_stream(place, operators):
+    """When a query has ended, the coordinators are as of its last batch, also in a run in which it has no batch left."""
+
+    def body(number):
+        operators[0].state += 10**number
+
+    one = place.run()
+    for number in range(3):
+        one.batch("load", number, lambda: body(number))  # noqa: B023 (called at once)
+    operators[0].state += 5
+    one.after_stream("load")
+    assert operators[0].state == 116
+    operators[0] = FakeOperators("load")
+    two = place.run()
+    two.after_stream("other")
+    assert operators[0].state == 0
+    two.after_stream("load")
+    assert operators[0].state == 111
+    operators[0].state += 5
+    two.after_stream("load")
+    assert operators[0].state == 116
+    assert two.batch("load", 3, lambda: operators[0].state) == 116
+
+
+@pytest.fixture
+def real(monkeypatch):
+    """Makes the operators of one topology for each run, which are closed at the end; and binds its operator, with a text as its state."""
+    made = []
+
+    class Real:
+        def __init__(self):
+            self.operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+            self.operators.name_operator("o")
+            self.host = Host(Nowhere(), 1 << 20, 30.0)
+            monkeypatch.setattr(job_module, "_open_operators", lambda: [self.operators])
+            made.append(self)
+
+        def bind(self, text="", name=None):
+            """Returns the text that the coordinator begins with, and adds to it."""
+            id_ = self.operators.add("o", lambda context: Keeping(context, []), self.host, name)
+            (mine,) = (one.instance.coordinator for one in self.operators._bindings.values() if one.id == id_)
+            found, mine.text = mine.text, mine.text + text
+            return found
+
+    yield Real
+    for one in made:
+        one.operators.close("the topology has ended")
+
+
+def test_a_step_that_runs_anew_begins_with_no_state(place, real):
+    """Its coordinators begin empty, also when the checkpoint of another step has states of a try that failed."""
+    first, job = real(), place.run()
+
+    def one():
+        with contextlib.suppress(JobError):  # they run at once
+            contextvars.Context().run(job.step, "two", lambda: first.bind("of the try that failed"))
+
+    job.step("one", one)
+    second, job = real(), place.run()
+    job.step("one", one)
+    assert second.operators.checkpoint(None, 5).states == {"step=two:o/1": b"of the try that failed"}
+    assert job.step("two", second.bind) == ""
+
+
+def test_a_use_in_another_thread_beside_a_step(place, real):
+    """A step is refused while another thread, outside of steps, has a use in its topology; not when that thread has ended."""
+    topology, job = real(), place.run()
+    bound, go = threading.Event(), threading.Event()
+
+    def beside():
+        topology.bind(name="beside")
+        bound.set()
+        go.wait(30)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    assert bound.wait(10)
+    try:
+        with pytest.raises(JobError, match="another thread uses operator 'o' of topology 'load' beside step 'a'"):
+            job.step("a", lambda: topology.bind("x"))
+    finally:
+        go.set()
+        thread.join(10)
+    job = place.run()
+    assert job.step("a", lambda: 1) == 1
+    assert place.run().step("a", lambda: 2) == 1
+
+
+def test_a_step_in_a_thread_that_uses_what_the_program_bound(place, real):
+    """A use that an outer thread made is no obstacle to a step in an inner one."""
+    topology, job = real(), place.run()
+    topology.bind("x")
+    results = []
+    thread = threading.Thread(target=lambda: results.append(job.step("a", lambda: 5)))
+    thread.start()
+    thread.join(10)
+    assert results == [5]
 
 
 def test_a_topology_that_is_not_there_any_more(place, operators):

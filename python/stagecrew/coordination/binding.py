@@ -304,12 +304,13 @@ class Binding:
         threads: Threads,
         checkpoint_id: int = NO_CHECKPOINT,
         state: bytes | None = None,
+        subtasks: int = 0,
     ) -> None:
         self.id, self.key, self.operator = identity, key, operator
         self.factory, self.owner, self.threads = factory, owner, threads
         self.live: dict[int, Live] = {}
         #: Subtasks of which there has been an evaluation: a bit for each.
-        self.seen = 0
+        self.seen = subtasks
         #: The checkpoint that is being taken, and whether it was cut: events are kept back.
         self.pending: Pending | None = None
         self.held = False

@@ -18,9 +18,13 @@ from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Instance
 
-__all__ = ["NOTHING", "Checkpoint", "Pending"]
+__all__ = ["NOTHING", "Checkpoint", "Pending", "Taken"]
 
 _FORMAT: Final = 2
+
+
+#: A coordinator's state, and the subtasks that had begun, a bit for each.
+Taken = tuple[bytes | None, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +33,20 @@ class Checkpoint:
 
     `states` is by the use's place in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
     `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
+
+    `subtasks` has the subtasks that had begun by then, a bit for each, so that their next evaluations are resets to a restored
+    coordinator, too.
     """
 
     id: int
     states: Mapping[str, bytes | None]
+    subtasks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def of(self, key: str) -> tuple[int, bytes | None]:
-        """What one coordinator is restored as of: the id and its state, or `NO_CHECKPOINT` when it has no state here."""
-        return (self.id, self.states[key]) if key in self.states else (NO_CHECKPOINT, None)
+    def of(self, key: str) -> tuple[int, bytes | None, int]:
+        """The id, the state and the subtasks that a coordinator is restored with; `NO_CHECKPOINT` when it has no state here."""
+        if key not in self.states:
+            return NO_CHECKPOINT, None, 0
+        return self.id, self.states[key], self.subtasks.get(key, 0)
 
     def keys_of(self, operator: str) -> list[str]:
         """The keys of an operator's uses, wherever in the program they are."""
@@ -52,6 +62,7 @@ class Checkpoint:
             "format": _FORMAT,
             "id": self.id,
             "states": {key: None if state is None else len(state) for key, state in self.states.items()},
+            "subtasks": {key: f"{bits:x}" for key, bits in self.subtasks.items()},
         }
         body = b"".join((json.dumps(header).encode(), b"\n", *filter(None, self.states.values())))
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
@@ -81,6 +92,7 @@ class Checkpoint:
                     key: None if size is None else states[end - size : end]
                     for (key, size), end in zip(sizes.items(), ends, strict=True)
                 },
+                {key: int(bits, 16) for key, bits in found["subtasks"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
@@ -98,19 +110,19 @@ class Pending:
 
     def __init__(self, checkpoint_id: int, instance: Instance) -> None:
         self.id, self.instance = checkpoint_id, instance
-        #: Done when it is taken, with the state.
-        self.result: Future[bytes | None] = Future()
+        #: Done when it is taken, with the state and the subtasks that had begun.
+        self.result: Future[Taken] = Future()
         self._lock = threading.Lock()
         self._awaited: set[Future[None]] = set()
 
-    def cut(self, state: bytes | None, sent: Iterable[Future[None]]) -> None:
+    def cut(self, taken: Taken, sent: Iterable[Future[None]]) -> None:
         """The state is there; these were sent before it."""
         itself: Future[None] = Future()  # so that it cannot be done before all others are known
         with self._lock:
             self._awaited = {itself, *sent}
             awaited = tuple(self._awaited)
         for future in awaited:
-            future.add_done_callback(lambda done: self._acknowledged(done, state))
+            future.add_done_callback(lambda done: self._acknowledged(done, taken))
         itself.set_result(None)
 
     def fail(self, error: BaseException) -> None:
@@ -119,11 +131,11 @@ class Pending:
             if not self.result.done():
                 self.result.set_exception(error)
 
-    def _acknowledged(self, which: Future[None], state: bytes | None) -> None:
+    def _acknowledged(self, which: Future[None], taken: Taken) -> None:
         with self._lock:
             self._awaited.discard(which)
             if not self._awaited and not self.result.done():
-                self.result.set_result(state)
+                self.result.set_result(taken)
 
 
 def checked(state: object, operator: str) -> bytes | None:

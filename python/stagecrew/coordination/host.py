@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Instance, Live
-from stagecrew.coordination.checkpoints import Pending
+from stagecrew.coordination.checkpoints import Pending, Taken
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
@@ -93,11 +93,13 @@ class Host:
             pending.fail(CheckpointFailed(reason))
         self._tell(binding, over, reason)
 
-    def reset(self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
+    def reset(
+        self, binding: Binding, checkpoint_id: int, state: bytes | None, seconds: float, subtasks: int = 0
+    ) -> None:
         """A new coordinator takes over, as of a checkpoint; no evaluation of before gets an answer, or succeeds."""
         with self._lock:
             over = self._cut_off(binding)
-            binding.seen = 0
+            binding.seen = subtasks
             pending, binding.pending = binding.pending, None
             binding.reset(checkpoint_id, state, seconds)
         if pending is not None:
@@ -106,7 +108,7 @@ class Host:
 
     # -- Checkpoints
 
-    def checkpoint(self, binding: Binding, checkpoint_id: int) -> Future[bytes | None]:
+    def checkpoint(self, binding: Binding, checkpoint_id: int) -> Future[Taken]:
         """Asks the coordinator for its state. Answers a future of it, done when all that it sent before is in mailboxes.
 
         `end_checkpoint` has to follow; until then what it sends after its cut is kept back.
@@ -122,7 +124,8 @@ class Host:
                 return  # given up meanwhile
             binding.held = True
             sent = [future for live in binding.live.values() for future in live.gateway.hold()]
-        pending.cut(state, sent)
+            taken = state, binding.seen
+        pending.cut(taken, sent)
         self.wire.flush()
 
     def end_checkpoint(self, binding: Binding, checkpoint_id: int, complete: bool) -> None:

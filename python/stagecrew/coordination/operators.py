@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Threads
-from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
+from stagecrew.coordination.checkpoints import NOTHING, Checkpoint, Taken
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
-from stagecrew.coordination.program_path import Place, Uses, unused
+from stagecrew.coordination.program_path import Place, ThreadMark, Uses, this_thread, unused
 from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
@@ -74,9 +74,11 @@ class Operators:
         self._past_progress: dict[str, dict[str, Any]] = {}
         #: The uses whose coordinators were called since their states were taken, and the states that were.
         self.changed: dict[Binding, None] = {}
-        self._states: dict[str, bytes | None] = {}
+        self._states: dict[str, Taken] = {}
+        #: Uses whose order differs from run to run, with the thread that made each.
+        self._unordered: dict[Binding, tuple[Place, ThreadMark]] = {}
         #: Restored states of uses that the program has not reached: each waits for the use with its key.
-        self._unclaimed: dict[str, bytes | None] = {}
+        self._unclaimed: dict[str, Taken] = {}
         self._restored_id = NO_CHECKPOINT
         self._closing = self._closed = False
         self._checkpointing = threading.Lock()
@@ -140,6 +142,7 @@ class Operators:
         with self._lock:
             self._host = host
             key = self._uses.key(operator, name, otherwise)
+            place, is_ordered = self._uses.here()
             binding = self._prepared.pop(key, None)
             if binding is None and key not in self._unclaimed:
                 binding = self._prepared.pop(unused(operator), None)
@@ -149,13 +152,27 @@ class Operators:
                 self._bindings[key] = binding
                 binding.touch()
         if binding is None:
-            claimed, checkpoint_id, state = self._claimable(key, operator)
-            binding = self._made(key, operator, factory, checkpoint_id, state)
+            claimed, restored = self._claimable(key, operator)
+            binding = self._made(key, operator, factory, *restored)
             binding.begin()
             with self._lock:
                 self._unclaimed.pop(claimed, None)
                 self._bindings[key] = binding
+        if not is_ordered:
+            with self._lock:
+                self._unordered[binding] = place, this_thread()
         return self._served(binding, host)
+
+    def used_beside(self, place: Place) -> str | None:
+        """The operator of a use that another thread, which still runs, has made beside this place; None when there is no such use."""
+        owners = place.owners
+        with self._lock:
+            for binding, (where, thread) in tuple(self._unordered.items()):
+                if where.ended or not thread.is_alive or self._bindings.get(binding.key) is not binding:
+                    del self._unordered[binding]  # nothing comes from it any more
+                elif thread not in owners:
+                    return binding.operator
+        return None
 
     def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
         """A use without a state, such as that of a commit; from any thread. The caller must `end` it."""
@@ -181,13 +198,13 @@ class Operators:
                         del states[key]
         self._end_early(ended, f"{place!r} has ended, or is executed again")
 
-    def _claimable(self, key: str, operator: str) -> tuple[str, int, bytes | None]:
-        """The restored state for a use: its key, its checkpoint's id, and the state."""
+    def _claimable(self, key: str, operator: str) -> tuple[str, tuple[int, bytes | None, int]]:
+        """The restored state for a use: its key; and its checkpoint's id, the state, and the subtasks that had begun."""
         with self._lock:
             for known in (key, unused(operator)):
                 if known in self._unclaimed:
-                    return known, self._restored_id, self._unclaimed[known]
-        return key, NO_CHECKPOINT, None
+                    return known, (self._restored_id, *self._unclaimed[known])
+        return key, NOTHING.of(key)
 
     def _served(self, binding: Binding, host: Host) -> str:
         host.add(binding)
@@ -203,9 +220,10 @@ class Operators:
         factory: Factory,
         checkpoint_id: int = NO_CHECKPOINT,
         state: bytes | None = None,
+        subtasks: int = 0,
     ) -> Binding:
         id_ = f"{self._scope.id}/{key}/{uuid.uuid4().hex[:12]}"
-        return Binding(id_, key, operator, factory, self, self._threads, checkpoint_id, state)
+        return Binding(id_, key, operator, factory, self, self._threads, checkpoint_id, state, subtasks)
 
     # -- What a coordinator's instance asks of its owner
 
@@ -265,7 +283,7 @@ class Operators:
             with self._lock:
                 host = self._host
             if host is None:
-                return Checkpoint(id_, dict(self._unclaimed))
+                return _checkpoint(id_, self._unclaimed)
             taken = {binding: host.checkpoint(binding, id_) for binding in bindings}
             complete = False
             try:
@@ -286,7 +304,7 @@ class Operators:
                     self._states |= {
                         binding.key: state.result() for binding, state in taken.items() if self._has(binding)
                     }
-                    return Checkpoint(id_, self._unclaimed | self._states)
+                    return _checkpoint(id_, self._unclaimed | self._states)
             finally:
                 if not complete:
                     self.changed |= dict.fromkeys(bindings)
@@ -312,7 +330,7 @@ class Operators:
         with self._lock:
             host, bindings = self._host, self._all()
             known = {binding.key for binding in bindings}
-            self._unclaimed = {key: state for key, state in restored.states.items() if key not in known}
+            self._unclaimed = {key: restored.of(key)[1:] for key in restored.states if key not in known}
             self._restored_id = restored.id
             self._last_checkpoint = max(self._last_checkpoint, restored.id)
             if (
@@ -323,7 +341,8 @@ class Operators:
                 self._states.pop(binding.key, None)
         for binding in bindings:
             assert host is not None
-            host.reset(binding, *restored.of(binding.key), self._close_timeout())
+            id_, state, subtasks = restored.of(binding.key)
+            host.reset(binding, id_, state, self._close_timeout(), subtasks)
 
     def progress(self) -> dict[str, dict[str, Any]]:
         """See `Topology.progress`."""
@@ -382,6 +401,14 @@ class Operators:
                 )  # fmt: skip
             if host is not None:
                 host.remove(binding, reason)
+
+
+def _checkpoint(id_: int, taken: dict[str, Taken]) -> Checkpoint:
+    return Checkpoint(
+        id_,
+        {key: state for key, (state, _) in taken.items()},
+        {key: subtasks for key, (_, subtasks) in taken.items() if subtasks},
+    )
 
 
 def _short(error: BaseException) -> str:

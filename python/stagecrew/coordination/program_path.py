@@ -8,21 +8,33 @@ from __future__ import annotations
 import contextvars
 import threading
 import urllib.parse
+import weakref
 from typing import Final
 
 from stagecrew.errors import OperatorMisused
 
-__all__ = ["PLACE", "Place", "Uses", "current_place", "operator_of", "unused"]
+__all__ = ["PLACE", "Place", "ThreadMark", "Uses", "current_place", "operator_of", "this_thread", "unused"]
 
 #: The use of a coordinator that was made before the session ran and that no dataset uses yet.
 _UNUSED: Final = "unused"
 
 
-class _Thread(threading.local):
+class ThreadMark:
     """Identifies a thread; unlike `threading.get_ident`, it is never used again."""
 
     def __init__(self) -> None:
-        self.token = object()
+        self._thread = weakref.ref(threading.current_thread())
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread still runs."""
+        thread = self._thread()
+        return thread is not None and thread.is_alive()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.mark = ThreadMark()
 
 
 _thread = _Thread()
@@ -46,7 +58,7 @@ class Place:
         self.steps: tuple[str, ...] = () if parent is None else parent.steps
         #: Its text, such as `step=load/batch=3/topology=daily`.
         self.path: str = "" if parent is None else parent.path
-        self._owner = _thread.token
+        self._owner = _thread.mark
         self._topologies: dict[str, int] = {}
         if kind == "program":
             return
@@ -68,7 +80,17 @@ class Place:
     @property
     def is_owned(self) -> bool:
         """Whether the calling thread began it."""
-        return self._owner is _thread.token
+        return self._owner is _thread.mark
+
+    @property
+    def owners(self) -> set[ThreadMark]:
+        """The threads that began this place and those around it, and the calling one."""
+        owners = {_thread.mark}
+        place: Place | None = self
+        while place is not None:
+            owners.add(place._owner)
+            place = place.parent
+        return owners
 
     def is_within(self, outer: Place) -> bool:
         """Whether it is `outer`, or a place inside it."""
@@ -101,6 +123,11 @@ def current_place() -> Place | None:
     return place
 
 
+def this_thread() -> ThreadMark:
+    """The mark of the calling thread."""
+    return _thread.mark
+
+
 class Uses:
     """The keys of the uses of one topology's operators, or of the application's. Not thread-safe.
 
@@ -124,10 +151,7 @@ class Uses:
         Raises:
             OperatorMisused: the use has no name, and no order that is the same in every run; or its name was used here.
         """
-        scope, place = self._scope, current_place()
-        if place is None or not (self._is_application or place.is_within(scope)):
-            place = scope  # another thread than the one that began it, or a topology that was begun elsewhere
-        is_ordered = place.is_owned and place.is_ordered_within(scope)
+        place, is_ordered = self.here()
         if name is None and not is_ordered:
             name = otherwise
         path = self._path(place)
@@ -136,8 +160,8 @@ class Uses:
             key = f"{prefix}/name={_quoted(name)}"
             if key in self._named:
                 raise OperatorMisused(
-                    f"operator {operator!r} already has a use with name={name!r} in this place; give each use a name of its own, "
-                    f"such as one with the number of the batch"
+                    f"operator {operator!r} already has a use with name={name!r} in this place; give each use a name of its own. In "
+                    f"foreachBatch, where Spark may execute a batch again, make it in job.batch"
                 )
             self._named.add(key)
             return key
@@ -148,6 +172,13 @@ class Uses:
             )
         number = self._counts[prefix] = self._counts.get(prefix, 0) + 1
         return f"{prefix}/{number}"
+
+    def here(self) -> tuple[Place, bool]:
+        """The place of a use that this thread makes now, and whether every run makes it in the same order."""
+        scope, place = self._scope, current_place()
+        if place is None or not (self._is_application or place.is_within(scope)):
+            place = scope  # another thread than the one that began it, or a topology that was begun elsewhere
+        return place, place.is_owned and place.is_ordered_within(scope)
 
     def forget(self, place: Place) -> None:
         """Uses in this place begin from 1 again: it is executed once more."""

@@ -109,7 +109,7 @@ class Job:
         place = Place(_here(), "step", _named(name))
         key = _key(place)
         self._use("step", key)
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, place)) is not None:
             value: T = known[0]
             return value
         return self._run(place, f)
@@ -132,8 +132,7 @@ class Job:
         key = _key(place)
         with self._lock:  # a query that is started again does its last batch again
             self._used = {used for used in self._used if not used[1].startswith(f"{key}/")}
-        _forget_uses(place)
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, place)) is not None:
             self._behind[parent] = batch_id
             value: T = known[0]
             return value
@@ -145,11 +144,11 @@ class Job:
             )
         if batch_id - 1 in stored:
             if self._behind.get(parent) != batch_id - 1:
-                self._known(f"{parent}/batch-{batch_id - 1}")
+                self._known(f"{parent}/batch-{batch_id - 1}", place)
         elif parent in self._begun:
-            self._restore(key, self._begun[parent])
+            self._restore(key, place, self._begun[parent])
         else:
-            self._begun[parent] = self._checkpoints(key)
+            self._begun[parent] = self._checkpoints(place)
         self._behind[parent] = None
         made = self._run(place, f)
         self._behind[parent] = batch_id
@@ -157,6 +156,29 @@ class Job:
             self._forget(f"{parent}/batch-{old}")
             _forget_uses(Place(stream, "batch", str(old)))
         return made
+
+    def after_stream(self, name: str) -> None:
+        """Call it when a query of `job.batch(name, ...)` has ended: the coordinators then have the states of its last batch.
+
+        In the run that executed this batch they have them already. A later run of the job, in which Spark finds that the query has
+        nothing left to do, calls no batch, so nothing else restores them.
+
+        Args:
+            name: The name that `batch` was given.
+
+        Raises:
+            JobError: Another step runs in the same topology, or the topology of a batch is not open here.
+            RecoveryMisused: `name` is empty or has a slash.
+        """
+        for outer in _places_of_queries():
+            stream = Place(outer, "step", _named(name))
+            parent = _key(stream)
+            if stored := self._batches(parent):
+                if self._behind.get(parent) is None:
+                    last = max(stored)
+                    self._known(f"{parent}/batch-{last}", Place(stream, "batch", str(last)))
+                    self._behind[parent] = last
+                return
 
     def commit_id(self, name: str) -> str:
         """The id of a commit in this step: the same in every run. Raises `JobStepReused`, `RecoveryMisused` for one that is too long."""
@@ -214,51 +236,54 @@ class Job:
     def _remove(self, handles: StateHandleStore, name: str) -> None:
         patient(lambda: handles.remove(name), f"job {self.id!r} waits for an old batch to be removed", self._patience)
 
-    def _known(self, key: str) -> tuple[Any] | None:
+    def _known(self, key: str, place: Place) -> tuple[Any] | None:
         """What a run before has stored of a step; the coordinators have their states back then."""
         try:
             stored = self._read(lambda: self._steps.get(key))
         except HandleMissing:
             return None
         value, checkpoints = pickle.loads(stored.data)
-        self._restore(key, checkpoints)
+        self._restore(key, place, checkpoints)
         self.shown.step(key, "found")
         _log.info("step %r of job %r was done by a run before", key, self.id)
         return (value,)
 
     def _run(self, place: Place, f: Callable[[], T]) -> T:
+        """Runs a step or a batch, and stores its result; until then other steps see that it runs."""
         key = _key(place)
-        token = PLACE.set(place)
+        _forget_uses(place)
         with self._lock:
             self._running[key] = _open_operators()
         self.shown.step(key, "running")
         state = "failed"
+        token = PLACE.set(place)
         try:
             try:
                 made = f()
             finally:
                 place.ended = True
                 PLACE.reset(token)
-                with self._lock:
-                    del self._running[key]
-            self._store(key, made)
+            self._store(place, made)
             state = "finished"
         finally:
+            with self._lock:
+                del self._running[key]
             self.shown.step(key, state)
         return made
 
-    def _store(self, key: str, value: Any) -> None:
+    def _store(self, place: Place, value: Any) -> None:
         from pyspark import cloudpickle
 
+        key = _key(place)
         try:
-            data = bytes(cloudpickle.dumps((value, self._checkpoints(key))))  # type: ignore[no-untyped-call]
+            data = bytes(cloudpickle.dumps((value, self._checkpoints(place))))  # type: ignore[no-untyped-call]
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise JobError(f"the result of step {key!r} of job {self.id!r} cannot be pickled: {error}") from error
         state = self._steps.prepare(data)
         waits = f"step {key!r} of job {self.id!r} is done, and waits for its result to be stored"
         patient(lambda: self._steps.add(key, state), waits, self._patience)
 
-    def _restore(self, key: str, checkpoints: dict[str, bytes]) -> None:
+    def _restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
         """Gives the coordinators of the topologies around a step the states that they had at its end."""
         open_ = {operators.name: operators for operators in _open_operators()}
         for name, data in checkpoints.items():
@@ -267,31 +292,39 @@ class Job:
                     f"step {key!r} was done inside topology {name!r}, which is not open here: the program has changed; submit it as "
                     f"another job"
                 )
-            self._require_alone(key, open_[name])
+            self._require_alone(place, open_[name])
             open_[name].reset(Checkpoint.from_bytes(data))
 
-    def _require_alone(self, key: str, operators: Operators) -> None:
-        """Raises `JobError` when another step runs in this topology: its coordinators' states would be of both."""
+    def _require_alone(self, place: Place, operators: Operators) -> None:
+        """Raises `JobError` when another step, or a use in another thread, runs in this topology: its coordinators' states would be of both."""
+        key = _key(place)
         with self._lock:
             beside = [
                 other
                 for other, around in self._running.items()
-                if operators in around and not key.startswith(f"{other}/")
+                if operators in around and other != key and not key.startswith(f"{other}/")
             ]
         if beside:
             raise JobError(
                 f"steps {key!r} and {beside[0]!r} run at once in topology {operators.name!r}, whose coordinators' states cannot be of "
-                f"both positions: run one after the other, or each in a topology of its own"
+                f"both positions: run one after the other, or each in a topology of its own. If one is inside the other, carry the place "
+                f"into its thread with topology.wrap"
+            )
+        if (operator := operators.used_beside(place)) is not None:
+            raise JobError(
+                f"another thread uses operator {operator!r} of topology {operators.name!r} beside step {key!r}, so the state of its "
+                f"coordinator belongs to no certain position: wait for the thread before the step, or give it a topology of its own"
             )
 
-    def _checkpoints(self, key: str) -> dict[str, bytes]:
+    def _checkpoints(self, place: Place) -> dict[str, bytes]:
         """The states of the coordinators of all topologies that this thread is in, by name."""
+        key = _key(place)
         found: dict[str, bytes] = {}
         for operators in _open_operators():
             checkpoint = operators.checkpoint(None, _CHECKPOINT)
             if not checkpoint.states:
                 continue
-            self._require_alone(key, operators)
+            self._require_alone(place, operators)
             if operators.name in found:
                 raise JobStepReused(
                     f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}: a later run could not "
@@ -317,6 +350,15 @@ def _here() -> Place | None:
 
     crew = running_crew()
     return current_place() if crew is None else crew.place
+
+
+def _places_of_queries() -> list[Place | None]:
+    """Where the batches of a query may be that was started here: its function was wrapped, or is in the topology alone, or in no place."""
+    from stagecrew.session import running_crew
+
+    crew = running_crew()
+    topology = None if crew is None else crew.marks.innermost
+    return [_here(), *([] if topology is None else [topology.place]), None]
 
 
 def _forget_uses(place: Place) -> None:
