@@ -158,6 +158,7 @@ class Operators:
             with self._lock:
                 self._unclaimed.pop(claimed, None)
                 self._bindings[key] = binding
+                binding.touch()  # a checkpoint that was taken meanwhile did not know it
         if not is_ordered:
             with self._lock:
                 self._unordered[binding] = place, this_thread()
