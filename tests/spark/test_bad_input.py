@@ -107,7 +107,7 @@ def test_a_name_that_cannot_be_imported(sessions, caplog):
         Exception, match=r"'no_such_module:pool' in spark.stagecrew.listeners cannot be imported"
     ) as caught:
         spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
-    (line,) = (line for line in str(caught.value).splitlines() if "this task cannot have its listeners" in line)
+    (line,) = (line for line in str(caught.value).splitlines() if "this task cannot begin on executor" in line)
     assert "ListenerNotImportable: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
     assert "--py-files" in line
     assert OURS not in str(caught.value)

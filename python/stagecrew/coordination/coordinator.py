@@ -41,7 +41,10 @@ class Evaluation:
 
 
 class Coordinator:
-    """Serves one binding of an operator, on the driver. Every method is called on the coordinator's own thread, one at a time.
+    """Serves one binding of an operator, on the driver. Its methods are called one at a time, in order.
+
+    The calls come on threads that all coordinators share, so two calls may come on two threads: no lock is needed, but an object
+    that belongs to one thread (such as a `sqlite3` connection without `check_same_thread=False`) cannot be kept.
 
     Per subtask the order is `ready`, then `failed` or `finished` for every evaluation that was ready, then `subtask_reset`,
     then `ready` of the next. Several may be live at once (speculation). Events and requests come only from evaluations that
@@ -98,8 +101,8 @@ class Coordinator:
         mailboxes when the checkpoint is complete, and what is sent after is kept back until then. A future that fails
         declines the checkpoint; an exception fails the topology.
 
-        A coordinator that was not called since the last checkpoint is not asked: that state still holds. So a thread of your own
-        changes the state with `context.run_in_coordinator_thread`.
+        A coordinator without a live evaluation that was not called since the last checkpoint is not asked: that state still holds. So
+        a thread of your own changes the state with `context.run_in_coordinator_thread`.
         """
 
     def checkpoint_complete(self, checkpoint_id: int) -> None:

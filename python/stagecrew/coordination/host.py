@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
-from stagecrew.coordination.binding import Binding, Instance, Live
+from stagecrew.coordination.binding import Binding, Instance, Live, Owner
 from stagecrew.coordination.checkpoints import Pending, Taken
 from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
@@ -70,6 +70,11 @@ class Host:
     def is_busy(self) -> bool:
         """Whether any evaluation is live."""
         return bool(self._live)
+
+    def live_bindings(self, owner: Owner) -> list[Binding]:
+        """The owner's bindings that have a live evaluation."""
+        with self._lock:
+            return list(dict.fromkeys(binding for binding, _ in self._live.values() if binding.owner is owner))
 
     def add(self, binding: Binding) -> None:
         """Evaluations of the binding are served from now on."""

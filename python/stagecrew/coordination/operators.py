@@ -313,9 +313,13 @@ class Operators:
                     host.end_checkpoint(binding, id_, complete)
 
     def _take_changed(self) -> list[Binding]:
-        """The uses that a checkpoint must ask. Those that are called from now on belong to the next checkpoint, too."""
+        """The uses that a checkpoint must ask. Those that are called from now on belong to the next checkpoint, too.
+
+        A use with a live evaluation is one of them: threads of the coordinator's author may send to it, and count what they send.
+        """
+        live = [] if self._host is None else self._host.live_bindings(self)
         with self._lock:
-            changed = list(self.changed)
+            changed = list(dict.fromkeys([*self.changed, *live]))
             for binding in changed:
                 self.changed.pop(binding, None)
             return [binding for binding in changed if self._has(binding)]
