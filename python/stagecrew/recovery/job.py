@@ -103,7 +103,7 @@ class Job:
         topology of its own.
 
         Raises what `f` raises; `JobStepReused` for a name that was used in the same place; `JobError` when another step runs in the
-        same topology and that has coordinators; `StateStorageError` and what the store raises when the result cannot be stored for
+        same topology and that has coordinators, or another thread uses one of its operators outside of steps; `StateStorageError` and what the store raises when the result cannot be stored for
         ten minutes.
         """
         place = Place(_here(), "step", _named(name))
@@ -119,7 +119,7 @@ class Job:
 
         A batch that Spark runs again, as it had not committed it, is not run again if it was done: its result is the stored one. Where
         a batch begins that was not done, the coordinators have the states that they had behind the one before, or where the query
-        began: so they are always as of the batch that Spark's log has. The last two batches are kept.
+        began: so they are always as of the batch that Spark's log has. The last two batches are kept; uses of operators in older ones end.
 
         Raises as `step`; `JobError` when neither this batch nor the one before is known, though an older one is: the query has another
         checkpoint location than before.
