@@ -8,7 +8,7 @@ from programs import NAMED
 
 
 class Place:
-    """What the drawn statements of a body may do."""
+    """The statements that may be drawn for a body."""
 
     def __init__(self, draw, *, session):
         self.draw, self.session = draw, session

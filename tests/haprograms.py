@@ -12,7 +12,7 @@ from stagecrew.operators.sinks import ParquetSink
 
 
 class Ground:
-    """What a program stands on: see `Runner`."""
+    """The ground of a program: see `Runner`."""
 
     def __init__(self, spark, folder):
         self.spark, self.folder = spark, folder

@@ -22,7 +22,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 
 JOB = "job"
-#: After so many runs a history does not end.
+#: A history that has not ended after this many runs never ends.
 RUNS = 6
 
 
@@ -107,7 +107,7 @@ class World:
 
 
 class Ground:
-    """What a program stands on: see `Runner`."""
+    """The ground of a program: see `Runner`."""
 
     def __init__(self, world, spark):
         self.world, self.spark = world, spark
@@ -127,7 +127,7 @@ class Ground:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """All that a history has to agree about with any other of its program."""
+    """The outcome of a history, which must equal that of any other of its program."""
 
     state: str
     reason: str

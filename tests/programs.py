@@ -17,7 +17,7 @@ A program is a tuple of statements, each of which is a tuple:
     ("commit", name, source)         a dataset is made and committed
     ("raise",)                       the program's own error
 
-What a body returns are the results of its statements. A name is used once in a program, but those of steps and topologies, and those once
+A body returns the results of its statements. A name is used once in a program, but those of steps and topologies, and those once
 in a place.
 """
 

@@ -1,4 +1,4 @@
-"""A session that works for a long time: what it holds in the end must be what it held in the beginning.
+"""A session that works for a long time: in the end it must hold no more than in the beginning.
 
 One topology with thousands of uses of operators, and one session with many topologies. Threads, file descriptors and memory of all
 processes are sampled, and the first quarter is compared with the last. Run by `make soak`, and in a short form by a test.
@@ -36,7 +36,7 @@ USE = 2048 + 2560
 
 @dataclasses.dataclass
 class Held:
-    """What the processes of one kind hold. Memory in MB: of a JVM what is left of its heap after a collection, else resident."""
+    """Resources of the processes of one kind. Memory in MB: of a JVM the used heap after a collection, else resident."""
 
     threads: int = 0
     files: int = 0
@@ -50,7 +50,7 @@ class Held:
 
 
 def sample(spark: Any) -> dict[str, Held]:
-    """What this process, its JVM, the executors, and all Python processes of the executors hold now."""
+    """The resources of this process, its JVM, the executors, and all Python processes of the executors now."""
     gc.collect()
     found = {kind: Held() for kind in ("driver Python", "driver JVM", "executors", "workers and agents")}
     me = psutil.Process()
@@ -74,7 +74,7 @@ def sample(spark: Any) -> dict[str, Held]:
 
 
 def heap_of(pid: int) -> float:
-    """What is left of a JVM's heap after a collection, in MB."""
+    """The used heap of a JVM after a collection, in MB."""
 
     def jcmd(*arguments: str) -> str:
         return subprocess.run(["jcmd", str(pid), *arguments], capture_output=True, text=True, check=True).stdout
@@ -103,7 +103,7 @@ class Course:
             print(f"{number:6} of {self._total}, {time.monotonic() - self._began:5.0f} s  {held}", flush=True)
 
     def verdict(self, each: int) -> tuple[list[str], dict[str, Any]]:
-        """What grew though it may not, and the figures. `each` is what one more may keep in the driver's Python, in bytes."""
+        """The resources that grew too much, and the figures. `each` is what one more may keep in the driver's Python, in bytes."""
         quarter = len(self.samples) // 4
         first, last = self.samples[1 : 1 + quarter], self.samples[-quarter:]
         grew, figures = [], {}
@@ -143,7 +143,7 @@ def summed(steps: Any, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordB
 
 
 class Echo(stagecrew.Coordinator):
-    """Returns what it is asked."""
+    """Returns each request."""
 
     def handle_request(self, evaluation: Any, request: Any) -> Any:
         """See `Coordinator`."""

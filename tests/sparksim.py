@@ -129,12 +129,12 @@ class Executor:
             raise AssertionError("what this task waits for never comes")
         return result
 
-    # -- What the driver's side runs on
+    # -- The threads and timers of the driver's side
 
     def run(self):
-        """Makes all calls of coordinators, and delivers what they sent."""
+        """Makes all calls of coordinators, and delivers their events."""
         if self._running:
-            return  # whoever runs goes on with it
+            return  # the outer call continues with it
         self._running = True
         try:
             busy = True
@@ -159,7 +159,7 @@ class Executor:
 
 
 class Dataset:
-    """A DataFrame: each action makes its partitions anew, `make(number)`, in tasks that run at once."""
+    """A DataFrame: each action computes its partitions again, `make(number)`, in tasks that run at once."""
 
     def __init__(self, spark, count, make, schema):
         self.spark, self.partitions, self.make = spark, count, make
@@ -213,7 +213,7 @@ class Task:
 
 
 class Facade:
-    """What the driver's JVM answers: nothing runs of a topology that ends."""
+    """The replies of the driver's JVM: nothing of a topology that ends is running."""
 
     def __getattr__(self, name):
         answers = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}

@@ -13,7 +13,7 @@ ERRORS = {"raise": "ValueError: the program's own error", "nameless": "OperatorM
 
 
 def differences(program, seed, *kills):
-    """The first kills after which something is not equal, with what is."""
+    """The first kills after which something differs, with both outcomes."""
     without, points = history(program, seed)
     errors = tuple(error for statement, error in ERRORS.items() if f"'{statement}'" in str(program))
     assert without.state == "succeeded" or without.reason.startswith(errors), without

@@ -1,4 +1,4 @@
-"""Programs of jobs as real processes with real Spark, killed at a write to the store: they give what the simulation gives without a kill."""
+"""Programs of jobs as real processes with real Spark, killed at a write to the store: they give the results that the simulation gives without a kill."""
 
 import collections
 import json

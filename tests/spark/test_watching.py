@@ -220,7 +220,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         found = fetched(spark, "/stagecrew/json")["recovery"]
         return [step["state"] for step in found["steps"]] == ["finished"] and found
 
-    recovery = eventually(ended, what="the driver is told of the step's end")
+    recovery = eventually(ended, what="the page shows the step's end")
     assert recovery["facts"] == {"job": "nightly", "run": "2", "term": "3", "store": "sqlite"}
     (step,) = recovery["steps"]
     assert (step["name"], step["state"]) == ("load", "finished")

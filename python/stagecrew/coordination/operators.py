@@ -315,7 +315,7 @@ class Operators:
     def _take_changed(self) -> list[Binding]:
         """The uses that a checkpoint must ask. Those that are called from now on belong to the next checkpoint, too.
 
-        A use with a live evaluation is one of them: threads of the coordinator's author may send to it, and count what they send.
+        A use with a live evaluation is one of them: threads of the coordinator's author may send to it, and count their events.
         """
         live = [] if self._host is None else self._host.live_bindings(self)
         with self._lock:
