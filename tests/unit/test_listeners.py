@@ -197,7 +197,7 @@ with resolving(lifecycle.find):
 def test_listeners_that_the_configuration_names_are_found_from_another_process(tmp_path, monkeypatch):
     """A function that travels by value finds each by module and name: of one factory, with equal arguments, with arguments
     that differ where the worker imports them, as an attribute of a class, and made from a factory without arguments."""
-    (tmp_path / "named_pools.py").write_text(
+    (tmp_path / "configured_pools.py").write_text(
         "import os, stagecrew\n"
         "@stagecrew.resource\n"
         "def pool(context, dsn='default'):\n    yield dsn\n"
@@ -210,9 +210,9 @@ def test_listeners_that_the_configuration_names_are_found_from_another_process(t
         "class Holder:\n    inner = pool('inner')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    pools = importlib.import_module("named_pools")
+    pools = importlib.import_module("configured_pools")
     names = ("orders", "planes", "Holder.inner", "one", "two", "here", "pool")
-    targets = [f"named_pools:{name}" for name in names]
+    targets = [f"configured_pools:{name}" for name in names]
     conf = {"spark.stagecrew.listeners": ", ".join(targets)}
     session = type("Session", (), {"_conf": conf})()
     monkeypatch.setattr("pyspark.SparkContext._active_spark_context", session)
