@@ -7,9 +7,10 @@ import importlib
 import re
 import traceback
 import types
+from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["end_of", "error_line", "sentence_first", "without_our_frames"]
+__all__ = ["end_of", "error_line", "sentence_first", "with_causes", "without_our_frames"]
 
 _OURS: Final = __file__.rpartition("/")[0] + "/"
 #: Inside the package, but written as a user's code.
@@ -55,6 +56,12 @@ def error_line(text: str) -> str:
 
 def without_our_frames(error: BaseException) -> None:
     """Removes the frames of this package from the tracebacks of an exception, its causes and the members of its group."""
+    for one in with_causes(error):
+        one.__traceback__ = _of_others(one.__traceback__)
+
+
+def with_causes(error: BaseException) -> Iterator[BaseException]:
+    """The exception, its causes and the members of its group, each once."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -62,7 +69,7 @@ def without_our_frames(error: BaseException) -> None:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        one.__traceback__ = _of_others(one.__traceback__)
+        yield one
         waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 

@@ -312,6 +312,7 @@ def test_what_is_no_fault_of_a_job():
     assert "away" in _no_fault_of_its_own(wrapped(StoreUnavailable("away")))
     assert "CommitUnknown" in _no_fault_of_its_own(CommitUnknown("lost"))
     assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
+    assert "away" in _no_fault_of_its_own(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
     # As Spark tells what foreachBatch raised: tests/spark/test_commits.py has a real one.
     for text, told in (
         (

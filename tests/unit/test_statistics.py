@@ -332,6 +332,26 @@ def test_progress_has_what_the_report_has():
     assert harness.operators.progress()["operator/1"]["seen"] == 3
 
 
+def test_progress_that_becomes_empty_is_shown_no_longer():
+    """A coordinator that returns values from `progress`, and later none, is shown without them."""
+
+    class Working(stagecrew.Coordinator):
+        left = 1
+
+        def handle_event(self, evaluation, event):
+            self.left = event
+
+        def progress(self):
+            return {"left": self.left} if self.left else {}
+
+    with CoordinatorHarness(Working) as harness:
+        task = harness.evaluation()
+        assert told(harness)[0]["progress"] == {"left": "1"}
+        task.send(0)
+        assert told(harness)[0]["progress"] == {}
+        assert harness.operators.progress() == {"operator/1": {}}
+
+
 def test_supersteps_say_whom_they_wait_for():
     """The step, who waits, and for whom."""
     with CoordinatorHarness(lambda context: SuperstepCoordinator(context, None, 600)) as harness:

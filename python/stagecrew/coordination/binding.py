@@ -224,8 +224,7 @@ class Instance:
         try:
             kind = cut_to(_KIND, str(coordinator.kind))
             waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
-            if own := dict(coordinator.progress()):
-                self._own_progress = own
+            self._own_progress = dict(coordinator.progress()) or NO_PROGRESS
             said = self.progress
             progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
         except BaseException:

@@ -49,6 +49,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.writes import PATIENCE
 from stagecrew.registration import import_named
+from stagecrew.tracebacks import with_causes
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store
@@ -333,18 +334,11 @@ def _no_fault_of_its_own(error: BaseException) -> str | None:
         CommitSuperseded,
         CheckpointTimeout,
     )
-    seen: set[int] = set()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
+    for one in with_causes(error):
         if isinstance(one, ours):
             return f"{type(one).__name__}: {one}"
         if (said := _said_across_a_jvm(one, ours)) is not None:
             return said
-        waiting += [one.__cause__, one.__context__]
     return _jvm_gone()
 
 
