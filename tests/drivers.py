@@ -13,7 +13,7 @@ import psutil
 
 from crewtools import Journal, ends
 
-__all__ = ["driver"]
+__all__ = ["driver", "java_processes"]
 
 TESTS = str(Path(__file__).parent)
 
@@ -24,6 +24,16 @@ import stagecrew
 from crewtools import *
 journal = Journal({journal!r})
 """
+
+
+def java_processes(pid: int | None = None) -> list[psutil.Process]:
+    """The Java processes among the descendants of a process, this one by default. One that ends meanwhile is left out."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == "java":
+                found.append(process)
+    return found
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from crewtools import (
     kill,
     together,
 )
-from drivers import driver
+from drivers import driver, java_processes
 
 EIGHT = "local-cluster[1,8,1024]"
 
@@ -87,7 +87,7 @@ def nothing_left(journal: Journal, seconds: float = 20) -> None:
 
 def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
     """The JVM of a Python driver."""
-    return next(p for p in psutil.Process(process.pid).children(recursive=True) if p.name() == "java")
+    return java_processes(process.pid)[0]
 
 
 @pytest.mark.long

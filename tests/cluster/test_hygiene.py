@@ -261,6 +261,7 @@ def test_twenty_sessions_leak_nothing(journal, tmp_path):
     sys.path.insert(0, {TESTS!r})
     from crewtools import *
     import psutil
+    from drivers import java_processes
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     def once():
@@ -274,7 +275,7 @@ def test_twenty_sessions_leak_nothing(journal, tmp_path):
             spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
         spark.stop()
     def counts():
-        jvm = next(p for p in psutil.Process().children(recursive=True) if p.name() == "java")
+        jvm = java_processes()[0]
         return [psutil.Process().num_threads(), psutil.Process().num_fds(), jvm.num_threads(), jvm.num_fds()]
     def settled(seconds, enough=(0, 0, 0, 0)):
         # Threads that end by themselves have some time for it.

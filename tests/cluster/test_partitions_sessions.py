@@ -19,7 +19,7 @@ from pyspark.sql import functions as f
 import stagecrew
 from coordinators import executor_of_this_worker
 from crewtools import LOCAL, LOCAL_CLUSTER, Journal, base, eventually, kill, shuffle_service, together
-from drivers import driver
+from drivers import driver, java_processes
 from stored import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
 
 TWO = "local-cluster[2,1,1024]"
@@ -324,8 +324,8 @@ time.sleep(600)
         (stored,) = eventually(lambda: journal.read(event="stored"), 90, "it has stored something")
         places = set(stored["folders"])
         assert len([name for name in left_in(places) if name.endswith(".data")]) == 1000
-        for java in psutil.Process(process.pid).children(recursive=True):
-            if java.name() == "java" and "CoarseGrained" not in " ".join(java.cmdline()):
+        for java in java_processes(process.pid):
+            if "CoarseGrained" not in " ".join(java.cmdline()):
                 java.kill()
         eventually(lambda: left_in(places) == [], 60, "nothing is left")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import command
+from drivers import java_processes
 from postgres import postgresql
 
 FLIGHTS = 12_000
@@ -29,7 +29,7 @@ def server():
 
 def processes() -> set[int]:
     """The Java processes below this one; other tests have theirs."""
-    return {child.pid for child in psutil.Process(os.getpid()).children(recursive=True) if "java" in child.name()}
+    return {process.pid for process in java_processes()}
 
 
 def demo(folder: Path, *arguments: str, **environment: str):
