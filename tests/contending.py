@@ -58,7 +58,7 @@ class Contending:
 def main(url: str, path: str) -> None:
     from crewtools import Journal
     from stagecrew.errors import LeadershipLost, SessionLost, StoreConflict, StoreError
-    from stagecrew.recovery.contender import Contender
+    from stagecrew.recovery.candidate import Contender
     from stagecrew.recovery.election import Fenced, fence
     from stagecrew.recovery.stores import open_store
     from stagecrew.recovery.stores.contract import Create, Replace

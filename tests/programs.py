@@ -26,7 +26,7 @@ import inspect
 
 import pyarrow as pa
 
-from stagecrew.coordination.coordinator import Coordinator
+from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.operator import Operator
 from stagecrew.recovery.job import current_job
 

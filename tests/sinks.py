@@ -21,8 +21,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitUnknown
+from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
 from stagecrew.operators.commits import commit
-from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from stagecrew.operators.sinks import parquet as parquet_module
 from zookeeper import Proxy

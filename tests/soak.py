@@ -66,7 +66,7 @@ def sample(spark: Any) -> dict[str, Held]:
                 found["executors"].add(process, heap_of(process.pid))
             elif "org.apache.spark.deploy.SparkSubmit" in command:
                 found["driver JVM"].add(process, heap)
-            elif "stagecrew.agent" in command or "stagecrew.worker.daemon" in command:
+            elif "stagecrew.worker.agent" in command or "stagecrew.worker.daemon" in command:
                 found["workers and agents"].add(process)
         except psutil.NoSuchProcess:
             continue
@@ -237,7 +237,9 @@ def main(arguments: list[str] | None = None) -> int:
             children = psutil.Process().children(recursive=True)
         finally:
             spark.stop()
-        workers = [one for one in children if {"stagecrew.agent", "stagecrew.worker.daemon"} & set(_command(one))]
+        workers = [
+            one for one in children if {"stagecrew.worker.agent", "stagecrew.worker.daemon"} & set(_command(one))
+        ]
         eventually(lambda: not any(one.is_running() for one in workers), 60, "Python processes of executors end")
         eventually(
             lambda: not [one.name for one in threading.enumerate() if one.name.startswith("stagecrew-")],

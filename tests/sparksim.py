@@ -17,12 +17,12 @@ from pyspark.sql import Row, SparkSession, functions
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from jobsim import Killed
-from stagecrew.application import Application, Crew
 from stagecrew.coordination import operators
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operator import Operator
-from stagecrew.frames import decode_all, encode
+from stagecrew.session.crew import Application, Crew
 from stagecrew.testing import harness
+from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
 
 #: Of the running thread: its turn, its task, and the local properties that Spark knows of it.

@@ -73,31 +73,40 @@ from stagecrew.errors import (
     UnsupportedSpark,
     VersionMismatch,
 )
-from stagecrew.listeners import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
-from stagecrew.logs import StructuredFormatter
+from stagecrew.listeners.listener import (
+    Lifetime,
+    Listener,
+    ListenerContext,
+    LoggingContext,
+    Resource,
+    Scope,
+    Task,
+    resource,
+)
+from stagecrew.observability.logs import StructuredFormatter
 
 if TYPE_CHECKING:
-    from stagecrew.application import Crew
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
-    from stagecrew.coordination.coordinator import Coordinator, Evaluation
+    from stagecrew.coordination.contract import Coordinator, Evaluation
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
     from stagecrew.operators.alignment import Aligner, Alignment, InEventTime
+    from stagecrew.operators.commit_log import Decisions, FileDecisions, MemoryDecisions
     from stagecrew.operators.commits import CommitReport, Committer, Staging
-    from stagecrew.operators.decisions import Decisions, FileDecisions, MemoryDecisions
     from stagecrew.operators.sinks import read_committed
     from stagecrew.operators.supersteps import Steps
     from stagecrew.operators.watermarks import WatermarkGroup
-    from stagecrew.partitions import PartitionReport, Release
+    from stagecrew.partitions.report import PartitionReport, Release
     from stagecrew.recovery.job import Job, current_job
     from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
     from stagecrew.recovery.results import Result
     from stagecrew.recovery.specs import JobSpec
-    from stagecrew.reports import ListenerReport, OperatorReport, TimesReport, TopologyReport
-    from stagecrew.session import configure, crew, is_active
-    from stagecrew.topology import Topology
+    from stagecrew.session.builder import configure, crew, is_active
+    from stagecrew.session.crew import Crew
+    from stagecrew.session.reports import ListenerReport, OperatorReport, TimesReport, TopologyReport
+    from stagecrew.session.topology import Topology
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
@@ -217,15 +226,15 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Crew": "stagecrew.application",
+    "Crew": "stagecrew.session.crew",
     "Checkpoint": "stagecrew.coordination.checkpoints",
     "CoordinatorContext": "stagecrew.coordination.context",
-    **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.coordinator"),
+    **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.contract"),
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
     **dict.fromkeys(("Aligner", "Alignment", "InEventTime"), "stagecrew.operators.alignment"),
     **dict.fromkeys(("CommitReport", "Committer", "Staging"), "stagecrew.operators.commits"),
-    **dict.fromkeys(("Decisions", "FileDecisions", "MemoryDecisions"), "stagecrew.operators.decisions"),
+    **dict.fromkeys(("Decisions", "FileDecisions", "MemoryDecisions"), "stagecrew.operators.commit_log"),
     "read_committed": "stagecrew.operators.sinks",
     "Steps": "stagecrew.operators.supersteps",
     "WatermarkGroup": "stagecrew.operators.watermarks",
@@ -235,10 +244,10 @@ _LAZY = {
     **dict.fromkeys(("JobRecord", "JobState", "Jobs", "open_jobs"), "stagecrew.recovery.jobs"),
     "Result": "stagecrew.recovery.results",
     "JobSpec": "stagecrew.recovery.specs",
-    **dict.fromkeys(("ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"), "stagecrew.reports"),
-    **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions"),
-    **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session"),
-    "Topology": "stagecrew.topology",
+    **dict.fromkeys(("ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"), "stagecrew.session.reports"),
+    **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions.report"),
+    **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session.builder"),
+    "Topology": "stagecrew.session.topology",
 }
 
 

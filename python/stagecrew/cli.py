@@ -16,9 +16,9 @@ from rich.text import Text
 
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
-from stagecrew.eventlog import report
 from stagecrew.jar import jar_path, spark_conf
-from stagecrew.logs import harmless
+from stagecrew.observability.event_log import report
+from stagecrew.observability.logs import harmless
 from stagecrew.recovery import commands
 
 __all__ = ["main"]

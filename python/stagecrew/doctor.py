@@ -23,7 +23,7 @@ from rich.text import Text
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import SPARK_LINE, jar_path
-from stagecrew.terminal import quietly, said
+from stagecrew.observability.console import quietly, said
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 

@@ -89,7 +89,7 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
         for page in ("environment", "stagecrew", "stagecrew/json", "stagecrew/processes", "executors", "api/v1/applications"):
             seen.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
         seen += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
-        assert any("stagecrew.agent" in one for one in seen)
+        assert any("stagecrew.worker.agent" in one for one in seen)
     spark.stop()
     assert not any(secret in one for one in seen for secret in {secrets!r}), "seen"
     print("DONE", application)

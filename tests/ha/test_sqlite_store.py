@@ -28,7 +28,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.contender import Questions
+from stagecrew.recovery.candidate import Questions
 from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.filesystems import filesystem, shared

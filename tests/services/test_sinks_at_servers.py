@@ -52,8 +52,8 @@ from stagecrew.errors import (
     CommitUnreadable,
     OperatorMisused,
 )
+from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
 from stagecrew.operators.commits import Staging, abandon, commit, resume
-from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from zookeeper import Proxy
 

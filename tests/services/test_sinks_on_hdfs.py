@@ -36,8 +36,8 @@ from sinks import (
     watch_files,
 )
 from stagecrew.errors import CommitConflict, CommitFailed
+from stagecrew.operators.commit_log import FileDecisions
 from stagecrew.operators.commits import commit
-from stagecrew.operators.decisions import FileDecisions
 from stagecrew.operators.sinks import ParquetSink, parquet
 from zookeeper import Proxy
 

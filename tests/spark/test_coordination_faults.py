@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 import stagecrew
 from coordinators import Noting, executor_of_this_worker, rows, until_stop
 from crewtools import LOCAL_CLUSTER, eventually, kill
-from stagecrew.coordination.payloads import WINDOW
+from stagecrew.wire.serialization import WINDOW
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

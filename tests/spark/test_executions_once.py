@@ -66,5 +66,5 @@ def test_the_jvm_listener_of_the_application_opens_once(once):
 def test_no_agent_is_started_for_nothing(once):
     """At most one agent per execution and executor: none is started to open nothing."""
     started = (once[1] / "started").read_text().splitlines()
-    agents = [line for line in started if "stagecrew.agent" in line]
+    agents = [line for line in started if "stagecrew.worker.agent" in line]
     assert 0 < len(agents) <= len(Journal(str(once[1] / "wide")).read(event="open"))

@@ -18,7 +18,7 @@ import stagecrew
 from crewtools import eventually
 from eventlogs import listener, state, topology, written
 from stagecrew.cli import main
-from stagecrew.eventlog import read_event_log
+from stagecrew.observability.event_log import read_event_log
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -60,7 +60,7 @@ def test_a_finished_application(sessions: Any, tmp_path: Path, monkeypatch: pyte
     assert found["notes"] == []
     assert stagecrew.TopologyReport.of(found["topologies"][-1]) == said
     assert said.opens == said.closes >= 1
-    monkeypatch.setattr("stagecrew.eventlog.read_event_log", lambda log: found)  # without another JVM
+    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # without another JVM
     text = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"}).output
     assert f"stagecrew tests ({application})" in text
     assert "[bold]quiet[/bold]" in text

@@ -142,7 +142,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         assert while_it_runs.state == "active"
         workers = eventually(lambda: _looked_at(spark, TASKS), what="workers and the agent are looked at, twice")
         (agent,) = (one["pid"] for one in workers if one["role"] == "agent")
-        assert "stagecrew.agent" in psutil.Process(agent).cmdline()
+        assert "stagecrew.worker.agent" in psutil.Process(agent).cmdline()
         Path(held).touch()
         run.join(60)
         assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
@@ -241,7 +241,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     assert {one["pid"] for one in found["processes"]} >= {one["pid"] for one in live["processes"]}
     assert found["notes"] == []
 
-    monkeypatch.setattr("stagecrew.eventlog.read_event_log", lambda log: found)  # without another JVM
+    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # without another JVM
     text = CliRunner().invoke(main, ["report", str(log)], env={"COLUMNS": "500"}).output
     _, row = cells(
         text, "Topologies", "topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from stagecrew import Listener, Scope
-from stagecrew.agent import Agent
-from stagecrew.frames import Decoder, encode
-from stagecrew.tracebacks import error_line
-from stagecrew.worker.channel import Channel
+from stagecrew.observability.error_summary import error_line
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import Decoder, encode
+from stagecrew.worker.agent import Agent
 
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),

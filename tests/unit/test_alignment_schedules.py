@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagecrew.coordination.payloads import pack
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.testing import CoordinatorHarness
+from stagecrew.wire.serialization import pack
 
 DRIFT, IDLE, LOOK, GOAL = 10, 1.0, 0.2, 60
 #: How far each subtask reads at once when it may.

@@ -10,8 +10,8 @@ import threading
 import pytest
 
 from stagecrew.errors import ChannelClosed
-from stagecrew.frames import encode, encoded
-from stagecrew.worker.channel import Channel
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import encode, encoded
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
-from stagecrew.terminal import said
+from stagecrew.observability.console import said
 
 SECRET = "s3cret-of-the-test"
 

@@ -28,12 +28,12 @@ from stagecrew.errors import (
     RecoveryMisused,
 )
 from stagecrew.files import address
+from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
+from stagecrew.operators.commit_records import FORMAT, columns_of, read_mark
 from stagecrew.operators.commits import Staging, abandon, commit, resume
-from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
-from stagecrew.operators.records import FORMAT, columns_of, read_mark
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
-from stagecrew.recovery.decisions import StoredDecisions, finish_commits, is_over
 from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.job_commits import StoredDecisions, finish_commits, is_over
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage

@@ -22,8 +22,8 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 
+import stagecrew.operators.commit_log
 import stagecrew.operators.commits
-import stagecrew.operators.decisions
 from schedules import (
     at_once,
     failing_at_each_moment,
@@ -66,8 +66,8 @@ from stagecrew.errors import (
     OperatorMisused,
 )
 from stagecrew.files import exists, list_files, remove_folder
+from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
 from stagecrew.operators.commits import Staging, abandon, commit, resume
-from stagecrew.operators.decisions import FileDecisions, MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
 
@@ -607,13 +607,13 @@ class Broken:
     def __init__(self, monkeypatch, part, number, code):
         self.left, self.code = number, code
         module, name = {"open": (os, "open"), "fsync": (os, "fsync"), "replace": (os, "replace")}.get(
-            part, (stagecrew.operators.decisions, "sync")
+            part, (stagecrew.operators.commit_log, "sync")
         )
         self.real = getattr(module, name)
         monkeypatch.setattr(module, name, self)
 
     def __call__(self, *args, **kwargs):
-        if sys._getframe(1).f_globals["__name__"] == "stagecrew.operators.decisions":
+        if sys._getframe(1).f_globals["__name__"] == "stagecrew.operators.commit_log":
             self.left -= 1
             if self.left == 0:
                 raise OSError(self.code, os.strerror(self.code))

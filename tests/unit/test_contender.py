@@ -11,7 +11,7 @@ import pytest
 from crewtools import eventually
 from modelstore import ModelServer, ModelStore
 from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
-from stagecrew.recovery.contender import Contender
+from stagecrew.recovery.candidate import Contender
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
 
@@ -288,7 +288,7 @@ def test_an_on_revoke_that_does_not_return(world, caplog):
     world.leads(first)
     second = world.contender("b")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagecrew.recovery.contender._STORE", 0.5)
+        patch.setattr("stagecrew.recovery.candidate._STORE", 0.5)
         assert not first.close()
     assert "the callbacks of term 1 run on" in caplog.text
     assert "has not ended: stagecrew-leadership" in caplog.text
@@ -312,7 +312,7 @@ def test_it_does_not_campaign_while_callbacks_run(world):
 
 def test_callbacks_that_raise(world, caplog, monkeypatch):
     """It is logged, and the host lives. Behind an on_grant that raised another may lead first."""
-    monkeypatch.setattr("stagecrew.recovery.contender._HOLD_OFF", 0.3)
+    monkeypatch.setattr("stagecrew.recovery.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
         if leadership.term == 1:

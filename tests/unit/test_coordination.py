@@ -11,13 +11,13 @@ import pytest
 
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.channel import _parts
-from stagecrew.coordination.coordinator import Coordinator
+from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.gateway import Outbox
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.payloads import END, WINDOW, pack, raised, unpack
 from stagecrew.errors import ChannelClosed, EvaluationOver, EventNotPicklable, EventTooLarge, OperatorMisused
-from stagecrew.frames import decode_all, encode
 from stagecrew.testing.harness import _Calls
+from stagecrew.wire.frames import decode_all, encode
+from stagecrew.wire.serialization import END, WINDOW, pack, raised, unpack
 
 LIMIT = 1 << 20
 
@@ -496,7 +496,7 @@ def test_payloads():
 
 def test_failures_travel():
     """An exception travels with its traceback as text; one that cannot be pickled as that alone."""
-    from stagecrew.coordination.payloads import failure
+    from stagecrew.wire.serialization import failure
 
     class LocalError(Exception):
         def __init__(self, one, two):

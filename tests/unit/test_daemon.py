@@ -14,7 +14,7 @@ import zipimport
 import pytest
 
 from crewtools import eventually
-from stagecrew.worker import daemon, politely
+from stagecrew.worker import daemon, graceful_shutdown
 
 CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
 IGNORES = CATCHES.format(then="None")
@@ -26,11 +26,11 @@ PLAIN = "import time; print('ready', flush=True)\nwhile True: time.sleep(0.02)"
 def _quick(monkeypatch):
     """The grace is short, and the alarm is as it was."""
     before = signal.getsignal(signal.SIGALRM)
-    monkeypatch.setattr(politely, "SECONDS", 0.3)
+    monkeypatch.setattr(graceful_shutdown, "SECONDS", 0.3)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
-    politely._asked.clear()
+    graceful_shutdown._asked.clear()
 
 
 @pytest.fixture
@@ -55,9 +55,9 @@ def child():
 @pytest.mark.timeout(30, method="thread")  # the other method needs the alarm
 def test_a_worker_that_catches_sigterm_is_asked_first(child, monkeypatch):
     """A worker with listeners gets SIGTERM and ends as it likes."""
-    monkeypatch.setattr(politely, "SECONDS", 10.0)
+    monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
     process = child(LEAVES)
-    politely._kill(process.pid, signal.SIGKILL)
+    graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == 7
 
 
@@ -65,85 +65,87 @@ def test_a_worker_that_catches_sigterm_is_asked_first(child, monkeypatch):
 def test_one_that_stays_is_killed(child):
     """A worker that is still there after the grace gets SIGKILL."""
     process = child(IGNORES)
-    politely._kill(process.pid, signal.SIGKILL)
+    graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
-    assert not politely._asked
+    assert not graceful_shutdown._asked
 
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_without_listeners_is_killed_at_once(child):
     """A worker that does not catch SIGTERM gets what Spark's daemon sends; other signals pass unchanged."""
     process = child(PLAIN)
-    politely._kill(process.pid, signal.SIGKILL)
+    graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
-    assert not politely._asked
+    assert not graceful_shutdown._asked
     other = child(PLAIN)
-    politely._kill(other.pid, signal.SIGINT)
+    graceful_shutdown._kill(other.pid, signal.SIGINT)
     assert other.wait(10) != -signal.SIGKILL
 
 
 @pytest.mark.timeout(30, method="thread")
 def test_one_that_stays_is_killed_while_others_are(child, monkeypatch):
     """A kill of another worker does not put off the end of one that was asked before."""
-    monkeypatch.setattr(politely, "SECONDS", 1.0)
+    monkeypatch.setattr(graceful_shutdown, "SECONDS", 1.0)
     first, others = child(IGNORES), child(IGNORES.replace("signal.pause()", "[signal.pause() for _ in range(99)]"))
-    politely._kill(first.pid, signal.SIGKILL)
+    graceful_shutdown._kill(first.pid, signal.SIGKILL)
     asked = time.monotonic()
     while first.poll() is None and time.monotonic() < asked + 10:
-        politely._kill(others.pid, signal.SIGKILL)
+        graceful_shutdown._kill(others.pid, signal.SIGKILL)
         time.sleep(0.2)
     assert first.returncode == -signal.SIGKILL
     assert time.monotonic() - asked < 5
     assert others.wait(10) == -signal.SIGKILL
     # It may have been asked once more while it died; what is gone is let go of at the timer's next turn.
-    eventually(lambda: not politely._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), 5, "nobody is due")
+    eventually(
+        lambda: not graceful_shutdown._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), 5, "nobody is due"
+    )
 
 
 @pytest.mark.timeout(30, method="thread")
 def test_one_that_needs_longer_to_close_has_longer(child, monkeypatch):
     """A worker that is idle or closing has as long as it has said, and no longer."""
-    monkeypatch.setattr(politely, "_needed", politely._shared_table())
+    monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     process = child(IGNORES)
-    politely._needed[process.pid] = 2
+    graceful_shutdown._needed[process.pid] = 2
     asked = time.monotonic()
-    politely._kill(process.pid, signal.SIGKILL)
+    graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert 2 <= time.monotonic() - asked < 5
 
 
 def test_what_a_worker_needs_is_seen_by_the_daemon_that_forked_it(monkeypatch):
     """The table is shared; a number that is too large for it is cut."""
-    monkeypatch.setattr(politely, "_needed", politely._shared_table())
+    monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     pid = os.fork()
     if pid == 0:
-        politely.needs(1e9)
+        graceful_shutdown.needs(1e9)
         os._exit(0)
     os.waitpid(pid, 0)
-    assert politely._needed[pid] == 0xFFFF
-    politely.needs(0.2)
-    assert politely._needed[os.getpid()] == 1
-    politely.forget()
-    assert politely._needed[os.getpid()] == 0
+    assert graceful_shutdown._needed[pid] == 0xFFFF
+    graceful_shutdown.needs(0.2)
+    assert graceful_shutdown._needed[os.getpid()] == 1
+    graceful_shutdown.forget()
+    assert graceful_shutdown._needed[os.getpid()] == 0
 
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_that_holds_sigterm_is_asked_first(child, monkeypatch):
     """Between two tasks a worker with listeners blocks SIGTERM while Spark resets its handlers."""
-    monkeypatch.setattr(politely, "SECONDS", 10.0)
+    monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
     process = child(
         "import signal, sys, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True)\n"
         "while not signal.sigpending(): time.sleep(0.01)\n"
         "sys.exit(7)"
     )
-    politely._kill(process.pid, signal.SIGKILL)
+    graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == 7
 
 
 def test_a_pid_that_is_used_again_is_left_alone(child):
     """After the grace only the process that was asked is killed, not another one with its pid."""
     process = child(IGNORES)
-    politely._asked.append((0.0, process.pid, "another start"))
-    politely._later(0, None)
+    graceful_shutdown._asked.append((0.0, process.pid, "another start"))
+    graceful_shutdown._later(0, None)
     assert process.poll() is None
 
 

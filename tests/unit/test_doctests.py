@@ -32,8 +32,8 @@ def test_the_examples_are_found():
     }
     assert found >= {
         "stagecrew.conf",
-        "stagecrew.frames",
-        "stagecrew.listeners",
+        "stagecrew.wire.frames",
+        "stagecrew.listeners.listener",
         "stagecrew.jar",
         "stagecrew.testing.resources",
         "stagecrew.testing.harness",

@@ -22,7 +22,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.contender import Contender, Questions
+from stagecrew.recovery.candidate import Contender, Questions
 from stagecrew.recovery.election import (
     HOLDER,
     TERM,

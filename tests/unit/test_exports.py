@@ -75,9 +75,9 @@ def test_importing_is_light():
     result = fresh(
         "import json, signal, sys, threading\n"
         "signals = [signal.getsignal(n) for n in signal.valid_signals()]\n"
-        "import stagecrew, stagecrew.listeners, stagecrew.frames, stagecrew.conf, stagecrew.worker.lifecycle\n"
-        "import stagecrew.worker.hooks, stagecrew.worker.channel, stagecrew.worker.descriptions, stagecrew.worker.process\n"
-        "import stagecrew.agent, stagecrew.testing\n"
+        "import stagecrew, stagecrew.listeners.listener, stagecrew.wire.frames, stagecrew.conf, stagecrew.worker.lifecycle\n"
+        "import stagecrew.worker.hooks, stagecrew.wire.channel, stagecrew.worker.descriptions, stagecrew.worker.process\n"
+        "import stagecrew.worker.agent, stagecrew.testing\n"
         "assert signals == [signal.getsignal(n) for n in signal.valid_signals()]\n"
         "heavy = {'pyspark', 'py4j', 'pandas', 'pyarrow', 'numpy', 'click', 'rich', 'psutil', 'asyncio'}\n"
         "print(json.dumps([sorted(heavy & set(sys.modules)), threading.active_count()]))"

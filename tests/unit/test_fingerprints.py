@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from pyspark import cloudpickle
 
-from stagecrew.operators.fingerprints import fingerprint
+from stagecrew.listeners.fingerprints import fingerprint
 
 SCALE = 2
 NAMES = {f"name {n}" for n in range(20)}

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stagecrew import FrameError
-from stagecrew.frames import KINDS, LARGE, Decoder, Frame, decode, encode
+from stagecrew.wire.frames import KINDS, LARGE, Decoder, Frame, decode, encode
 
 VALUES = {
     "q": st.integers(-(2**63), 2**63 - 1),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stagecrew.frames import KINDS, decode, encode
+from stagecrew.wire.frames import KINDS, decode, encode
 
 FILE = Path(__file__).parents[1] / "frames-vectors.json"
 

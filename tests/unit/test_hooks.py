@@ -16,8 +16,8 @@ import pytest
 
 import stagecrew
 from stagecrew import ChannelClosed, HookTimeout, Listener, Scope, TaskKilled, resource
-from stagecrew.frames import encode
-from stagecrew.tracebacks import error_line
+from stagecrew.observability.error_summary import error_line
+from stagecrew.wire.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 

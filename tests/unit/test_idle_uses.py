@@ -14,10 +14,10 @@ from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.pool import TIMERS
-from stagecrew.frames import encode
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.supersteps import SuperstepCoordinator
+from stagecrew.wire.frames import encode
 from unit_scopes import Nowhere, Scope
 
 

@@ -10,7 +10,6 @@ import pyarrow.fs
 import pytest
 
 from modelstore import ModelServer
-from stagecrew import session
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import Place, Uses
@@ -26,8 +25,9 @@ from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
-from stagecrew.recovery.shown import Shown
+from stagecrew.recovery.progress import Shown
 from stagecrew.recovery.storage import StateStorage
+from stagecrew.session import builder
 from unit_scopes import Keeping, Nowhere, Scope
 
 
@@ -504,7 +504,7 @@ def test_what_people_see_of_a_job(place, operators, monkeypatch):
         def tell_job(self, body):
             shown.append(json.loads(body))
 
-    monkeypatch.setattr(session, "running_crew", Crew)
+    monkeypatch.setattr(builder, "running_crew", Crew)
     job = place.run()
     job.step("a", lambda: 1)
     with pytest.raises(ValueError, match="no"):

@@ -20,9 +20,9 @@ from stagecrew.errors import (
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import run, writes
-from stagecrew.recovery.decisions import StoredDecisions, finish_commits
 from stagecrew.recovery.election import Fenced, fence
 from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.job_commits import StoredDecisions, finish_commits
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagecrew import Listener, TaskKilled, resource
-from stagecrew.notopen import NotRegisteredError
+from stagecrew.listeners.not_open import NotRegisteredError
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
 

@@ -31,10 +31,10 @@ from stagecrew import (
     resource,
 )
 from stagecrew.errors import ConfigurationError
-from stagecrew.identity import Identity, Registration
-from stagecrew.listeners import decorates, listener_name, opened_value, registering, resolving
-from stagecrew.notopen import NotRegisteredError, explained
-from stagecrew.notopen import Task as TaskOf
+from stagecrew.listeners.identity import Identity, Registration
+from stagecrew.listeners.listener import decorates, listener_name, opened_value, registering, resolving
+from stagecrew.listeners.not_open import NotRegisteredError, explained
+from stagecrew.listeners.not_open import Task as TaskOf
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 SECRET = "a-password-in-an-argument"
@@ -176,7 +176,7 @@ def test_a_reference_is_known_without_its_arguments():
 WORKER = """
 import json, pickle, sys
 from types import SimpleNamespace
-from stagecrew.listeners import resolving
+from stagecrew.listeners.listener import resolving
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.lifecycle import Lifecycle
 

@@ -10,10 +10,11 @@ import threading
 import pytest
 from pyspark.logger import PySparkLogger
 
-from stagecrew import Coordinator, StructuredFormatter, logs
-from stagecrew.coordination.coordinator import Evaluation
+from stagecrew import Coordinator, StructuredFormatter
+from stagecrew.coordination.contract import Evaluation
 from stagecrew.coordination.loop import Loop
-from stagecrew.logs import FIELDS, coordinates, handles
+from stagecrew.observability import logs
+from stagecrew.observability.logs import FIELDS, coordinates, handles
 from stagecrew.testing import CoordinatorHarness
 
 ONE = Evaluation(

@@ -12,7 +12,7 @@ from crewtools import eventually
 from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
-from stagecrew.frames import encode
+from stagecrew.wire.frames import encode
 from unit_scopes import Nowhere
 
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from stagecrew import ConfigurationError, PartitionReport, Release, TopologyError
-from stagecrew.partitions import java_dataset, policy
+from stagecrew.partitions.report import java_dataset, policy
 
 
 @pytest.mark.parametrize("release", list(Release))

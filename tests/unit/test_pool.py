@@ -11,7 +11,7 @@ import pytest
 
 from crewtools import eventually
 from stagecrew.coordination import pool as pool_module
-from stagecrew.coordination.background import Background
+from stagecrew.coordination.async_calls import Background
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.pool import Pool, Timers
 
@@ -198,7 +198,7 @@ def test_a_call_that_never_returns_keeps_no_process_alive():
     """A process whose coordinator waits for ever in `call_async` ends with its main thread."""
     code = (
         "import threading\n"
-        "from stagecrew.coordination.background import Background\n"
+        "from stagecrew.coordination.async_calls import Background\n"
         "begun = threading.Event()\n"
         "Background().submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(30)\n"

@@ -20,10 +20,10 @@ import pytest
 from pyspark import TaskContext
 
 from stagecrew import ChannelError, Listener, ResourceNotOpen, TaskKilled
-from stagecrew.frames import Decoder, encode
-from stagecrew.worker import daemon, politely
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import Decoder, encode
+from stagecrew.worker import daemon, graceful_shutdown
 from stagecrew.worker import process as worker_process
-from stagecrew.worker.channel import Channel
 
 #: Else pytest's own time limit is the timer of the user here.
 pytestmark = [
@@ -327,7 +327,7 @@ def test_a_kill_of_a_task_without_listeners_closes_those_of_others(executor, jou
         except SystemExit:
             return 7
 
-    monkeypatch.setattr(worker_process.forks, "_held", set())  # this child stands for the worker itself
+    monkeypatch.setattr(worker_process.fork_safety, "_held", set())  # this child stands for the worker itself
     pid = forked(child)
     wait_until(running.exists)
     os.kill(pid, signal.SIGTERM)
@@ -412,8 +412,8 @@ def test_the_attempt_of_the_stage(executor, journal, properties, attempt):
 
 def test_an_idle_worker_says_how_long_its_closes_may_take(executor, journal, monkeypatch):
     """The close timeout of each that is open; a task has what every worker has."""
-    monkeypatch.setattr(politely, "_needed", politely._shared_table())
-    said = lambda: politely._needed[os.getpid()]  # noqa: E731
+    monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
+    said = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
     executor.say(journaled("a") + description("b"))
     executor.worker.begin(TASK, ["a", "b"], executor.output)
     executor.worker.end(None)
@@ -422,7 +422,7 @@ def test_an_idle_worker_says_how_long_its_closes_may_take(executor, journal, mon
         theirs.sendall(b"the next task")
         executor.worker.wait_for_task(ours)
     assert said() == 42  # two of 20.5 s, and one to end
-    politely.forget()
+    graceful_shutdown.forget()
     assert said() == 0
     executor.worker.leave("the worker ends")
     assert said() == 42

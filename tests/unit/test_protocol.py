@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import stagecrew
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.payloads import unpack
-from stagecrew.frames import Decoder, decode_all, encode
 from stagecrew.testing.harness import _Calls
+from stagecrew.wire.frames import Decoder, decode_all, encode
+from stagecrew.wire.serialization import unpack
 from stagecrew.worker.evaluations import Bound, TaskGateway
 
 

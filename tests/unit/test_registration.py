@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import stagecrew
-from stagecrew.registration import import_named
+from stagecrew.session.registration import import_named
 
 MODULE = """
 import stagecrew

@@ -1,4 +1,4 @@
-"""What `stagecrew.session` does before Spark starts: properties, checks, refusals. No JVM runs here."""
+"""What `stagecrew.session.builder` does before Spark starts: properties, checks, refusals. No JVM runs here."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from stagecrew import (
     NotActive,
     UnsupportedSession,
     UnsupportedSpark,
-    registration,
     resource,
-    session,
 )
+from stagecrew.session import builder as session_builder
+from stagecrew.session import registration
+from stagecrew.session.crew import Crew
 
 PLUGIN = "stagecrew.StagecrewPlugin"
 
@@ -98,7 +99,7 @@ def test_the_jar_is_that_of_this_package():
 
 def test_a_missing_jar(monkeypatch, builder):
     """The error says how to get it, and it comes from `configure`, not when the session starts."""
-    monkeypatch.setattr(f"{session.jar_path.__module__}.__version__", "0.0.0+none")
+    monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
         with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar .*reinstall it .*or run `make jar`"):
             call()
@@ -254,7 +255,7 @@ def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
     """A string is not taken for a list of letters; `configure` and `topology` say what to write."""
     with pytest.raises(ConfigurationError, match=text):
         stagecrew.configure(builder, jvm_listeners=wrong)
-    crew = session.Crew.__new__(session.Crew)
+    crew = Crew.__new__(Crew)
     crew.context = SimpleNamespace(_jsc=object())
     with pytest.raises(ConfigurationError, match=text):
         crew.topology("t", jvm_listeners=wrong)
@@ -451,7 +452,7 @@ def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
     """What a user sees of it."""
     error = RuntimeError(text)
     error.java_exception = java
-    return session._refusal(error)
+    return session_builder._refusal(error)
 
 
 def test_refusals_of_the_plugin():
@@ -477,7 +478,7 @@ def test_a_refusal_in_a_later_session():
     """PySpark shows Java's exceptions by errors of its own once a session has been: they are read too."""
     error = RuntimeError("pyspark's text")
     error._origin = JavaError("outer", JavaError("stagecrew refuses"))
-    assert str(session._refusal(error)) == "stagecrew refuses"
+    assert str(session_builder._refusal(error)) == "stagecrew refuses"
 
 
 @pytest.mark.parametrize(("text", "same"), [("port in use", True), ("stagecrew refuses", False)])
@@ -493,7 +494,7 @@ def test_no_error_is_its_own_cause(builder, jvm, monkeypatch, text, same):
 
 def test_listeners_of_a_running_application_cannot_change():
     """Those that it has are accepted, also made anew; others are named with what to do."""
-    crew = session.Crew.__new__(session.Crew)
+    crew = Crew.__new__(Crew)
     crew._registered = (pool("a"),)
     crew.application = types.SimpleNamespace(coordinators={"counter": None})
     crew.already_has((pool("a"),), ["counter"])

@@ -15,8 +15,8 @@ import pytest
 
 from sinks import SCHEMA, SEED, Driver, Killed, Tasks, files, iceberg, sqlite, undisturbed
 from stagecrew.errors import CommitFailed
+from stagecrew.operators.commit_log import MemoryDecisions
 from stagecrew.operators.commits import Staging, commit
-from stagecrew.operators.decisions import MemoryDecisions
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
 
 

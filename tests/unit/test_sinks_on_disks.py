@@ -12,8 +12,8 @@ import pytest
 
 from sinks import SCHEMA, Driver, Tasks, appended, iceberg, objects, parquet, remount, small_disk, sqlite
 from stagecrew.errors import CommitFailed, CommitPending
+from stagecrew.operators.commit_log import FileDecisions
 from stagecrew.operators.commits import commit
-from stagecrew.operators.decisions import FileDecisions
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
 

@@ -11,13 +11,13 @@ import pytest
 import stagecrew
 from stagecrew.coordination import statistics
 from stagecrew.errors import RequestFailed, RequestTimeout
-from stagecrew.frames import decode
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.commits import CommitCoordinator
 from stagecrew.operators.reducers import described
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.supersteps import SuperstepCoordinator, _pickled
 from stagecrew.testing import CoordinatorHarness
+from stagecrew.wire.frames import decode
 
 FROM_HARNESS = "operator/1"
 

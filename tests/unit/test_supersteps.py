@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
-from stagecrew.operators.gathering import Gathering
 from stagecrew.operators.reducers import Described, described, reduced
+from stagecrew.operators.superstep_group import Gathering
 from stagecrew.operators.supersteps import Steps, SuperstepCoordinator
 from stagecrew.testing import CoordinatorHarness
 

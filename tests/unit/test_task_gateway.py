@@ -8,8 +8,8 @@ import types
 import pytest
 
 import stagecrew
-from stagecrew.coordination.payloads import END, WINDOW, pack
-from stagecrew.frames import Decoder, Frame
+from stagecrew.wire.frames import Decoder, Frame
+from stagecrew.wire.serialization import END, WINDOW, pack
 from stagecrew.worker import evaluations
 from stagecrew.worker.evaluations import Bound, TaskGateway
 

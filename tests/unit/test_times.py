@@ -8,7 +8,7 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecrew.coordination.times import Times
+from stagecrew.coordination.latency import Times
 
 micros = st.one_of(st.integers(0, 200), st.integers(0, 10_000_000), st.integers(0, 1 << 40))
 

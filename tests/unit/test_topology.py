@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
-from stagecrew.application import Application
-from stagecrew.listeners import LEFT, PROPERTY
-from stagecrew.marks import Marks
-from stagecrew.session import Crew
-from stagecrew.topology import Topology
+from stagecrew.listeners.listener import LEFT, PROPERTY
+from stagecrew.session.active_topologies import Marks
+from stagecrew.session.builder import Crew
+from stagecrew.session.crew import Application
+from stagecrew.session.topology import Topology
 
 
 class Context:

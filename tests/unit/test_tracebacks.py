@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from stagecrew.eventlog import _counts
-from stagecrew.tracebacks import end_of, error_line
+from stagecrew.observability.error_summary import end_of, error_line
+from stagecrew.observability.event_log import _counts
 
 #: Texts as CPython 3.11 and 3.13 make them, and their lines; the shim's own tests read them too.
 FILE = Path(__file__).parents[1] / "error-lines.json"

@@ -14,9 +14,9 @@ from pyspark import cloudpickle
 
 from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
 from stagecrew.errors import RecoveryMisused
-from stagecrew.operators.decisions import FileDecisions, MemoryDecisions, decisions_of
+from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions, decisions_of
 from stagecrew.recovery.specs import JobSpec
-from stagecrew.registration import checked, pickled
+from stagecrew.session.registration import checked, pickled
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
-from stagecrew.coordination.background import Background, InBackground
+from stagecrew.coordination.async_calls import Background, InBackground
 from stagecrew.coordination.checkpoints import Pending, checked
 from stagecrew.coordination.context import NO_PROGRESS, CoordinatorContext
-from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator, Evaluation
+from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator, Evaluation
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
 from stagecrew.coordination.statistics import Statistics, cut_to
 from stagecrew.errors import OperatorMisused
-from stagecrew.logs import handles
+from stagecrew.observability.logs import handles
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
-from stagecrew.coordination.payloads import TOGETHER
 from stagecrew.coordination.pool import COORDINATORS, Pool
 from stagecrew.errors import ChannelClosed, ChannelError
-from stagecrew.frames import encode, encoded
-from stagecrew.worker.channel import Channel
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import encode, encoded
+from stagecrew.wire.serialization import TOGETHER
 
 __all__ = ["DriverChannel"]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
-from stagecrew.coordination.coordinator import NO_CHECKPOINT
+from stagecrew.coordination.contract import NO_CHECKPOINT
 from stagecrew.coordination.program_path import operator_of
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import NotInitialised
-from stagecrew.logs import handles
+from stagecrew.observability.logs import handles
 
 if TYPE_CHECKING:
-    from stagecrew.coordination.background import InBackground
+    from stagecrew.coordination.async_calls import InBackground
 
 __all__ = ["NO_PROGRESS", "CoordinatorContext"]
 

@@ -9,10 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from stagecrew.coordination.acknowledgement import Acknowledgement
-from stagecrew.coordination.coordinator import Evaluation
-from stagecrew.coordination.payloads import END, TOGETHER, pack
+from stagecrew.coordination.contract import Evaluation
 from stagecrew.errors import EvaluationOver
-from stagecrew.frames import encode
+from stagecrew.wire.frames import encode
+from stagecrew.wire.serialization import END, TOGETHER, pack
 
 __all__ = ["Gateway", "Outbox"]
 

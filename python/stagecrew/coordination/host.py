@@ -14,13 +14,13 @@ from typing import Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Instance, Live, Owner
 from stagecrew.coordination.checkpoints import Pending, Taken
-from stagecrew.coordination.coordinator import NO_CHECKPOINT, Evaluation
+from stagecrew.coordination.contract import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.payloads import WINDOW, WINDOW_BYTES, failure, pack, unpack
 from stagecrew.coordination.statistics import Statistics, Teller
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
-from stagecrew.frames import Frame, decode_all, encode
-from stagecrew.logs import handles
+from stagecrew.observability.logs import handles
+from stagecrew.wire.frames import Frame, decode_all, encode
+from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, unpack
 
 __all__ = ["Host", "Wire"]
 

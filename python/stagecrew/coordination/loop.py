@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stagecrew.coordination.pool import COORDINATORS, Pool
-from stagecrew.logs import coordinates
+from stagecrew.observability.logs import coordinates
 
 __all__ = ["CallsInOrder", "Loop"]
 

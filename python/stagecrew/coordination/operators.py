@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding, Threads
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint, Taken
-from stagecrew.coordination.coordinator import NO_CHECKPOINT, Coordinator
+from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, ThreadMark, Uses, this_thread, unused
 from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 

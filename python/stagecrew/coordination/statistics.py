@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from stagecrew.coordination.times import Times
-from stagecrew.frames import encode
+from stagecrew.coordination.latency import Times
+from stagecrew.wire.frames import encode
 
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding, Live

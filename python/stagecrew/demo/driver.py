@@ -21,7 +21,7 @@ import stagecrew
 from stagecrew.demo.databases import Database, database_of
 from stagecrew.doctor import require_java
 from stagecrew.errors import StagecrewError
-from stagecrew.terminal import quietly, said
+from stagecrew.observability.console import quietly, said
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
-from stagecrew.coordination.coordinator import Coordinator, Evaluation
+from stagecrew.coordination.contract import Coordinator, Evaluation
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -25,7 +25,7 @@ from stagecrew.errors import (
     CommitUnreadable,
     OperatorMisused,
 )
-from stagecrew.operators.records import FORMAT, Known, States, checked, known_of, mark_of, read_mark, schema_of
+from stagecrew.operators.commit_records import FORMAT, Known, States, checked, known_of, mark_of, read_mark, schema_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Scope
-    from stagecrew.operators.decisions import Decisions
-    from stagecrew.operators.records import Record
+    from stagecrew.operators.commit_log import Decisions
+    from stagecrew.operators.commit_records import Record
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [

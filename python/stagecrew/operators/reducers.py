@@ -68,7 +68,7 @@ def described(reducer: Reducer, known: dict[bytes, bytes]) -> Described:
         )
     from pyspark import cloudpickle
 
-    from stagecrew.operators.fingerprints import fingerprint
+    from stagecrew.listeners.fingerprints import fingerprint
 
     name = f"{getattr(reducer, '__module__', '')}.{getattr(reducer, '__qualname__', type(reducer).__qualname__)}"
     try:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 
-from stagecrew.coordination.coordinator import Coordinator, Evaluation
-from stagecrew.coordination.payloads import Packed, packed
+from stagecrew.coordination.contract import Coordinator, Evaluation
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
-from stagecrew.operators.gathering import Gathering
 from stagecrew.operators.reducers import Described, Reducer, described, reduced
+from stagecrew.operators.superstep_group import Gathering
+from stagecrew.wire.serialization import Packed, packed
 from stagecrew.worker.evaluations import PARTITION, evaluate
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from rich.console import Console
 
 from stagecrew.conf import parse_seconds
 from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
-from stagecrew.logs import HarmlessFormatter
-from stagecrew.terminal import harmless, table
+from stagecrew.observability.console import harmless, table
+from stagecrew.observability.logs import HarmlessFormatter
 
 if TYPE_CHECKING:
     from stagecrew.recovery.jobs import Jobs

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from stagecrew.errors import JobError, JobUnreadable, LeadershipLost, SessionLost, StagecrewError, StoreConflict
 from stagecrew.files import quoted
 from stagecrew.jar import found_spark_submit
-from stagecrew.recovery.contender import Contender, Leadership
+from stagecrew.recovery.candidate import Contender, Leadership
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Pruned, Run
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec
 

@@ -17,8 +17,8 @@ from stagecrew.errors import (
     JobStepReused,
     RecoveryMisused,
 )
-from stagecrew.recovery.decisions import StoredDecisions, is_over
-from stagecrew.recovery.shown import Shown
+from stagecrew.recovery.job_commits import StoredDecisions, is_over
+from stagecrew.recovery.progress import Shown
 from stagecrew.recovery.writes import PATIENCE, patient
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def _key(place: Place) -> str:
 
 def _here() -> Place | None:
     """Where in the program this thread is; None in a thread that is in no step or topology, before a session runs."""
-    from stagecrew.session import running_crew
+    from stagecrew.session.builder import running_crew
 
     crew = running_crew()
     return current_place() if crew is None else crew.place
@@ -354,7 +354,7 @@ def _here() -> Place | None:
 
 def _places_of_queries() -> list[Place | None]:
     """Where the batches of a query may be that was started here: its function was wrapped, or is in the topology alone, or in no place."""
-    from stagecrew.session import running_crew
+    from stagecrew.session.builder import running_crew
 
     crew = running_crew()
     topology = None if crew is None else crew.marks.innermost
@@ -369,7 +369,7 @@ def _forget_uses(place: Place) -> None:
 
 def _open_operators() -> list[Operators]:
     """Those of the application, and of the topologies that this thread is in."""
-    from stagecrew.session import running_crew
+    from stagecrew.session.builder import running_crew
 
     crew = running_crew()
     found: list[Operators] = []

@@ -311,7 +311,7 @@ class Jobs:
 
     def require_readable(self, job: str) -> None:
         """Raises `JobUnreadable` when what a run of the job begins from cannot be read: what it runs, its steps and its commits."""
-        from stagecrew.recovery.decisions import require_readable  # which needs what Spark needs
+        from stagecrew.recovery.job_commits import require_readable  # which needs what Spark needs
 
         self.spec(job)
         for what in ("steps", "commits"):

@@ -38,18 +38,18 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.logs import HarmlessFormatter, harmless
-from stagecrew.recovery.decisions import finish_commits
+from stagecrew.observability.error_summary import with_causes
+from stagecrew.observability.logs import HarmlessFormatter, harmless
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.job import Job, set_current
+from stagecrew.recovery.job_commits import finish_commits
 from stagecrew.recovery.jobs import Jobs, JobState, Run, fence_of, key_of
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec, on_path
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.writes import PATIENCE
-from stagecrew.registration import import_named
-from stagecrew.tracebacks import with_causes
+from stagecrew.session.registration import import_named
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store

@@ -149,7 +149,7 @@ class JobSpec:
             raise RecoveryMisused(
                 f"the arguments of {target} cannot be pickled: {type(error).__name__}: {error}"
             ) from error
-        from stagecrew.operators.fingerprints import fingerprint
+        from stagecrew.listeners.fingerprints import fingerprint
 
         looked = fingerprint(given, pickled).hex()
         spec = cls(target, pickled, _client(conf), files, None, _checked(max_attempts), looked)

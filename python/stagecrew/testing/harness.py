@@ -11,13 +11,13 @@ from typing import Any, Final
 
 from stagecrew.coordination.binding import Owner, Threads
 from stagecrew.coordination.checkpoints import Checkpoint
-from stagecrew.coordination.coordinator import Coordinator
+from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Factory, Operators
-from stagecrew.coordination.payloads import END, pack, raised, unpack
 from stagecrew.errors import EvaluationOver, RequestFailed, RequestTimeout
-from stagecrew.frames import Frame, decode_all, encode
+from stagecrew.wire.frames import Frame, decode_all, encode
+from stagecrew.wire.serialization import END, pack, raised, unpack
 
 __all__ = ["CoordinatorHarness", "ScriptedEvaluation"]
 

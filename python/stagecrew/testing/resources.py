@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Final
 
-from stagecrew.identity import Identity, RedefinedError, chosen
-from stagecrew.listeners import Listener, ListenerContext, opened_value, resolving
+from stagecrew.listeners.identity import Identity, RedefinedError, chosen
+from stagecrew.listeners.listener import Listener, ListenerContext, opened_value, resolving
 
 __all__ = ["opened"]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
 from stagecrew.errors import ChannelClosed, ChannelError, EvaluationOver
-from stagecrew.frames import Frame
-from stagecrew.worker import forks
-from stagecrew.worker.channel import Channel
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import Frame
+from stagecrew.worker import fork_safety
 
 __all__ = ["Connection", "connected"]
 
@@ -41,7 +41,7 @@ class Connection:
         self._sending = threading.Lock()
         self._gateways: dict[int, Receiver] = {}
         self.broken: str | None = None
-        forks.forget_in_children(self)
+        fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
         """In a child that user code forked: the connection is the parent's."""

@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import pyspark.daemon
 
 import stagecrew
-from stagecrew.tracebacks import without_our_frames
-from stagecrew.worker import politely
+from stagecrew.observability.error_summary import without_our_frames
+from stagecrew.worker import graceful_shutdown
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
 
 _original_worker = pyspark.daemon.worker
@@ -38,7 +38,7 @@ def worker(sock: socket.socket, authenticated: bool) -> int:
         _process.wait_for_task(sock)
         if not _process.anything_open and _process._channel.fileno() < 0:
             _process = None
-    politely.forget()
+    graceful_shutdown.forget()
     _hook_pyspark()
     code = 1
     try:
@@ -167,5 +167,5 @@ if __name__ == "__main__":
     if __spec__ is not None:
         __spec__.name = pyspark.daemon.__name__
     pyspark.daemon.worker = worker
-    politely.install()
+    graceful_shutdown.install()
     pyspark.daemon.manager()

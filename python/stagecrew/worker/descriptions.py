@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stagecrew.errors import ListenerError, ListenerNotImportable
-from stagecrew.frames import Frame
-from stagecrew.listeners import Listener, ResourceFactory, listener_name
+from stagecrew.listeners.listener import Listener, ResourceFactory, listener_name
+from stagecrew.wire.frames import Frame
 from stagecrew.worker.lifecycle import Described, Registered
 
 __all__ = ["described", "named"]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stagecrew.coordination.payloads import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.errors import (
     EvaluationOver,
     EventTimeout,
@@ -22,7 +21,8 @@ from stagecrew.errors import (
     RequestFailed,
     RequestTimeout,
 )
-from stagecrew.frames import encode
+from stagecrew.wire.frames import encode
+from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.worker.connection import Connection, connected
 from stagecrew.worker.process import PLACE
 

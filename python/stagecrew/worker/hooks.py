@@ -17,10 +17,10 @@ from types import FrameType
 from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
-from stagecrew.listeners import Listener, ListenerContext, Scope
-from stagecrew.tracebacks import end_of, without_our_frames
-from stagecrew.worker import forks
-from stagecrew.worker.channel import Channel
+from stagecrew.listeners.listener import Listener, ListenerContext, Scope
+from stagecrew.observability.error_summary import end_of, without_our_frames
+from stagecrew.wire.channel import Channel
+from stagecrew.worker import fork_safety
 from stagecrew.worker.lifecycle import Described, Leave, Registered
 
 __all__ = ["CalledHooks"]
@@ -45,7 +45,7 @@ class CalledHooks:
     def forked(self) -> None:
         """In a child that a hook forked: the timer is the parent's, and its handler with it."""
         if self._interrupt is not None:
-            forks.default_signals([signal.SIGALRM], self._interrupt)
+            fork_safety.default_signals([signal.SIGALRM], self._interrupt)
 
     def context(self, topology: Described, scope: Scope) -> ListenerContext:
         """What a listener of this topology is told."""

@@ -17,9 +17,9 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
-from stagecrew.identity import Identity, RedefinedError, chosen
-from stagecrew.listeners import Listener, decorates, opened_value
-from stagecrew.notopen import NotRegisteredError
+from stagecrew.listeners.identity import Identity, RedefinedError, chosen
+from stagecrew.listeners.listener import Listener, decorates, opened_value
+from stagecrew.listeners.not_open import NotRegisteredError
 
 __all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
 

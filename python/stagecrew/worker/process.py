@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any, BinaryIO, Final, NoReturn
 
 from stagecrew.errors import ChannelError, TaskKilled
-from stagecrew.frames import Frame
-from stagecrew.listeners import Task, resolving
-from stagecrew.worker import forks, politely
-from stagecrew.worker.channel import Channel
+from stagecrew.listeners.listener import Task, resolving
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import Frame
+from stagecrew.worker import fork_safety, graceful_shutdown
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Lifecycle
@@ -52,11 +52,11 @@ class WorkerProcess:
         #: Spark's stream of a task that was killed; it ends when the task has.
         self._cut: socket.socket | None = None
         self._resolving = contextlib.ExitStack()
-        forks.forget_in_children(self)
+        fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
         """In a child that user code forked: `get()` answers what was open before, and all else is the parent's."""
-        forks.default_signals(_ENDING, self._signalled)
+        fork_safety.default_signals(_ENDING, self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
         self._channel.close()
@@ -140,7 +140,7 @@ class WorkerProcess:
         At the end of Spark's stream (the worker is not needed any more) everything is closed before this returns.
         """
         with self._leaving_on_signal():
-            politely.needs(self._time_to_close())
+            graceful_shutdown.needs(self._time_to_close())
             self._obey()  # what was read already, while the task waited for a description, is not seen by poll
             if not self.anything_open and self._channel.fileno() < 0:
                 return
@@ -170,7 +170,7 @@ class WorkerProcess:
     def leave(self, reason: str) -> None:
         """The process ends, or lost its executor: closes everything. A second call does nothing."""
         self._on_signal = "note"
-        politely.needs(self._time_to_close())
+        graceful_shutdown.needs(self._time_to_close())
         self._lifecycle.close_all()
         with contextlib.suppress(ChannelError):
             self._channel.send("GOODBYE", reason=reason)

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.files import address, file_system, list_files, quoted
-from stagecrew.operators.records import file_of
+from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, write_part
 
 if TYPE_CHECKING:

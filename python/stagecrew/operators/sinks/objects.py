@@ -12,7 +12,7 @@ import pyarrow.fs
 
 from stagecrew.errors import CommitFailed
 from stagecrew.files import file_system, list_files, make_folder, place, quoted, read_whole, write_whole
-from stagecrew.operators.records import file_of
+from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.sinks.staged import (
     fields_of,
     keep_only,

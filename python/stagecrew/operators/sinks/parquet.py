@@ -27,7 +27,7 @@ from stagecrew.files import (
     sync,
     write_whole,
 )
-from stagecrew.operators.records import file_of
+from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.sinks.staged import (
     fields_of,
     keep_only,

@@ -114,7 +114,7 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     arrival = awaited
     val root = SparkFiles.getRootDirectory()
     val folders = root +: python.files.map(name => s"$root/$name")
-    val command = Seq(python.executable, "-m", "stagecrew.agent", place().toString) ++ folders
+    val command = Seq(python.executable, "-m", "stagecrew.worker.agent", place().toString) ++ folders
     val builder = new ProcessBuilder(command.asJava)
     val environment = builder.environment
     environment.putAll(python.environment.asJava)
@@ -129,7 +129,7 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     log(s"started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
       awaited.completeExceptionally(new IllegalStateException(
-        s"the agent (${python.executable} -m stagecrew.agent) ended with exit code ${ended.exitValue}; the executor's stderr " +
+        s"the agent (${python.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; the executor's stderr " +
           "says why"))
       ()
     }

@@ -5,7 +5,7 @@ import org.apache.spark.scheduler._
 
 /** What `stagecrew report` has spark-submit run: reads an event log as the History Server does, and prints the tab's JSON. */
 object Report {
-  /** In front of the line with what was found, or with what is wrong (python/stagecrew/eventlog.py). */
+  /** In front of the line with what was found, or with what is wrong (python/stagecrew/observability/event_log.py). */
   private val Found = "stagecrew-report: "
   private val Wrong = "stagecrew-report-error: "
 

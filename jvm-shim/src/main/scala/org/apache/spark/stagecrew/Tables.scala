@@ -118,7 +118,7 @@ private[stagecrew] object Show {
   private val Frame = """^( *\| )?( +)File ".*", line \d""".r
 
   /** The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty. An exception's
-    * line stands behind its last frame, and is not indented as that is. Of a group it is its own (python/stagecrew/tracebacks.py). */
+    * line stands behind its last frame, and is not indented as that is. Of a group it is its own (python/stagecrew/observability/error_summary.py). */
   def errorLine(error: String): String = {
     val lines = error.split('\n')
     if (lines.lift(1).contains(Cut)) return cut(lines(0).trim, Length)

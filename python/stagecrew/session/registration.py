@@ -10,7 +10,7 @@ from typing import Any
 from pyspark import cloudpickle
 
 from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
-from stagecrew.listeners import Listener, Resource, ResourceFactory, listener_name, normalised, registering
+from stagecrew.listeners.listener import Listener, Resource, ResourceFactory, listener_name, normalised, registering
 
 __all__ = ["checked", "class_names", "import_named", "pickled"]
 

@@ -131,7 +131,7 @@ class Identity:
             if made_by.__module__ == "__main__" or "<locals>" in getattr(made_by, "__qualname__", ""):
                 import hmac
 
-                from stagecrew.operators.fingerprints import fingerprint  # on the driver alone: it needs PySpark
+                from stagecrew.listeners.fingerprints import fingerprint  # on the driver alone: it needs PySpark
 
                 self._definition = hmac.digest(_key(), fingerprint(made_by, b""), "sha256")
             self._defined_by = None

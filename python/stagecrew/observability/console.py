@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from stagecrew.logs import harmless
+from stagecrew.observability.logs import harmless
 
 __all__ = ["harmless", "quietly", "said", "table"]
 

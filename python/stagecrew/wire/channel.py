@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from stagecrew._version import __version__
 from stagecrew.errors import ChannelClosed, ChannelError
-from stagecrew.frames import Decoder, Field, Frame, encode
+from stagecrew.wire.frames import Decoder, Field, Frame, encode
 
 __all__ = ["Channel"]
 

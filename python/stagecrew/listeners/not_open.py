@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from stagecrew.identity import Registration
+from stagecrew.listeners.identity import Registration
 
 __all__ = ["APPLICATION", "NotRegisteredError", "Task", "explained"]
 

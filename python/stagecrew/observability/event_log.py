@@ -16,8 +16,8 @@ from rich.text import Text
 
 from stagecrew.errors import EventLogUnreadable
 from stagecrew.jar import found_spark_submit, jar_path
-from stagecrew.terminal import harmless, table
-from stagecrew.tracebacks import error_line
+from stagecrew.observability.console import harmless, table
+from stagecrew.observability.error_summary import error_line
 
 __all__ = ["read_event_log", "report"]
 

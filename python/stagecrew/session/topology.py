@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from stagecrew.coordination.operators import COMMIT, Operators
 from stagecrew.coordination.program_path import PLACE, Place, current_place
 from stagecrew.errors import OperatorMisused, TopologyClosed, TopologyError
-from stagecrew.listeners import Listener
-from stagecrew.partitions import PartitionReport, Release, java_dataset
-from stagecrew.reports import TopologyReport
-from stagecrew.tracebacks import error_line
+from stagecrew.listeners.listener import Listener
+from stagecrew.observability.error_summary import error_line
+from stagecrew.partitions.report import PartitionReport, Release, java_dataset
+from stagecrew.session.reports import TopologyReport
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
-    from stagecrew.application import Crew
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
-    from stagecrew.coordination.coordinator import Coordinator
+    from stagecrew.coordination.contract import Coordinator
     from stagecrew.coordination.host import Host
     from stagecrew.coordination.operator import Operator
     from stagecrew.operators.alignment import Alignment
+    from stagecrew.operators.commit_log import Decisions
     from stagecrew.operators.commits import CommitReport, Committer
-    from stagecrew.operators.decisions import Decisions
     from stagecrew.operators.supersteps import Steps
+    from stagecrew.session.crew import Crew
 
 __all__ = ["Topology"]
 
@@ -382,8 +382,8 @@ class Topology:
 
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
+        from stagecrew.operators.commit_log import decisions_of
         from stagecrew.operators.commits import commit_dataset
-        from stagecrew.operators.decisions import decisions_of
         from stagecrew.recovery.job import running_job
 
         self._require_active("commit datasets")

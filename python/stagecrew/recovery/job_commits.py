@@ -21,16 +21,16 @@ from stagecrew.errors import (
     SessionLost,
     StoreConflict,
 )
+from stagecrew.operators.commit_log import OVER
+from stagecrew.operators.commit_records import checked
 from stagecrew.operators.commits import abandon, resume
-from stagecrew.operators.decisions import OVER
-from stagecrew.operators.records import checked
 from stagecrew.recovery.writes import passes, patient, pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from stagecrew.operators.commit_records import Record
     from stagecrew.operators.commits import Committer
-    from stagecrew.operators.records import Record
     from stagecrew.recovery.handles import StateHandleStore
 
 __all__ = ["StoredDecisions", "finish_commits", "is_over", "require_readable"]

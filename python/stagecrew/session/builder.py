@@ -14,7 +14,6 @@ from pyspark.sql import SparkSession
 from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
-from stagecrew.application import Application, Crew
 from stagecrew.conf import PLUGIN
 from stagecrew.errors import (
     ConfigurationError,
@@ -25,13 +24,14 @@ from stagecrew.errors import (
     VersionMismatch,
 )
 from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
-from stagecrew.listeners import Listener
-from stagecrew.registration import checked, class_names, import_named, pickled
+from stagecrew.listeners.listener import Listener
+from stagecrew.session.crew import Application, Crew
+from stagecrew.session.registration import checked, class_names, import_named, pickled
 
 if TYPE_CHECKING:
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
-    from stagecrew.coordination.coordinator import Coordinator
+    from stagecrew.coordination.contract import Coordinator
 
 __all__ = ["configure", "crew", "is_active", "jar_path", "spark_conf"]
 

@@ -20,7 +20,7 @@ import pyarrow.fs
 
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.files import make_folder, sync
-from stagecrew.operators.records import Record
+from stagecrew.operators.commit_records import Record
 
 __all__ = ["Decisions", "FileDecisions", "MemoryDecisions", "decisions_of"]
 

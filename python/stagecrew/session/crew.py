@@ -20,15 +20,15 @@ from stagecrew.coordination.checkpoints import NOTHING
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.coordination.program_path import Place, Uses, current_place
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, OperatorMisused
-from stagecrew.frames import encode
-from stagecrew.identity import RedefinedError, chosen
-from stagecrew.listeners import Listener, listener_name
-from stagecrew.marks import Marks
-from stagecrew.operators.decisions import MemoryDecisions
-from stagecrew.partitions import PartitionReport, Release, policy
-from stagecrew.registration import checked, class_names, pickled
-from stagecrew.reports import TopologyReport
-from stagecrew.topology import Topology
+from stagecrew.listeners.identity import RedefinedError, chosen
+from stagecrew.listeners.listener import Listener, listener_name
+from stagecrew.operators.commit_log import MemoryDecisions
+from stagecrew.partitions.report import PartitionReport, Release, policy
+from stagecrew.session.active_topologies import Marks
+from stagecrew.session.registration import checked, class_names, pickled
+from stagecrew.session.reports import TopologyReport
+from stagecrew.session.topology import Topology
+from stagecrew.wire.frames import encode
 
 if TYPE_CHECKING:
     from stagecrew.coordination.channel import DriverChannel

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from stagecrew.coordination.coordinator import Evaluation
+    from stagecrew.coordination.contract import Evaluation
 
 __all__ = ["FIELDS", "HarmlessFormatter", "StructuredFormatter", "coordinates", "handles", "harmless", "mark"]
 

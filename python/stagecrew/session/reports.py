@@ -6,7 +6,7 @@ import dataclasses
 import datetime as dt
 from typing import Any
 
-from stagecrew.partitions import PartitionReport
+from stagecrew.partitions.report import PartitionReport
 
 __all__ = ["ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"]
 

@@ -46,7 +46,7 @@ class Shown:
 
     def tell(self) -> None:
         """Tells the driver's JVM, where a session runs in this process."""
-        from stagecrew.session import running_crew
+        from stagecrew.session.builder import running_crew
 
         if (crew := running_crew()) is not None:
             crew.tell_job(self.to_json())

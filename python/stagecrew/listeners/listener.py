@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from stagecrew import notopen
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
-from stagecrew.identity import Identity
-from stagecrew.logs import mark
+from stagecrew.listeners import not_open
+from stagecrew.listeners.identity import Identity
+from stagecrew.observability.logs import mark
 
 __all__ = ["Lifetime", "Listener", "ListenerContext", "LoggingContext", "Resource", "Scope", "Task", "resource"]
 
@@ -123,12 +123,12 @@ def _resolve(listener: Listener) -> Any:
         except LookupError as error:
             refusals.append(error)
     innermost = refusals[0] if refusals else None
-    if innermost is None or isinstance(innermost, notopen.NotRegisteredError):
-        raise ResourceNotOpen(notopen.explained(name, identity.topologies, _task(), innermost))
+    if innermost is None or isinstance(innermost, not_open.NotRegisteredError):
+        raise ResourceNotOpen(not_open.explained(name, identity.topologies, _task(), innermost))
     raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
 
 
-def _task() -> notopen.Task | None:
+def _task() -> not_open.Task | None:
     """The task that this process runs; None when it runs none."""
     if "pyspark" not in sys.modules:
         return None
@@ -137,7 +137,7 @@ def _task() -> notopen.Task | None:
     if (context := TaskContext.get()) is None:
         return None
     left = context.getLocalProperty(LEFT) or ""
-    return notopen.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
+    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))
 
 
 class Listener:

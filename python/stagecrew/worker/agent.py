@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any
 
 from stagecrew.errors import ChannelError, ListenerError
-from stagecrew.frames import Frame
-from stagecrew.listeners import Listener, opened_value, registering
-from stagecrew.tracebacks import sentence_first
-from stagecrew.worker import forks
-from stagecrew.worker.channel import Channel
+from stagecrew.listeners.listener import Listener, opened_value, registering
+from stagecrew.observability.error_summary import sentence_first
+from stagecrew.wire.channel import Channel
+from stagecrew.wire.frames import Frame
+from stagecrew.worker import fork_safety
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle
@@ -38,11 +38,11 @@ class Agent:
         self._hooks = CalledHooks(channel)
         self._lifecycle = Lifecycle(self._hooks)
         self._ends, self._interruptible = False, True
-        forks.forget_in_children(self)
+        fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
         """In a child that user code forked: everything is the parent's."""
-        forks.default_signals([signal.SIGTERM], self._signalled)
+        fork_safety.default_signals([signal.SIGTERM], self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
         self._channel.close()
@@ -130,7 +130,7 @@ def _pickled(listener: Listener) -> bytes:
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m stagecrew.agent PLACE [FOLDER ...]`: the executor's place file, and what to put on the path."""
+    """`python -m stagecrew.worker.agent PLACE [FOLDER ...]`: the executor's place file, and what to put on the path."""
     place, *folders = arguments
     sys.path[1:1] = folders
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is the driver's

@@ -12,7 +12,7 @@ from typing import Final
 
 __all__ = ["end_of", "error_line", "sentence_first", "with_causes", "without_our_frames"]
 
-_OURS: Final = __file__.rpartition("/")[0] + "/"
+_OURS: Final = __file__.rpartition("/observability/")[0] + "/"
 #: Inside the package, but written as a user's code.
 _AS_USERS: Final = _OURS + "demo/"
 #: Modules that we call, and that call a user's code.

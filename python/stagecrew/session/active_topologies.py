@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
-from stagecrew.listeners import LEFT, PROPERTY
+from stagecrew.listeners.listener import LEFT, PROPERTY
 
 if TYPE_CHECKING:
-    from stagecrew.application import Crew
-    from stagecrew.topology import Topology
+    from stagecrew.session.crew import Crew
+    from stagecrew.session.topology import Topology
 
 __all__ = ["PROPERTY", "Marks"]
 

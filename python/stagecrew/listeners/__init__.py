@@ -1,0 +1,1 @@
+"""Listeners: what users write to open, close and decorate in executors and workers. Standard library only."""

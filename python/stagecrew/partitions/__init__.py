@@ -1,0 +1,1 @@
+"""What is known of stored partitions, and when they are released."""

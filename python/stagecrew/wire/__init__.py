@@ -1,0 +1,1 @@
+"""What travels between processes: frames, serialization, and the client of the channel."""
