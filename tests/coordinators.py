@@ -39,8 +39,8 @@ class Noting(stagecrew.Coordinator):
         self.calls.append(("finished", evaluation))
         self.gateways.pop(evaluation)
 
-    def cut(self, evaluation: stagecrew.Evaluation) -> None:
-        self.calls.append(("cut", evaluation))
+    def abandoned(self, evaluation: stagecrew.Evaluation) -> None:
+        self.calls.append(("abandoned", evaluation))
         self.gateways.pop(evaluation)
 
     def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:

@@ -52,7 +52,7 @@ def listener(index: int, name: str, opens: int, **more: Any) -> dict[str, Any]:
 
 def operator(name: str, **more: Any) -> dict[str, Any]:
     return {
-        "name": name, "kind": "coordinator", "state": "active", "live": 4, "finished": 28, "failed": 0, "cut": 0,
+        "name": name, "kind": "coordinator", "state": "active", "live": 4, "finished": 28, "failed": 0, "abandoned": 0,
         "resets": 0, "eventsIn": 0, "eventsOut": 0, "requests": 0, "queued": 0, "waitsFor": "", "lastError": "",
         "progress": {}, "replies": {"count": 0}, "acknowledgements": {"count": 0}, **more,
     }  # fmt: skip

@@ -20,7 +20,7 @@ from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, Stagecrew
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import driver as driver_module
 from stagecrew.recovery import writes
-from stagecrew.recovery.driver import Tending
+from stagecrew.recovery.driver import JobReconciler
 from stagecrew.recovery.election import HOLDER, Fenced, fence
 from stagecrew.recovery.job import current_job, set_current
 from stagecrew.recovery.jobs import JobRecord, Jobs
@@ -317,7 +317,7 @@ class SimDriver(Actor):
     def granted(self, term):
         """It is told that it leads."""
         self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
-        self.tending = Tending(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
+        self.tending = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
         return None
@@ -388,7 +388,7 @@ class SimProcess(Actor):
 
             commit(
                 self.world.sink,
-                job.decisions(self.world.sink),
+                job.commit_log(self.world.sink),
                 job.commit_id("sink"),
                 SCHEMA,
                 execute,

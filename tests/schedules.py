@@ -77,15 +77,15 @@ def raising_once(make: Make) -> None:
             sink = Raises(trial.make_sink(), effect, times)
             run = lambda staging, trial=trial, tasks=tasks: tasks.run(trial.make_sink(), staging)  # noqa: E731
             if times == 1:
-                report = commit(sink, trial.decisions, "c 1", SCHEMA, run, sleep=pauses.append)
+                report = commit(sink, trial.commit_log, "c 1", SCHEMA, run, sleep=pauses.append)
                 assert (report.rows, report.repeated, len(pauses)) == (40, False, 1)
             else:
                 with pytest.raises(CommitPending, match="is decided, but could not be done: OSError: the network"):
-                    commit(sink, trial.decisions, "c 1", SCHEMA, run, sleep=pauses.append)
+                    commit(sink, trial.commit_log, "c 1", SCHEMA, run, sleep=pauses.append)
                 assert len(pauses) == 3
                 assert sorted(trial.visible()) == (tasks.expected if effect == "after" else [])
                 sink.times = 0
-                assert commit(sink, trial.decisions, "c 1", SCHEMA, lambda staging: 1 / 0).repeated
+                assert commit(sink, trial.commit_log, "c 1", SCHEMA, lambda staging: 1 / 0).repeated
             _all_once(trial, tasks)
 
 
@@ -126,10 +126,10 @@ def going_on_at_each_moment(make: Make, every: int = 1) -> None:
                     trial.drive(Driver(), tasks)
                 else:
                     with pytest.raises(ZeroDivisionError):
-                        commit(trial.make_sink(), trial.decisions, "c 1", SCHEMA, lambda staging: 1 / 0)
-                before = trial.state(), trial.decisions.read("c 1"), sorted(trial.visible())
+                        commit(trial.make_sink(), trial.commit_log, "c 1", SCHEMA, lambda staging: 1 / 0)
+                before = trial.state(), trial.commit_log.read("c 1"), sorted(trial.visible())
                 assert before[2] == (tasks.expected if ends == "commits" else [])
-            assert (trial.state(), trial.decisions.read("c 1"), sorted(trial.visible())) == before, old.names
+            assert (trial.state(), trial.commit_log.read("c 1"), sorted(trial.visible())) == before, old.names
             assert trial.left() == [], old.names
             expected = CommitReport if decided else CommitSuperseded if "staged" in old.names else CommitFailed
             assert isinstance(outcome[0], expected), (old.names, outcome)

@@ -21,7 +21,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitUnknown
-from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from stagecrew.operators.sinks import parquet as parquet_module
@@ -174,7 +174,7 @@ class Trial:
     def __init__(
         self,
         make_sink: Callable[[], Any],
-        decisions: Any,
+        commit_log: Any,
         visible: Callable[[], list[Any]],
         left: Callable[[], list[str]],
         watch: Callable[[Driver, Any], None],
@@ -182,14 +182,14 @@ class Trial:
     ) -> None:
         self.watch = watch  # has the writes within one call of a sink be moments too
         self.state = state  # all that is there: files with their sizes, or tables
-        self.make_sink, self.decisions, self.visible, self.left = make_sink, decisions, visible, left
+        self.make_sink, self.commit_log, self.visible, self.left = make_sink, commit_log, visible, left
 
     def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
         """One driver's run."""
         plain, own = self.make_sink(), self.make_sink()
         self.watch(driver, own)
         sink = driver.watched(own, ("begin", "commit", "discard"))
-        decisions = driver.watched(self.decisions, ("write",))
+        commit_log = driver.watched(self.commit_log, ("write",))
 
         def execute(staging: Any) -> list[Any]:
             driver.moment("stages")
@@ -197,17 +197,17 @@ class Trial:
             driver.moment("staged")
             return messages
 
-        return commit(sink, decisions, commit_id, SCHEMA, execute, sleep=lambda _: None)
+        return commit(sink, commit_log, commit_id, SCHEMA, execute, sleep=lambda _: None)
 
     def check(self, tasks: Tasks, seen: Sequence[Any]) -> None:
         assert sorted(seen) in ([], tasks.expected), "half of it is visible"
 
     def repeat_changes_nothing(self, commit_id: str = "c 1") -> None:
         """A driver that repeats what is done runs nothing, and all that is there stays as it is."""
-        before = self.state(), self.decisions.read(commit_id)
+        before = self.state(), self.commit_log.read(commit_id)
         assert self.drive(repeats := Driver(), Tasks(0), commit_id).repeated
         assert "stages" not in repeats.names
-        assert (self.state(), self.decisions.read(commit_id)) == before
+        assert (self.state(), self.commit_log.read(commit_id)) == before
 
 
 #: One attempt fails in the middle then, and there is a speculative one.
@@ -306,7 +306,7 @@ def late_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = (
                 return messages
 
             with contextlib.nullcontext() if ends else contextlib.suppress(RuntimeError):
-                commit(trial.make_sink(), trial.decisions, f"late {moment}", SCHEMA, execute)
+                commit(trial.make_sink(), trial.commit_log, f"late {moment}", SCHEMA, execute)
             _go_on((zombie, threads[0]))
             assert sorted(trial.visible()) == (tasks.expected if ends else []), zombie.names
             assert trial.left() == [], (zombie.names, ends)
@@ -349,7 +349,7 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
     other_schema = pa.schema([("id", pa.int64()), ("name", pa.string())])
     for at in moments:
         trial, tasks, landed, told = make(at), Tasks(1), [], []
-        trial.decisions = MemoryDecisions()
+        trial.commit_log = MemoryCommitLog()
 
         def commits(
             sink: Any, name: str, schema: pa.Schema, trial: Trial = trial, tasks: Tasks = tasks,
@@ -360,7 +360,7 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
                 return tasks.run(sink, staging) if schema is SCHEMA else [sink.stage(staging, 0, 1, iter([batch]))]
 
             try:
-                commit(sink, trial.decisions, name, schema, stage, sleep=lambda _: None)
+                commit(sink, trial.commit_log, name, schema, stage, sleep=lambda _: None)
                 landed.append(name)
             except CommitFailed as error:
                 told.append(str(error))
@@ -399,7 +399,7 @@ def looked_at_within(trial: Trial) -> None:
             seen.append((database.execute("SELECT count(*) FROM " + sink._table).fetchone()[0], len(trial.visible())))
 
     sink._within = looks
-    commit(sink, trial.decisions, "c", SCHEMA, lambda staging: tasks.run(sink, staging))
+    commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(sink, staging))
     assert (40, 0) in seen, "nobody looked when all was added"
     assert {visible for added, visible in seen if seen.index((added, visible)) <= seen.index((40, 0))} == {0}
     assert sorted(trial.visible()) == tasks.expected
@@ -442,7 +442,7 @@ def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moment
         try:
             commit(
                 own,
-                trial.decisions,
+                trial.commit_log,
                 "c",
                 SCHEMA,
                 lambda staging, tasks=tasks, own=own: tasks.run(own, staging),
@@ -460,7 +460,7 @@ def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moment
         )
         report = commit(
             trial.make_sink(),
-            trial.decisions,
+            trial.commit_log,
             "c",
             SCHEMA,
             lambda staging, tasks=tasks, trial=trial: tasks.run(trial.make_sink(), staging),
@@ -485,7 +485,7 @@ def other_schemas(trial: Trial, known: str = "int64") -> None:
             with pytest.raises(
                 CommitFailed, match=f"the dataset does not fit .*{problem}. Select and cast its columns"
             ):
-                commit(trial.make_sink(), trial.decisions, "other", pa.schema(fields), lambda staging: 1 / 0)
+                commit(trial.make_sink(), trial.commit_log, "other", pa.schema(fields), lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
     assert trial.left() == []
 
@@ -653,7 +653,7 @@ def parquet(tmp_path: Path) -> Trial:
         ]
 
     state = files_in(tmp_path / "out")
-    return Trial(lambda: ParquetSink(target), FileDecisions(tmp_path / "log"), visible, left, watch_files, state)
+    return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, left, watch_files, state)
 
 
 def appended(tmp_path: Path) -> Trial:
@@ -670,7 +670,7 @@ def appended(tmp_path: Path) -> Trial:
         ]
 
     make = lambda: ParquetSink(target, mode="append")  # noqa: E731
-    return Trial(make, FileDecisions(tmp_path / "log"), visible, left, watch_files, files_in(target))
+    return Trial(make, FileCommitLog(tmp_path / "log"), visible, left, watch_files, files_in(target))
 
 
 def objects(tmp_path: Path) -> Trial:
@@ -689,8 +689,8 @@ def objects(tmp_path: Path) -> Trial:
             known = set()
         return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
 
-    decisions, state = FileDecisions(tmp_path / "log"), files_in(target)
-    return Trial(lambda: ObjectSink(target), decisions, visible, left, watch_files, state)
+    commit_log, state = FileCommitLog(tmp_path / "log"), files_in(target)
+    return Trial(lambda: ObjectSink(target), commit_log, visible, left, watch_files, state)
 
 
 def sqlite(tmp_path: Path) -> Trial:
@@ -709,7 +709,7 @@ def sqlite(tmp_path: Path) -> Trial:
 
     return Trial(
         lambda: DatabaseSink(f"sqlite:///{path}", "target"),
-        FileDecisions(tmp_path / "log"),
+        FileCommitLog(tmp_path / "log"),
         lambda: query("SELECT id, text FROM target"),
         lambda: [name for (name,) in query("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'")],
         watch_transactions,
@@ -743,7 +743,7 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
 
     return Trial(
         lambda: IcebergSink("db.target", properties=where),
-        FileDecisions(tmp_path / "log"),
+        FileCommitLog(tmp_path / "log"),
         lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
         left,
         watch_iceberg,

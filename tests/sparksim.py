@@ -116,7 +116,7 @@ class Executor:
         self.gateways.pop(gateway.id, None)
 
     def send(self, frames):
-        kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("WANT", "ROOM"))
+        kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT_REQUEST", "CREDIT"))
         if not kinds or self.turns.dead:  # a generator may be closed when its process has ended
             return
         self.turns.point(f"before {kinds}")

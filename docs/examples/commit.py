@@ -22,13 +22,13 @@ def main():
         database = Path(folder) / "flights.db"
         with sqlite3.connect(database) as connection:
             connection.execute("CREATE TABLE distances (carrier TEXT, miles INTEGER)")
-        decisions = stagecrew.FileDecisions(f"{folder}/decisions")  # outlives the driver
+        commit_log = stagecrew.FileCommitLog(f"{folder}/decisions")  # outlives the driver
         for attempt in (1, 2):  # the second is what a driver does that starts again: nothing
             with stagecrew.crew(spark).topology("load") as topology:
                 files = ParquetSink(f"{folder}/distances")
                 table = DatabaseSink(f"sqlite:///{database}", "distances")
-                written = topology.commit(distances, files, "2013 files", decisions)
-                loaded = topology.commit(distances, table, "2013 table", decisions)
+                written = topology.commit(distances, files, "2013 files", commit_log)
+                loaded = topology.commit(distances, table, "2013 table", commit_log)
             print(f"attempt {attempt}: {written.rows} rows in files, {loaded.rows} in the table, repeated: {loaded.repeated}")
         with sqlite3.connect(database) as connection:
             (rows, miles) = connection.execute("SELECT count(*), sum(miles) FROM distances").fetchone()

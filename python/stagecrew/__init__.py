@@ -24,7 +24,7 @@ from stagecrew.errors import (
     ConfigurationError,
     CoordinationError,
     CoordinatorFailed,
-    EvaluationOver,
+    EvaluationEnded,
     EventLogUnreadable,
     EventNotPicklable,
     EventTimeout,
@@ -92,11 +92,11 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
-    from stagecrew.operators.alignment import Aligner, Alignment, InEventTime
-    from stagecrew.operators.commit_log import Decisions, FileDecisions, MemoryDecisions
+    from stagecrew.operators.alignment import Aligner, Alignment, EventTimeSplits
+    from stagecrew.operators.commit_log import CommitLog, FileCommitLog, MemoryCommitLog
     from stagecrew.operators.commits import CommitReport, Committer, Staging
     from stagecrew.operators.sinks import read_committed
-    from stagecrew.operators.supersteps import Steps
+    from stagecrew.operators.supersteps import SuperstepContext
     from stagecrew.operators.watermarks import WatermarkGroup
     from stagecrew.partitions.report import PartitionReport, Release
     from stagecrew.recovery.job import Job, current_job
@@ -105,7 +105,7 @@ if TYPE_CHECKING:
     from stagecrew.recovery.specs import JobSpec
     from stagecrew.session.builder import configure, crew, is_active
     from stagecrew.session.crew import Crew
-    from stagecrew.session.reports import ListenerReport, OperatorReport, TimesReport, TopologyReport
+    from stagecrew.session.reports import LatencySummary, ListenerReport, OperatorReport, TopologyReport
     from stagecrew.session.topology import Topology
     from stagecrew.worker.evaluations import TaskGateway
 
@@ -121,6 +121,7 @@ __all__ = [
     "CheckpointTimeout",
     "CommitConflict",
     "CommitFailed",
+    "CommitLog",
     "CommitPending",
     "CommitReport",
     "CommitSuperseded",
@@ -133,14 +134,14 @@ __all__ = [
     "CoordinatorContext",
     "CoordinatorFailed",
     "Crew",
-    "Decisions",
     "Evaluation",
-    "EvaluationOver",
+    "EvaluationEnded",
     "EventLogUnreadable",
     "EventNotPicklable",
+    "EventTimeSplits",
     "EventTimeout",
     "EventTooLarge",
-    "FileDecisions",
+    "FileCommitLog",
     "FrameError",
     "Gateway",
     "HandleError",
@@ -148,7 +149,6 @@ __all__ = [
     "HandleLocked",
     "HandleMissing",
     "HookTimeout",
-    "InEventTime",
     "JarMissing",
     "Job",
     "JobError",
@@ -161,6 +161,7 @@ __all__ = [
     "JobUnknown",
     "JobUnreadable",
     "Jobs",
+    "LatencySummary",
     "LeadershipLost",
     "Lifetime",
     "Listener",
@@ -170,7 +171,7 @@ __all__ = [
     "ListenerNotPicklable",
     "ListenerReport",
     "LoggingContext",
-    "MemoryDecisions",
+    "MemoryCommitLog",
     "NotActive",
     "NotInitialised",
     "Operator",
@@ -193,18 +194,17 @@ __all__ = [
     "Staging",
     "StateCorrupt",
     "StateStorageError",
-    "Steps",
     "StoreConflict",
     "StoreError",
     "StoreRefused",
     "StoreUnavailable",
     "StoreUnsupported",
     "StructuredFormatter",
+    "SuperstepContext",
     "SuperstepsFailed",
     "Task",
     "TaskGateway",
     "TaskKilled",
-    "TimesReport",
     "Topology",
     "TopologyClosed",
     "TopologyError",
@@ -232,11 +232,11 @@ _LAZY = {
     **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.contract"),
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
-    **dict.fromkeys(("Aligner", "Alignment", "InEventTime"), "stagecrew.operators.alignment"),
+    **dict.fromkeys(("Aligner", "Alignment", "EventTimeSplits"), "stagecrew.operators.alignment"),
     **dict.fromkeys(("CommitReport", "Committer", "Staging"), "stagecrew.operators.commits"),
-    **dict.fromkeys(("Decisions", "FileDecisions", "MemoryDecisions"), "stagecrew.operators.commit_log"),
+    **dict.fromkeys(("CommitLog", "FileCommitLog", "MemoryCommitLog"), "stagecrew.operators.commit_log"),
     "read_committed": "stagecrew.operators.sinks",
-    "Steps": "stagecrew.operators.supersteps",
+    "SuperstepContext": "stagecrew.operators.supersteps",
     "WatermarkGroup": "stagecrew.operators.watermarks",
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
@@ -244,7 +244,9 @@ _LAZY = {
     **dict.fromkeys(("JobRecord", "JobState", "Jobs", "open_jobs"), "stagecrew.recovery.jobs"),
     "Result": "stagecrew.recovery.results",
     "JobSpec": "stagecrew.recovery.specs",
-    **dict.fromkeys(("ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"), "stagecrew.session.reports"),
+    **dict.fromkeys(
+        ("ListenerReport", "OperatorReport", "LatencySummary", "TopologyReport"), "stagecrew.session.reports"
+    ),
     **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions.report"),
     **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session.builder"),
     "Topology": "stagecrew.session.topology",

@@ -33,7 +33,7 @@
     │   ├── CommitUnreadable        its record has another format, or was damaged: nothing of it is deleted
     │   ├── EventNotPicklable       an event cannot travel
     │   ├── EventTooLarge           it is larger than spark.stagecrew.event.maxSize
-    │   ├── EvaluationOver          the evaluation is over, or was reset
+    │   ├── EvaluationEnded          the evaluation is over, or was reset
     │   ├── RequestFailed           the coordinator raised
     │   ├── RequestTimeout          it did not answer, or handle what was sent, in time
     │   └── EventTimeout            no event came in time
@@ -86,7 +86,7 @@ __all__ = [
     "ConfigurationError",
     "CoordinationError",
     "CoordinatorFailed",
-    "EvaluationOver",
+    "EvaluationEnded",
     "EventLogUnreadable",
     "EventNotPicklable",
     "EventTimeout",
@@ -283,7 +283,7 @@ class EventTooLarge(CoordinationError):
     """An event, request or reply is larger than `spark.stagecrew.event.maxSize`. Send a reference to where it lies."""
 
 
-class EvaluationOver(CoordinationError):
+class EvaluationEnded(CoordinationError):
     """The evaluation is over: its attempt ended, its coordinator was reset, or an event to it was lost. Let it propagate."""
 
 

@@ -94,7 +94,7 @@ class _Nothing:
 
 
 def _thousand(store_of, folder):
-    from stagecrew.recovery.driver import Tending
+    from stagecrew.recovery.driver import JobReconciler
     from stagecrew.recovery.jobs import Jobs
     from stagecrew.recovery.specs import JobSpec
     from stagecrew.recovery.storage import StateStorage
@@ -105,7 +105,7 @@ def _thousand(store_of, folder):
         for number in range(JOBS):
             jobs.submit(JobSpec(f"job-{number}.py", (), {}, {}, b"pass"), f"job-{number}")
     with contextlib.closing(store_of()) as store:
-        tending = Tending(Jobs(store, storage), 1, _Nothing(), at_once=JOBS)
+        tending = JobReconciler(Jobs(store, storage), 1, _Nothing(), at_once=JOBS)
         began = time.perf_counter()
         tending.look()
         seconds = time.perf_counter() - began

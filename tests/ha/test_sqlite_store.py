@@ -28,7 +28,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.candidate import Questions
+from stagecrew.recovery.candidate import LeaseClient
 from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.filesystems import filesystem, shared
@@ -220,7 +220,7 @@ def test_a_disk_that_fails_is_an_error_of_the_store(tmp_path):
                 StoreUnavailable, match=r"crew.db cannot be used: .*Not a directory.*; nothing was done"
             ):
                 call()
-        assert isinstance(Questions(store, time.monotonic).ask(), Unanswered)
+        assert isinstance(LeaseClient(store, time.monotonic).ask(), Unanswered)
         place.unlink()
         (tmp_path / "away").rename(place)
         assert store.transact(Create("b")) == [0]

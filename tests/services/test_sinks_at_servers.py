@@ -52,7 +52,7 @@ from stagecrew.errors import (
     CommitUnreadable,
     OperatorMisused,
 )
-from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from zookeeper import Proxy
@@ -84,7 +84,7 @@ def at_postgresql(server, folder, number):
 
     return Trial(
         lambda: DatabaseSink(server.url, table),
-        FileDecisions(folder / f"log-{number}"),
+        FileCommitLog(folder / f"log-{number}"),
         lambda: query(f"SELECT id, text FROM {table}"),
         lambda: [name for (name,) in query("SELECT relname FROM pg_class WHERE relname LIKE 'stagecrew_stage%'")],
         watch_transactions,
@@ -119,8 +119,8 @@ def at_s3(s3, folder, number):
         names = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
         return [name for name in names if name not in known and "/_stagecrew/" not in name]
 
-    decisions = FileDecisions(folder / f"log-{number}")
-    return Trial(lambda: ObjectSink(path, s3), decisions, visible, left, watch_files, lambda: files_below(s3, path))
+    commit_log = FileCommitLog(folder / f"log-{number}")
+    return Trial(lambda: ObjectSink(path, s3), commit_log, visible, left, watch_files, lambda: files_below(s3, path))
 
 
 @pytest.fixture(params=["postgresql", "s3"])
@@ -215,28 +215,28 @@ def test_other_content_is_refused(make):
     """An id that is used again for other data raises with both values, also where the sink alone knows it; a repeat is one."""
     trial, tasks = make(0), Tasks(1)
 
-    def lands(content, decisions):
+    def lands(content, commit_log):
         return commit(
             trial.make_sink(),
-            decisions,
+            commit_log,
             "c",
             SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging),
             content=content,
         )
 
-    assert not lands("monday", trial.decisions).repeated
+    assert not lands("monday", trial.commit_log).repeated
     before = trial.state()
-    for decisions in (trial.decisions, MemoryDecisions()):
-        assert lands("monday", decisions).repeated
+    for commit_log in (trial.commit_log, MemoryCommitLog()):
+        assert lands("monday", commit_log).repeated
         with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
-            lands("tuesday", decisions)
+            lands("tuesday", commit_log)
     assert trial.state() == before
     long = "\U0001f600\x00'" * 100
-    decisions = MemoryDecisions()
+    commit_log = MemoryCommitLog()
     staged = commit(
         trial.make_sink(),
-        decisions,
+        commit_log,
         "long",
         SCHEMA,
         lambda staging: tasks.run(trial.make_sink(), staging),
@@ -251,10 +251,10 @@ def test_a_record_with_sql_in_it(server, tmp_path):
     trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
     table = trial.make_sink()._table
     trial.drive(Driver(), tasks, "c")
-    _, record = trial.decisions.read("c")
+    _, record = trial.commit_log.read("c")
     for run in (f"{record['run']}; DROP TABLE {table}", f'x"; DROP TABLE {table}; --'):
         for fields in ({"run": run}, {"before": [run]}, {"run": run, "state": "open"}):
-            copy = MemoryDecisions()
+            copy = MemoryCommitLog()
             copy.write("c", record | fields, 0)
             for use in (
                 lambda copy=copy: commit(trial.make_sink(), copy, "c", SCHEMA, lambda staging: 1 / 0),
@@ -270,7 +270,7 @@ def test_a_record_with_sql_in_it(server, tmp_path):
     schema = pa.schema([*SCHEMA, (name, pa.int64())])
     batch = pa.record_batch([pa.array([7]), pa.array(["a"]), pa.array([8])], schema=schema)
     sink = trial.make_sink()
-    commit(sink, trial.decisions, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    commit(sink, trial.commit_log, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
     assert (7, "a") in trial.visible()
     assert trial.left() == []
 
@@ -340,7 +340,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
     tasks = Tasks(1)
     lose(proxy)
     with pytest.raises(CommitFailed, match="table db.target cannot be loaded: OperationalError") as failed:
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert server.password not in str(failed.value)
     proxy._to = server.port
 
@@ -350,11 +350,11 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
         return messages
 
     with pytest.raises(CommitPending, match="table db.target cannot be loaded: OperationalError") as pending:
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert server.password not in str(pending.value)
     proxy._to = server.port
     assert trial.visible() == []
-    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
@@ -379,7 +379,7 @@ def test_a_catalogue_whose_answer_is_lost(catalogue, what):
         return messages
 
     try:
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     finally:
         sqlalchemy.event.remove(sqlalchemy.Engine, "commit", loses)
     lost[0].join()
@@ -411,7 +411,7 @@ def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
         rows = pa.record_batch({"id": list(range(20)), "text": ["x" * 4_000_000] * 20}, schema=SCHEMA)
         with pytest.raises(CommitFailed, match=r"rows for table \w+ could not be staged: OperationalError"):
             commit(
-                trial.make_sink(), trial.decisions, "c", SCHEMA,
+                trial.make_sink(), trial.commit_log, "c", SCHEMA,
                 lambda staging: [through.stage(staging, 0, 1, iter([rows]))],
             )  # fmt: skip
         assert time.monotonic() - began[0] < 30
@@ -491,7 +491,7 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
             assert zombie.paused.wait(60)
             return messages
 
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
         assert sorted(trial.visible()) == tasks.expected
         assert trial.left() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
@@ -548,7 +548,7 @@ def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, is
     class Dies:
         """The other does not get to writing down how it ended."""
 
-        read = staticmethod(trial.decisions.read)
+        read = staticmethod(trial.commit_log.read)
 
         def write(self, key, record, version):
             raise CommitUnknown("it was killed")
@@ -566,14 +566,14 @@ def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, is
     thread = threading.Thread(target=other)
     trial.make_sink = lambda: DatabaseSink(url, table)
     try:
-        report = commit(One(url, table), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        report = commit(One(url, table), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     except CommitConflict:
         report = None
     thread.join(60)
     assert outcome
     assert sorted(trial.visible()) == (tasks.expected if report else [])
     assert report is None or last == "one"
-    assert trial.decisions.read("c")[1]["state"] == ("applied" if report else "refused")
+    assert trial.commit_log.read("c")[1]["state"] == ("applied" if report else "refused")
     assert trial.left() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
@@ -599,7 +599,7 @@ def test_types_that_do_not_fit(server, tmp_path):
         return [sink.stage(staging, 0, 1, iter([wrong]))]
 
     with pytest.raises(CommitFailed, match="could not be staged: InvalidTextRepresentation"):
-        commit(sink, trial.decisions, "c", SCHEMA, stage)
+        commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
     assert trial.left() == []
 
@@ -623,7 +623,7 @@ def test_a_user_who_may_not(server, tmp_path, missing):
     with pytest.raises(
         CommitFailed, match=f"table {table}.*cannot be .*: InsufficientPrivilege: permission denied for"
     ):
-        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
     assert trial.left() == []
 
@@ -639,7 +639,7 @@ def test_rights_that_suffice(server, tmp_path):
         database.execute(f"GRANT CREATE ON SCHEMA public TO {user}")
         database.execute(f"GRANT INSERT, SELECT ON {table}, stagecrew_commits TO {user}")
     sink = DatabaseSink(server.url.replace("//crew:", f"//{user}:"), table)
-    assert commit(sink, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+    assert commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
     assert len(trial.visible()) == 80
     assert trial.left() == []
 
@@ -681,7 +681,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
         return [sink.stage(staging, 0, 1, cut_off(iter(batches)))]
 
     with pytest.raises(CommitFailed, match="could not be staged: AdminShutdown"):
-        commit(sink, trial.decisions, "c", SCHEMA, stage)
+        commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
     assert trial.left() == []
 
@@ -701,7 +701,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
         times.append(1)
         return messages
 
-    report = commit(sink, trial.decisions, "d", SCHEMA, staged, sleep=lambda _: None)
+    report = commit(sink, trial.commit_log, "d", SCHEMA, staged, sleep=lambda _: None)
     assert report.rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
@@ -724,13 +724,13 @@ def test_a_server_that_is_gone(tmp_path):
 
         sink.__class__ = Gone
         with pytest.raises(CommitPending, match="the server is gone"):
-            commit(sink, trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+            commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
         assert trial.left() != []
         assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert len(trial.visible()) == 40
         assert trial.left() == []
         trial.make_sink()
     with pytest.raises(CommitFailed, match="cannot be reached: OperationalError: .*Connection refused") as failed:
-        commit(trial.make_sink(), trial.decisions, "e", SCHEMA, lambda staging: [])
+        commit(trial.make_sink(), trial.commit_log, "e", SCHEMA, lambda staging: [])
     assert isinstance(failed.value.__cause__, psycopg.OperationalError)
     assert server.password not in str(failed.value)

@@ -36,7 +36,7 @@ from sinks import (
     watch_files,
 )
 from stagecrew.errors import CommitConflict, CommitFailed
-from stagecrew.operators.commit_log import FileDecisions
+from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ParquetSink, parquet
 from zookeeper import Proxy
@@ -71,8 +71,8 @@ def at_hdfs(dfs, folder, number, mode="append"):
             name for name in names(table) if "/_" in name and not name.endswith("/_stagecrew.json")
         ]
 
-    decisions, state = FileDecisions(folder / f"log-{number}"), lambda: files_below(dfs, path)
-    return Trial(lambda: ParquetSink(table, mode, dfs), decisions, visible, left, watch_files, state)
+    commit_log, state = FileCommitLog(folder / f"log-{number}"), lambda: files_below(dfs, path)
+    return Trial(lambda: ParquetSink(table, mode, dfs), commit_log, visible, left, watch_files, state)
 
 
 @pytest.fixture(params=["append", pytest.param("create", marks=pytest.mark.long)])
@@ -172,7 +172,7 @@ def test_a_folder_that_is_there(dfs, tmp_path, at, monkeypatch):
     else:
         make_other()
     with pytest.raises(CommitConflict, match="is there already"):
-        commit(sink, trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     names = dfs.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
     assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if at != "empty" else [])]
 
@@ -183,7 +183,7 @@ def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
     def make(name):
         (tmp_path / name).mkdir()
         made = at_hdfs(dfs, tmp_path, 0, "create")
-        made.decisions = FileDecisions(tmp_path / name)
+        made.commit_log = FileCommitLog(tmp_path / name)
         return made
 
     moved_into_another(dfs, f"/{tmp_path.name}/0/t", make)
@@ -227,8 +227,8 @@ def test_where_nothing_can_be_written(dfs, tmp_path):
         stream.write(b"no folder")
     sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=dfs)
     with pytest.raises(CommitFailed, match="cannot be written: "):
-        commit(sink, FileDecisions(tmp_path), "c", SCHEMA, lambda staging: 1 / 0)
+        commit(sink, FileCommitLog(tmp_path), "c", SCHEMA, lambda staging: 1 / 0)
     nowhere = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host="127.0.0.1", port=1)))
     sink = ParquetSink("/t", filesystem=nowhere)
     with pytest.raises(CommitFailed, match="/t cannot be read: .*Connection refused"):
-        commit(sink, FileDecisions(tmp_path), "d", SCHEMA, lambda staging: 1 / 0)
+        commit(sink, FileCommitLog(tmp_path), "d", SCHEMA, lambda staging: 1 / 0)

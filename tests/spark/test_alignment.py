@@ -178,7 +178,7 @@ def test_merged_sources(cluster, journal):
         log.write(event="end", at=at, pid=os.getpid())
         yield pa.record_batch({"source": [source], "at": [at]})
 
-    merged = stagecrew.InEventTime(sources, lambda at: at, DRIFT)
+    merged = stagecrew.EventTimeSplits(sources, lambda at: at, DRIFT)
     with stagecrew.crew(cluster).topology("t") as topology:
         splits = topology.splits(merged, read, "source string, at long", parallelism=3)
         rows = sorted((row.source, row["at"]) for row in splits.collect())
@@ -263,12 +263,12 @@ def test_bad_input(cluster):
         with pytest.raises(stagecrew.OperatorMisused, match="maps a function work"):
             topology.align("b", DRIFT).map(cluster.range(2), 7, "a long")
         with pytest.raises(stagecrew.OperatorMisused, match="event_time is a function"):
-            stagecrew.InEventTime({"a": []}, 7, DRIFT)
+            stagecrew.EventTimeSplits({"a": []}, 7, DRIFT)
         with (
             pytest.raises(stagecrew.CoordinatorFailed, match="source 'a' goes back in time"),
             stagecrew.crew(cluster).topology("inner") as inner,
         ):
-            back = stagecrew.InEventTime({"a": [5, 1]}, lambda at: at, DRIFT)
+            back = stagecrew.EventTimeSplits({"a": [5, 1]}, lambda at: at, DRIFT)
             inner.splits(back, lambda split: [], "a long", parallelism=1).collect()
     with pytest.raises(stagecrew.TopologyClosed):
         topology.align("c", DRIFT)

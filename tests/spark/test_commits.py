@@ -133,7 +133,7 @@ place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({fol
 spark = stagecrew.configure(base({master!r})).getOrCreate()
 watcher = Kills()
 sink = place.sink()
-decisions = watcher.watched(stagecrew.FileDecisions({log!r}), ("write",))
+decisions = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
 
 class Watches(type(sink)):
     def begin(self, staging):
@@ -232,16 +232,16 @@ def test_two_topologies_at_once(cluster, place):
 
 def test_other_content(strict, tmp_path, caplog):
     """An id that is used again for other content raises in a topology. A job's later run gets a warning, and the rows of the earlier run."""
-    sink, decisions = ParquetSink(tmp_path / "table"), stagecrew.FileDecisions(tmp_path / "log")
+    sink, commit_log = ParquetSink(tmp_path / "table"), stagecrew.FileCommitLog(tmp_path / "log")
     session = ModelServer().session()
     session.ensure("steps", "commits")
     (tmp_path / "state").mkdir()
     handles = [StateHandleStore(session, StateStorage(tmp_path / "state"), name) for name in ("steps", "commits")]
     with stagecrew.crew(strict).topology("t") as topology:
-        assert not topology.commit(rows_of(strict), sink, "daily", decisions, content="monday").repeated
-        assert topology.commit(rows_of(strict), sink, "daily", decisions, content="monday").repeated
+        assert not topology.commit(rows_of(strict), sink, "daily", commit_log, content="monday").repeated
+        assert topology.commit(rows_of(strict), sink, "daily", commit_log, content="monday").repeated
         with pytest.raises(stagecrew.OperatorMisused, match="content is 'tuesday', there 'monday'"):
-            topology.commit(rows_of(strict), sink, "daily", decisions, content="tuesday")
+            topology.commit(rows_of(strict), sink, "daily", commit_log, content="tuesday")
         assert [record for record in caplog.messages if "with 40 rows. This call has written nothing" in record]
         caplog.clear()
         in_job = ParquetSink(tmp_path / "other")

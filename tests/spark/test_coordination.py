@@ -48,8 +48,8 @@ class Recording(stagecrew.Coordinator):
     def finished(self, evaluation):
         self._note("finished", evaluation)
 
-    def cut(self, evaluation):
-        self._note("cut", evaluation)
+    def abandoned(self, evaluation):
+        self._note("abandoned", evaluation)
 
     def subtask_reset(self, subtask, checkpoint_id):
         self._note("reset", subtask, checkpoint_id)
@@ -238,7 +238,7 @@ def test_an_evaluation_that_is_cut_short(cluster, crew_there, recording):
         operator = topology.coordinate("o", recording)
         assert operator.map(cluster.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
         (coordinator,) = recording.made
-        eventually(lambda: coordinator.named("cut"), 20, "the cut is reported")
+        eventually(lambda: coordinator.named("abandoned"), 20, "the cut is reported")
     assert not coordinator.named("finished")
     assert not coordinator.named("failed")
 

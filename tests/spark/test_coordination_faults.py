@@ -96,7 +96,7 @@ def test_a_full_mailbox(small, made):
     ((_, evaluation, reason),) = made[0].named("failed")
     assert evaluation.subtask == 0
     assert "its mailbox is full: " in reason
-    with pytest.raises(stagecrew.EvaluationOver, match="its mailbox is full"):
+    with pytest.raises(stagecrew.EvaluationEnded, match="its mailbox is full"):
         futures[-1].result(0)
 
 
@@ -297,7 +297,7 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
         try:
             for _ in gateway.events():
                 pass
-        except stagecrew.EvaluationOver as error:
+        except stagecrew.EvaluationEnded as error:
             Path(ended).write_text(str(error))
             raise
 

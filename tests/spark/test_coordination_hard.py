@@ -63,7 +63,7 @@ def test_workers_that_die_at_their_first_word(cluster, made):
         operator = topology.coordinate("o", lambda context: Noting(context, made))
         operator.map(cluster.range(0, 8, 1, 8), dies_at_once, "a long").collect()
     (coordinator,) = made
-    assert [len(coordinator.named(name)) for name in ("finished", "failed", "cut")] == [8, 8, 0]
+    assert [len(coordinator.named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
 
 
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:

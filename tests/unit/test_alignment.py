@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
-from stagecrew.operators.alignment import AlignmentCoordinator, InEventTime
+from stagecrew.operators.alignment import AlignmentCoordinator, EventTimeSplits
 from stagecrew.operators.splitlog import HELD
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.watermarks import WatermarkGroup
@@ -229,17 +229,17 @@ def test_a_watermark_that_cannot_be_compared(aligned):
 
 def test_merged():
     """Splits of several sources come in the order of their event times; one that goes back in time is named."""
-    merged = InEventTime({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
+    merged = EventTimeSplits({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
     with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 comes behind one of 5"):
-        list(InEventTime({"a": [5, 1]}, lambda split: split, 3).splits())
-    once = InEventTime({"a": iter([1])}, lambda split: split, 3)
+        list(EventTimeSplits({"a": [5, 1]}, lambda split: split, 3).splits())
+    once = EventTimeSplits({"a": iter([1])}, lambda split: split, 3)
     assert list(once.splits()) == [("a", 1)]
-    with pytest.raises(SplitsFailed, match="source 'a' of InEventTime came from an iterator"):
+    with pytest.raises(SplitsFailed, match="source 'a' of EventTimeSplits came from an iterator"):
         list(once.splits())
     for wrong in ({}, [1]):
         with pytest.raises(OperatorMisused, match="by their names"):
-            InEventTime(wrong, lambda split: split, 3)
+            EventTimeSplits(wrong, lambda split: split, 3)
 
 
 class Readers:
@@ -306,7 +306,7 @@ def test_no_split_is_given_too_early(data):
         ]
         for name in "abc"
     }
-    merged = InEventTime(splits, lambda split: split[0], DRIFT)
+    merged = EventTimeSplits(splits, lambda split: split[0], DRIFT)
     if data.draw(st.booleans()):
         merged.locations = lambda named: ["h"] if named[1][1] % 2 else []
     left = sorted(time for of in splits.values() for time, _ in of)
@@ -327,7 +327,7 @@ def test_no_split_is_given_too_early(data):
 
 def test_one_that_waits_asks_again():
     """A request for a split that may not be given yet is answered far before it times out, and asked again."""
-    merged = InEventTime({"a": [0, 100]}, lambda split: split, DRIFT)
+    merged = EventTimeSplits({"a": [0, 100]}, lambda split: split, DRIFT)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         one, other = harness.evaluation(0), harness.evaluation(1)
         assert pickle.loads(one.request((0, "h"))) == ("a", 0)
@@ -344,7 +344,7 @@ def test_one_that_waits_asks_again():
 @pytest.mark.parametrize("idle_after", [None, IDLE])
 def test_one_that_reads_for_long(idle_after):
     """Whoever reads at one split for longer than `idle_after` holds nobody, until it asks for the next; without it, for ever."""
-    merged = InEventTime({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
+    merged = EventTimeSplits({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         harness.coordinator._reading._clock = lambda: harness.now
         slow, other, third = (harness.evaluation(subtask) for subtask in range(3))

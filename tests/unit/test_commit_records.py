@@ -28,12 +28,12 @@ from stagecrew.errors import (
     RecoveryMisused,
 )
 from stagecrew.files import address
-from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commit_records import FORMAT, columns_of, read_mark
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
 from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job_commits import StoredDecisions, finish_commits, is_over
+from stagecrew.recovery.job_commits import StoredCommitLog, finish_commits, is_over
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
@@ -53,11 +53,11 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def lands(trial, content=None, schema=SCHEMA, decisions=None, sink=None, clock=lambda: MONDAY, **more):
+def lands(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, clock=lambda: MONDAY, **more):
     """One call of `commit` with the id "c"."""
     mine, tasks = sink or trial.make_sink(), Tasks(1)
     return commit(
-        mine, decisions or trial.decisions, "c", schema, lambda staging: tasks.run(trial.make_sink(), staging),
+        mine, commit_log or trial.commit_log, "c", schema, lambda staging: tasks.run(trial.make_sink(), staging),
         sleep=lambda _: None, content=content, clock=clock, **more,
     )  # fmt: skip
 
@@ -70,16 +70,16 @@ def test_other_content_is_refused(trial, forgot):
     """An id that is used again with another content raises with both values, and all stays as it is; also where only the sink knows it."""
     lands(trial, "monday")
     before = sorted(trial.visible())
-    decisions = MemoryDecisions() if forgot else trial.decisions
+    commit_log = MemoryCommitLog() if forgot else trial.commit_log
     for content in ("tuesday", None):
         with pytest.raises(OperatorMisused) as refused:
-            lands(trial, content, decisions=decisions)
+            lands(trial, content, commit_log=commit_log)
         said = str(refused.value)
         assert f"content is {content!r}, there 'monday'" in said
         assert "commit 'c' was decided for other data, on 2026-11-22 17:14:27 UTC, with 40 rows" in said
         assert "Give other data another commit id" in said
     assert sorted(trial.visible()) == before
-    assert lands(trial, "monday", decisions=decisions).repeated
+    assert lands(trial, "monday", commit_log=commit_log).repeated
     assert trial.left() == []
 
 
@@ -87,14 +87,14 @@ def test_other_content_is_refused(trial, forgot):
 def test_other_columns_are_refused(trial, forgot):
     """An id that is used again for a dataset of other columns raises with both; nothing runs."""
     lands(trial)
-    decisions = MemoryDecisions() if forgot else trial.decisions
+    commit_log = MemoryCommitLog() if forgot else trial.commit_log
     for schema, said in (
         (pa.schema([("id", pa.string()), ("text", pa.string())]), "id: string"),
         (pa.schema([("id", pa.int64())]), "id: int64" if forgot else "fewer"),
         (pa.schema([*SCHEMA, ("more", pa.bool_())]), "more: bool"),
     ):
         with pytest.raises(OperatorMisused, match=f"columns are .*{said}.*, there .*") as refused:
-            commit(trial.make_sink(), decisions, "c", schema, lambda staging: 1 / 0)
+            commit(trial.make_sink(), commit_log, "c", schema, lambda staging: 1 / 0)
         assert "columns" in str(refused.value)
     assert len(trial.visible()) == 40
 
@@ -113,8 +113,8 @@ def test_columns_that_are_the_same(tmp_path, schema):
     """Whether a column may be null, metadata, the order of columns and Arrow's layout tell no data apart: it is a repeat."""
     trial = parquet(tmp_path)
     lands(trial)
-    for decisions in (trial.decisions, MemoryDecisions()):
-        assert commit(trial.make_sink(), decisions, "c", schema, lambda staging: 1 / 0).repeated
+    for commit_log in (trial.commit_log, MemoryCommitLog()):
+        assert commit(trial.make_sink(), commit_log, "c", schema, lambda staging: 1 / 0).repeated
 
 
 def test_columns_of_nested_types():
@@ -133,8 +133,8 @@ def test_a_repeat_is_a_warning(trial, forgot, caplog):
     """It names the id, when the commit was decided, how many rows it has, and that nothing was written. A first commit logs nothing."""
     lands(trial, "monday")
     assert warnings(caplog) == []
-    decisions = MemoryDecisions() if forgot else trial.decisions
-    assert lands(trial, "monday", decisions=decisions, clock=lambda: MONDAY + 86400).repeated
+    commit_log = MemoryCommitLog() if forgot else trial.commit_log
+    assert lands(trial, "monday", commit_log=commit_log, clock=lambda: MONDAY + 86400).repeated
     assert warnings(caplog) == [
         (
             "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has written nothing. Give other "
@@ -185,7 +185,7 @@ def test_a_commit_that_an_earlier_version_has_done(tmp_path, caplog):
             del known["mark"], known["format"]
             file.write_text(json.dumps(known))
         caplog.clear()
-        assert lands(trial, "tuesday", decisions=MemoryDecisions()).repeated
+        assert lands(trial, "tuesday", commit_log=MemoryCommitLog()).repeated
         [said] = warnings(caplog)
         assert "with how many rows and for which content is not known. This call has written nothing" in said
         assert sorted(trial.visible()) == Tasks(1).expected
@@ -204,13 +204,13 @@ def test_a_sink_that_keeps_no_marks(tmp_path, caplog):
         return [{"text": "row", "rows": 1}]
 
     for repeated in (False, True):
-        assert commit(sink, MemoryDecisions(), "c", SCHEMA, run, content="a").repeated == repeated
+        assert commit(sink, MemoryCommitLog(), "c", SCHEMA, run, content="a").repeated == repeated
     assert "for which content is not known" in warnings(caplog)[0]
 
 
 def test_a_sink_without_an_identity_is_its_class(tmp_path):
     """Two sinks that do not say which place they are: of other classes they are other sinks."""
-    decisions = MemoryDecisions()
+    commit_log = MemoryCommitLog()
 
     class Nameless(MemorySink):
         def __init__(self, name):
@@ -228,7 +228,7 @@ def test_a_sink_without_an_identity_is_its_class(tmp_path):
             if (sink is other)
             else contextlib.nullcontext()
         ):
-            commit(sink, decisions, "c", SCHEMA, lambda staging: [])
+            commit(sink, commit_log, "c", SCHEMA, lambda staging: [])
 
 
 def test_what_was_not_decided_begins_anew(trial):
@@ -238,20 +238,20 @@ def test_what_was_not_decided_begins_anew(trial):
         raise ValueError("the job failed")
 
     with pytest.raises(ValueError, match="the job failed"):
-        commit(trial.make_sink(), trial.decisions, "c", pa.schema([("id", pa.int64()), ("text", pa.string())]), fails,
+        commit(trial.make_sink(), trial.commit_log, "c", pa.schema([("id", pa.int64()), ("text", pa.string())]), fails,
                content="monday")  # fmt: skip
     assert not lands(trial, "tuesday").repeated
-    assert trial.decisions.read("c")[1]["content"] == "tuesday"
+    assert trial.commit_log.read("c")[1]["content"] == "tuesday"
 
 
 @pytest.mark.parametrize("content", ["x" * 1000, "\x00\n\ud800'\"%s\\" * 30, '"' * 60, "\U0001f600" * 60, ""])
 def test_any_text_is_a_content(trial, content):
     """A content may be long and have any characters; two that differ at their ends only are two. The mark of a sink is short."""
     lands(trial, content)
-    for decisions in (trial.decisions, MemoryDecisions()):
-        assert lands(trial, content, decisions=decisions).repeated
+    for commit_log in (trial.commit_log, MemoryCommitLog()):
+        assert lands(trial, content, commit_log=commit_log).repeated
         with pytest.raises(OperatorMisused, match="content is"):
-            lands(trial, f"{content}!", decisions=decisions)
+            lands(trial, f"{content}!", commit_log=commit_log)
     mark = trial.make_sink().stored_mark("c")
     assert len(mark) <= 400
     assert mark.isprintable()
@@ -262,7 +262,7 @@ def test_no_content_is_a_date():
     with pytest.raises(
         OperatorMisused, match=r"content of a commit is a text, such as a date .*, not datetime.date\(2026"
     ):
-        commit(Untouched(), MemoryDecisions(), "c", SCHEMA, lambda staging: 1 / 0, content=dt.date(2026, 11, 23))
+        commit(Untouched(), MemoryCommitLog(), "c", SCHEMA, lambda staging: 1 / 0, content=dt.date(2026, 11, 23))
 
 
 # -- In jobs
@@ -283,8 +283,8 @@ def keep(request, tmp_path):
     """Makes decisions about a sink, which are the same ones each time."""
     if request.param == "stored":
         handles = Handles(tmp_path).handles
-        return lambda sink: StoredDecisions(handles, sink)
-    known = MemoryDecisions() if request.param == "memory" else FileDecisions(tmp_path / "kept")
+        return lambda sink: StoredCommitLog(handles, sink)
+    known = MemoryCommitLog() if request.param == "memory" else FileCommitLog(tmp_path / "kept")
     return lambda sink: known
 
 
@@ -299,13 +299,13 @@ def rows(sink):
 def test_other_content_in_a_job(tmp_path, keep, caplog):
     """In one run it raises; where an earlier run of the same job has decided it is a warning with both values, and that run's rows stay."""
     sink = MemorySink(str(tmp_path))
-    decisions = keep(sink)
+    commit_log = keep(sink)
 
     def again(content, writer, sink=sink):
         return commit(sink, keep(sink), "c", SCHEMA, rows(sink), content=content, writer=writer)
 
-    assert not commit(sink, decisions, "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1)).repeated
-    assert decisions.read("c")[1] | {"job": "nightly", "attempt": 1} == decisions.read("c")[1]
+    assert not commit(sink, commit_log, "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1)).repeated
+    assert commit_log.read("c")[1] | {"job": "nightly", "attempt": 1} == commit_log.read("c")[1]
     for writer in (("nightly", 1), ("weekly", 2), None):
         with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
             again("tuesday", writer)
@@ -338,14 +338,14 @@ def test_rolling_forward_compares_nothing(tmp_path, caplog):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CommitPending):
         patch.setattr(sink, "commit", lambda *_: 1 / 0)
         commit(
-            sink, StoredDecisions(handles, sink), "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1),
+            sink, StoredCommitLog(handles, sink), "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1),
             sleep=lambda _: None, clock=lambda: MONDAY,
         )  # fmt: skip
     caplog.clear()
     finish_commits(handles, ending=False)
     assert sink.visible == {"c": ["row"]}
     assert warnings(caplog) == []
-    record = StoredDecisions(handles, sink).read("c")[1]
+    record = StoredCommitLog(handles, sink).read("c")[1]
     assert (record["state"], record["content"], record["job"], record["attempt"], record["time"]) == (
         "applied", "monday", "nightly", 1, MONDAY,
     )  # fmt: skip
@@ -383,8 +383,8 @@ def old(state, **more):
 def test_a_record_of_another_format(keep, state, number):
     """It is refused with a sentence that says what to do; nothing of it is changed, finished, aborted or deleted."""
     sink = Untouched()
-    decisions, record = keep(sink), old(state) | ({} if number is None else {"format": number})
-    version = decisions.write("c", record, 0)
+    commit_log, record = keep(sink), old(state) | ({} if number is None else {"format": number})
+    version = commit_log.write("c", record, 0)
     for use in (
         lambda: commit(sink, keep(sink), "c", SCHEMA, lambda staging: 1 / 0),
         lambda: resume(sink, keep(sink), "c"),
@@ -396,7 +396,7 @@ def test_a_record_of_another_format(keep, state, number):
         assert "record of commit 'c'" in said
         assert "Nothing was changed or deleted. Finish the commit with the version that wrote it" in said
         assert ("an earlier version of stagecrew wrote" if number is None else f"has format {number!r}") in said
-    assert decisions.read("c") == (version, record)
+    assert commit_log.read("c") == (version, record)
 
 
 def test_records_have_the_format_in_them(keep, tmp_path):
@@ -414,7 +414,7 @@ def test_a_job_with_a_record_of_an_earlier_version(tmp_path, caplog):
     jobs = Jobs(session, storage)
     jobs.submit(JobSpec("job.py", (), {}, {}, b"", 2), "nightly")
     handles, sink = jobs.below("nightly", "commits"), MemorySink(str(tmp_path))
-    StoredDecisions(handles, sink).write("nightly/sink", old("decided", sink=str(tmp_path)), 0)
+    StoredCommitLog(handles, sink).write("nightly/sink", old("decided", sink=str(tmp_path)), 0)
     stored = {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()}
     sink.staged["0" * 32] = ["row"]
     with pytest.raises(
@@ -440,7 +440,7 @@ def test_manifests_and_marks_of_another_format(tmp_path):
     assert read_committed(target).count_rows() == 40
     manifest.write_text(json.dumps(known | {"format": 9}))
     before = files(tmp_path)
-    for use in (lambda: read_committed(target), lambda: lands(trial, decisions=MemoryDecisions())):
+    for use in (lambda: read_committed(target), lambda: lands(trial, commit_log=MemoryCommitLog())):
         with pytest.raises(
             CommitFailed, match="has format 9, and this version of stagecrew reads 1. Nothing was changed. Use"
         ):
@@ -462,7 +462,7 @@ def test_a_mark_that_is_none(text):
 
 def change(trial, **fields):
     """Changes the record of a commit in its file."""
-    [path] = [path for path in trial.decisions._folder.iterdir() if path.suffix == ".json"]
+    [path] = [path for path in trial.commit_log._folder.iterdir() if path.suffix == ".json"]
     stored = json.loads(path.read_text())
     stored["record"] |= fields
     path.write_text(json.dumps(stored))
@@ -488,7 +488,7 @@ def test_a_run_that_is_a_path(trial, tmp_path, field, state):
         f"{'0' * 32}\n",
     ):
         change(trial, state=state, **{field: run if field == "run" else [run]})
-        for use in (lambda: lands(trial), lambda: abandon(trial.make_sink(), trial.decisions, "c")):
+        for use in (lambda: lands(trial), lambda: abandon(trial.make_sink(), trial.commit_log, "c")):
             with pytest.raises(CommitUnreadable, match="is no id of a run. Nothing was changed or deleted"):
                 use()
     assert (files(tmp_path / "victim"), sorted(trial.visible())) == before
@@ -558,7 +558,7 @@ def test_columns_of_any_name(tmp_path):
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "target")
     schema = pa.schema([('a"; DROP TABLE target; --', pa.int64())])
     batch = pa.record_batch([pa.array([7])], schema=schema)
-    assert commit(sink, MemoryDecisions(), "c", schema, lambda s: [sink.stage(s, 0, 1, iter([batch]))]).rows == 1
+    assert commit(sink, MemoryCommitLog(), "c", schema, lambda s: [sink.stage(s, 0, 1, iter([batch]))]).rows == 1
     with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
         assert database.execute("SELECT * FROM target").fetchall() == [(7,)]
 
@@ -599,18 +599,18 @@ def mounted_at(folder, how):
 def test_a_folder_that_is_a_mount_point(tmp_path, how, name):
     """It is refused before anything runs, nothing is decided, and nothing left; a folder in it is fine."""
     with mounted_at(tmp_path / name, how) as folder:
-        decisions = FileDecisions(tmp_path / "log")
+        commit_log = FileCommitLog(tmp_path / "log")
         sink = ParquetSink(folder)
         for _ in range(2):
             with pytest.raises(
                 CommitConflict, match=f"{folder} is a mount point, which no folder can be renamed onto: .*Write to"
             ):
-                commit(sink, decisions, "c", SCHEMA, lambda staging: 1 / 0)
-            assert decisions.read("c")[1]["state"] == "aborted"
+                commit(sink, commit_log, "c", SCHEMA, lambda staging: 1 / 0)
+            assert commit_log.read("c")[1]["state"] == "aborted"
         assert [path for path in files(tmp_path) if not path.startswith("log/")] == []
         assert not list(tmp_path.glob("_stagecrew*"))
         below = ParquetSink(folder / "table")
-        assert commit(below, decisions, "d", SCHEMA, lambda s: Tasks(1).run(below, s)).rows == 40
+        assert commit(below, commit_log, "d", SCHEMA, lambda s: Tasks(1).run(below, s)).rows == 40
 
 
 @pytest.mark.parametrize("to", ["an empty folder", "nothing"])
@@ -620,19 +620,19 @@ def test_a_folder_that_is_a_link(tmp_path, to):
     (tmp_path / "out").mkdir()
     link = tmp_path / "out" / "table"
     link.symlink_to(tmp_path / ("far" if to == "an empty folder" else "nothing"))
-    decisions, sink = MemoryDecisions(), ParquetSink(link)
+    commit_log, sink = MemoryCommitLog(), ParquetSink(link)
     with pytest.raises(
         CommitConflict, match=f"{link} is a symbolic link, which no folder can be renamed onto: .*Write to a"
     ):
-        commit(sink, decisions, "c", SCHEMA, lambda staging: 1 / 0)
-    assert decisions.read("c")[1]["state"] == "aborted"
+        commit(sink, commit_log, "c", SCHEMA, lambda staging: 1 / 0)
+    assert commit_log.read("c")[1]["state"] == "aborted"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["table"]
     assert list((tmp_path / "far").iterdir()) == []
     if to == "an empty folder":
         below = ParquetSink(link / "table")
-        assert commit(below, decisions, "d", SCHEMA, lambda s: Tasks(1).run(below, s)).rows == 40
+        assert commit(below, commit_log, "d", SCHEMA, lambda s: Tasks(1).run(below, s)).rows == 40
         appends = ParquetSink(link / "many", "append")
-        assert commit(appends, decisions, "e", SCHEMA, lambda s: Tasks(1).run(appends, s)).rows == 40
+        assert commit(appends, commit_log, "e", SCHEMA, lambda s: Tasks(1).run(appends, s)).rows == 40
 
 
 def test_a_folder_that_becomes_a_link(tmp_path):
@@ -646,8 +646,8 @@ def test_a_folder_that_becomes_a_link(tmp_path):
         return messages
 
     with pytest.raises(CommitConflict, match="is a symbolic link"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
-    assert trial.decisions.read("c")[1]["state"] == "refused"
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
+    assert trial.commit_log.read("c")[1]["state"] == "refused"
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["table"]
 
 
@@ -717,11 +717,11 @@ def test_urls_of_servers_that_are_fine(url):
 
 
 def test_the_lock_of_decisions_is_for_its_owner(tmp_path):
-    """The folder that `FileDecisions` makes has the mode 0700 and its lock 0600, whatever the umask is; a wide lock is narrowed."""
+    """The folder that `FileCommitLog` makes has the mode 0700 and its lock 0600, whatever the umask is; a wide lock is narrowed."""
     before = os.umask(0)
     try:
-        decisions = FileDecisions(tmp_path / "new" / "log")
-        decisions.write("c", {"state": "open"}, 0)
+        commit_log = FileCommitLog(tmp_path / "new" / "log")
+        commit_log.write("c", {"state": "open"}, 0)
     finally:
         os.umask(before)
     folder = tmp_path / "new" / "log"
@@ -729,7 +729,7 @@ def test_the_lock_of_decisions_is_for_its_owner(tmp_path):
     assert modes == {"log": "0o700", ".lock": "0o600", "c.json": "0o600"}
     (folder / ".lock").chmod(0o666)
     folder.chmod(0o755)
-    FileDecisions(folder).write("c", {"state": "aborted"}, 1)
+    FileCommitLog(folder).write("c", {"state": "aborted"}, 1)
     assert (folder / ".lock").stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o755, "a folder that was there is its owner's matter"
 

@@ -66,7 +66,7 @@ from stagecrew.errors import (
     OperatorMisused,
 )
 from stagecrew.files import exists, list_files, remove_folder
-from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
@@ -130,8 +130,8 @@ class Meanwhile(Around):
 class Silent:
     """Decisions that say this when they are told one of these states."""
 
-    def __init__(self, decisions, error, *states):
-        self._decisions, self._error, self._states, self.read = decisions, error, states, decisions.read
+    def __init__(self, commit_log, error, *states):
+        self._decisions, self._error, self._states, self.read = commit_log, error, states, commit_log.read
 
     def write(self, key, record, version):
         if record["state"] in self._states:
@@ -226,9 +226,9 @@ def test_a_folder_that_is_moved_into_another(tmp_path):
 
     def make(name):
         made = parquet(tmp_path)
-        made.make_sink, made.decisions = (
+        made.make_sink, made.commit_log = (
             lambda: ParquetSink(target, filesystem=filesystem),
-            FileDecisions(tmp_path / name),
+            FileCommitLog(tmp_path / name),
         )
         return made
 
@@ -298,12 +298,12 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
 
     change("CREATE UNIQUE INDEX one ON target (id)")
 
-    killed = Silent(trial.decisions, CommitUnknown("it was killed"), "refused", "applied")
+    killed = Silent(trial.commit_log, CommitUnknown("it was killed"), "refused", "applied")
 
     class Watching(Meanwhile):
         def done(self, commit_id):
             found = self._sink.done(commit_id)
-            if trial.decisions.read("c") and not outcome:
+            if trial.commit_log.read("c") and not outcome:
                 change("DELETE FROM target")
                 try:
                     outcome.append(resume(trial.make_sink(), killed, "c", sleep=lambda _: None))
@@ -316,10 +316,10 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
         return tasks.run(trial.make_sink(), staging)
 
     with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
-        commit(Watching(trial.make_sink()), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(Watching(trial.make_sink()), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert isinstance(outcome[0], CommitUnknown), "it is not known to be refused, and was"
     assert trial.visible() == []
-    assert trial.decisions.read("c")[1]["state"] == "refused"
+    assert trial.commit_log.read("c")[1]["state"] == "refused"
     assert trial.left() == []
     assert not trial.drive(Driver(), tasks, "c").repeated
     assert sorted(trial.visible()) == tasks.expected
@@ -335,7 +335,7 @@ def test_a_failure_aborts(trial):
         raise ValueError("the job failed")
 
     with pytest.raises(ValueError, match="the job failed"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
     assert trial.visible() == []
     assert trial.left() == []
     trial.drive(Driver(), tasks, "c")
@@ -359,7 +359,7 @@ def test_a_schema_that_fits(tmp_path):
     trial.drive(Driver(), Tasks(1), "first")
     other, sink = pa.schema([("text", pa.large_string()), ("id", pa.int64())]), trial.make_sink()
     batch = pa.record_batch({"text": ["a"], "id": [7]}, schema=other)
-    commit(sink, trial.decisions, "c", other, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    commit(sink, trial.commit_log, "c", other, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
     assert (7, "a") in trial.visible()
 
 
@@ -384,7 +384,7 @@ def test_a_column_that_the_table_requires(tmp_path, nullable):
         if nullable
         else contextlib.nullcontext()
     ):
-        commit(sink, trial.decisions, "c", schema, run)
+        commit(sink, trial.commit_log, "c", schema, run)
     assert trial.visible() == ([] if nullable else [(7, "a")])
     assert trial.left() == []
 
@@ -401,7 +401,7 @@ def test_texts_for_numbers(tmp_path):
         CommitFailed,
         match="rows for table target could not be staged: IntegrityError: cannot store TEXT value in INTEGER",
     ):
-        commit(sink, trial.decisions, "c", SCHEMA, stage)
+        commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
     assert trial.left() == []
 
@@ -438,7 +438,7 @@ def test_a_reader_while_files_are_added(tmp_path, monkeypatch):
         monkeypatch.setattr(SqlCatalog, "commit_table", looking(commit_table))
         return messages
 
-    commit(sink, trial.decisions, "c", SCHEMA, run)
+    commit(sink, trial.commit_log, "c", SCHEMA, run)
     assert len(seen) > 4
     assert not any(seen)
     assert sorted(trial.visible()) == tasks.expected
@@ -466,37 +466,37 @@ def test_first_commits_of_two_schemas_while_one_goes_on(make, tmp_path):
         with pytest.raises(
             CommitFailed, match="does not fit commit 'one', which is about to make .*: text is missing. Select and cast"
         ):
-            commit(trial.make_sink(), trial.decisions, "other", other_schema, lambda staging: [])
+            commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: [])
         raise ValueError("given up")
 
     with pytest.raises(ValueError, match="given up"):
-        commit(trial.make_sink(), trial.decisions, "one", SCHEMA, run)
-    assert not commit(trial.make_sink(), trial.decisions, "other", other_schema, lambda staging: []).repeated
+        commit(trial.make_sink(), trial.commit_log, "one", SCHEMA, run)
+    assert not commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: []).repeated
     assert trial.left() == []
 
 
 def test_decisions(tmp_path):
     """Compare-and-set: who comes second is told; a write that finds itself there is done."""
-    for make in (MemoryDecisions, lambda: FileDecisions(tmp_path / "log")):
-        decisions = make()
-        assert decisions.read("a/b") is None
-        assert decisions.write("a/b", {"state": "open"}, 0) == 1
-        assert decisions.read("a/b") == (1, {"state": "open"})
+    for make in (MemoryCommitLog, lambda: FileCommitLog(tmp_path / "log")):
+        commit_log = make()
+        assert commit_log.read("a/b") is None
+        assert commit_log.write("a/b", {"state": "open"}, 0) == 1
+        assert commit_log.read("a/b") == (1, {"state": "open"})
         with pytest.raises(CommitSuperseded, match="another driver has written the record of commit 'a/b'"):
-            decisions.write("a/b", {"state": "other"}, 0)
-        assert decisions.write("a/b", {"state": "decided"}, 1) == 2
-    assert decisions.write("a/b", {"state": "decided"}, 1) == 2
-    assert FileDecisions(tmp_path / "log").read("a/b") == (2, {"state": "decided"})
+            commit_log.write("a/b", {"state": "other"}, 0)
+        assert commit_log.write("a/b", {"state": "decided"}, 1) == 2
+    assert commit_log.write("a/b", {"state": "decided"}, 1) == 2
+    assert FileCommitLog(tmp_path / "log").read("a/b") == (2, {"state": "decided"})
 
 
 @pytest.mark.parametrize("key", ["ä" * 200, " " * 84, "\U0001f600" * 200, "a" * 250, "a" * 251, "a/" * 100])
 def test_decisions_about_ids_of_any_length(tmp_path, key):
     """Each id has a record of its own, whatever it is made of: also two that differ at their ends only."""
-    decisions = FileDecisions(tmp_path)
+    commit_log = FileCommitLog(tmp_path)
     for one in (key, f"{key[:-1]}b"):
-        assert decisions.read(one) is None
-        assert decisions.write(one, {"id": one}, 0) == 1
-    assert [decisions.read(one) for one in (key, f"{key[:-1]}b")] == [
+        assert commit_log.read(one) is None
+        assert commit_log.write(one, {"id": one}, 0) == 1
+    assert [commit_log.read(one) for one in (key, f"{key[:-1]}b")] == [
         (1, {"id": key}),
         (1, {"id": f"{key[:-1]}b"}),
     ]
@@ -505,12 +505,12 @@ def test_decisions_about_ids_of_any_length(tmp_path, key):
 def test_decisions_of_before(tmp_path):
     """A record that an older version wrote is found, and one of another id is not taken for its own."""
     (tmp_path / "a%2Fb.json").write_text('{"version": 3, "record": {"state": "decided"}}')
-    decisions = FileDecisions(tmp_path)
-    assert decisions.read("a/b") == (3, {"state": "decided"})
-    assert decisions.write("a/b", {"state": "applied"}, 3) == 4
+    commit_log = FileCommitLog(tmp_path)
+    assert commit_log.read("a/b") == (3, {"state": "decided"})
+    assert commit_log.write("a/b", {"state": "applied"}, 3) == 4
     (tmp_path / "a%2Fb.json").rename(tmp_path / "A%2Fb.json")
     with pytest.raises(CommitUnknown, match="A%2Fb.json is the record of commit 'a/b'. Give it another id"):
-        decisions.read("A/b")
+        commit_log.read("A/b")
 
 
 def test_many_writers_of_decisions(tmp_path):
@@ -519,7 +519,7 @@ def test_many_writers_of_decisions(tmp_path):
 
     def write(number):
         try:
-            FileDecisions(tmp_path).write("c", {"by": number}, 0)
+            FileCommitLog(tmp_path).write("c", {"by": number}, 0)
         except CommitSuperseded:
             return
         won.append(number)
@@ -530,7 +530,7 @@ def test_many_writers_of_decisions(tmp_path):
     for thread in threads:
         thread.join()
     assert len(won) == 1
-    assert FileDecisions(tmp_path).read("c") == (1, {"by": won[0]})
+    assert FileCommitLog(tmp_path).read("c") == (1, {"by": won[0]})
     assert [path.name for path in tmp_path.iterdir()] == [".lock", "c.json"] or sorted(files(tmp_path)) == [
         ".lock",
         "c.json",
@@ -556,7 +556,7 @@ def test_what_is_committed_has_reached_the_disk(tmp_path, synced, mode, rows):
     """Each file, also one without rows, in the folder that appears; and each folder that was made, in the one that it is in."""
     target, tasks = tmp_path / "new" / "er" / "table", Tasks(1, rows=rows)
     sink = ParquetSink(target, mode)
-    commit(sink, MemoryDecisions(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))
+    commit(sink, MemoryCommitLog(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))
     folder = target if mode == "create" else target / "stagecrew_commit=c"
     moved = {name.rpartition("/")[2].partition(".json.")[0] for name in synced}
     assert {path.name.removesuffix(".json") for path in folder.iterdir()} <= moved
@@ -567,7 +567,7 @@ def test_what_is_committed_has_reached_the_disk(tmp_path, synced, mode, rows):
 
 def test_the_folder_of_decisions_has_reached_the_disk(tmp_path, synced):
     """With those that it is in."""
-    FileDecisions(tmp_path / "new" / "er").write("c", {}, 0)
+    FileCommitLog(tmp_path / "new" / "er").write("c", {}, 0)
     assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "er")} <= set(synced)
 
 
@@ -630,7 +630,7 @@ def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
         broken = Broken(patch, part, number, code)
         unknown = part == "sync" or (part == "replace" and code == errno.EIO)
         try:
-            report = commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s))
+            report = commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s))
         except CommitUnknown:
             assert unknown
         except CommitFailed as error:
@@ -652,19 +652,19 @@ def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
 
 def test_a_writer_of_decisions_that_is_killed(tmp_path):
     """In the middle of a record: nothing of it is read, and whoever writes next takes away what it left."""
-    decisions = FileDecisions(tmp_path)
-    decisions.write("c", {"state": "open"}, 0)
+    commit_log = FileCommitLog(tmp_path)
+    commit_log.write("c", {"state": "open"}, 0)
     for moment in ("os.fsync", "os.replace"):
         code = f"""
 import os, signal, stagecrew
 {moment} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-stagecrew.FileDecisions({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
+stagecrew.FileCommitLog({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
 """
         killed = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
         assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) > 2
-    assert decisions.read("c") == (1, {"state": "open"})
-    decisions.write("other", {"state": "open"}, 0)
+    assert commit_log.read("c") == (1, {"state": "open"})
+    commit_log.write("other", {"state": "open"}, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "c.json", "other.json"]
     assert (tmp_path / "other.json").stat().st_mode & 0o77 == 0
 
@@ -679,7 +679,7 @@ def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
         raise ValueError("the job failed")
 
     with pytest.raises(ValueError, match="the job failed"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
     assert trial.left() == []
 
 
@@ -691,7 +691,7 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
     with pytest.raises(
         CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
     ):
-        commit(refusing, trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.left() != []
     monkeypatch.undo()
     assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -710,7 +710,7 @@ def disk(tmp_path):
 def test_decisions_on_a_full_disk(tmp_path, disk):
     """It says so, nothing is visible, nothing left; when there is room again, the same commit lands."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
-    trial.decisions = FileDecisions(disk)
+    trial.commit_log = FileCommitLog(disk)
 
     def fills(staging):
         messages = tasks.run(trial.make_sink(), staging)
@@ -719,7 +719,7 @@ def test_decisions_on_a_full_disk(tmp_path, disk):
         return messages
 
     with pytest.raises(CommitFailed, match="record of commit 'c' could not be written.*No space left on device"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fills)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fills)
     assert trial.visible() == []
     assert trial.left() == []
     (disk / "large").unlink()
@@ -732,14 +732,14 @@ def test_decisions_on_a_full_disk(tmp_path, disk):
 def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
     """It is said before anything runs; what was decided there is read."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
-    trial.decisions = FileDecisions(disk)
+    trial.commit_log = FileCommitLog(disk)
     trial.drive(Driver(), tasks, "c")
     remount(disk, "ro")
     assert trial.drive(Driver(), tasks, "c").repeated
     with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
-        commit(trial.make_sink(), trial.decisions, "d", SCHEMA, lambda staging: 1 / 0)
+        commit(trial.make_sink(), trial.commit_log, "d", SCHEMA, lambda staging: 1 / 0)
     with pytest.raises(CommitFailed, match="the folder of decisions cannot be made.*Read-only file system"):
-        FileDecisions(disk / "below")
+        FileCommitLog(disk / "below")
 
 
 def test_a_record_that_cannot_be_read(tmp_path):
@@ -747,23 +747,23 @@ def test_a_record_that_cannot_be_read(tmp_path):
     trial = sqlite(tmp_path)
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
     with pytest.raises(CommitUnknown, match="about commit 'c' cannot be read from .*c.json: JSONDecodeError"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
 
 
 def test_memory_keeps_what_is_not_over():
     """Of commits that are over the last ones; a driver of one that was forgotten does not take a later record for its own."""
-    decisions = MemoryDecisions()
-    old = decisions.write("c", {"state": "open"}, 0)
-    decisions.write("pending", {"state": "decided"}, 0)
-    decisions.write("c", {"state": "aborted"}, old)
+    commit_log = MemoryCommitLog()
+    old = commit_log.write("c", {"state": "open"}, 0)
+    commit_log.write("pending", {"state": "decided"}, 0)
+    commit_log.write("c", {"state": "aborted"}, old)
     for number in range(100):
-        decisions.write(f"c{number}", {"state": "applied"}, 0)
-    assert decisions.read("c") is None
-    assert decisions.read("c0") is not None
-    assert decisions.read("pending") is not None
-    decisions.write("c", {"state": "open"}, 0)
+        commit_log.write(f"c{number}", {"state": "applied"}, 0)
+    assert commit_log.read("c") is None
+    assert commit_log.read("c0") is not None
+    assert commit_log.read("pending") is not None
+    commit_log.write("c", {"state": "open"}, 0)
     with pytest.raises(CommitSuperseded):
-        decisions.write("c", {"state": "decided"}, old)
+        commit_log.write("c", {"state": "decided"}, old)
 
 
 def test_a_partitioned_table(tmp_path):
@@ -778,7 +778,7 @@ def test_a_partitioned_table(tmp_path):
     with pytest.raises(
         CommitFailed, match="db.target is partitioned.*unpartitioned tables only: Spark's own writer for"
     ):
-        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert files(tmp_path / "warehouse") == [name for name in files(tmp_path / "warehouse") if "metadata" in name]
 
 
@@ -846,7 +846,7 @@ def test_iceberg_behind_another_driver(tmp_path):
                 mine.commit(staging, messages)
 
     committing = []
-    commit(Noting(mine), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    commit(Noting(mine), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert others
     assert sorted(trial.visible()) == tasks.expected
 
@@ -875,7 +875,7 @@ def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkey
 
     def run():
         try:
-            outcome.append(resume(trial.make_sink(), trial.decisions, "c", sleep=lambda _: None))
+            outcome.append(resume(trial.make_sink(), trial.commit_log, "c", sleep=lambda _: None))
         except (CommitFailed, CommitPending) as error:
             outcome.append(error)
 
@@ -900,7 +900,7 @@ def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkey
     monkeypatch.setattr(parquet_module, "remove_folder", remove_slowly)
     with pytest.raises(CommitConflict):
         commit(
-            Meanwhile(trial.make_sink(), commit=begins), trial.decisions, "c", SCHEMA,
+            Meanwhile(trial.make_sink(), commit=begins), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
         )  # fmt: skip
     assert not other.is_alive()
@@ -927,7 +927,7 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
         except (CommitFailed, CommitPending) as error:
             outcome.append(error)
 
-    killed = Silent(trial.decisions, CommitUnknown("it was killed"), "applied")
+    killed = Silent(trial.commit_log, CommitUnknown("it was killed"), "applied")
     other = threading.Thread(target=run)
     do_commit = Table._do_commit
 
@@ -965,7 +965,7 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CommitFailed):
         patch.setattr(Table, "_do_commit", held)
         commit(
-            Watching(trial.make_sink(), **steps), trial.decisions, "c", SCHEMA,
+            Watching(trial.make_sink(), **steps), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
         )  # fmt: skip
     assert outcome
@@ -1003,7 +1003,7 @@ def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
     if not fits:
         rename(trial.make_sink(), "text", "other")
     assert trial.drive(Driver(), Tasks(1), "c").repeated
-    assert trial.decisions.read("c")[1]["state"] == "applied"
+    assert trial.commit_log.read("c")[1]["state"] == "applied"
     if not fits:
         rename(trial.make_sink(), "other", "text")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
@@ -1015,7 +1015,7 @@ def test_an_iceberg_snapshot_that_expires_is_not_abandoned(tmp_path):
     trial = iceberg(tmp_path)
     restored(trial, Tasks(1))
     expire(trial, "c")
-    abandon(trial.make_sink(), trial.decisions, "c")
+    abandon(trial.make_sink(), trial.commit_log, "c")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
 
 
@@ -1038,7 +1038,7 @@ def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
         monkeypatch.setattr(SqlCatalog, "commit_table", answers)
         return messages
 
-    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
+    assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
@@ -1047,7 +1047,7 @@ def test_a_refusal_that_is_not_written(trial):
     """Where nobody knows whether a refusal is written, what was staged stays: another may go forward."""
     tasks = Tasks(1)
 
-    silent = Silent(trial.decisions, CommitUnknown("no answer"), "refused")
+    silent = Silent(trial.commit_log, CommitUnknown("no answer"), "refused")
     with pytest.raises(CommitUnknown):
         commit(Refusing(trial.make_sink()), silent, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -1057,16 +1057,16 @@ def test_a_refusal_that_is_not_written(trial):
 
 def restored(trial, tasks):
     """The decisions as they were when the commit, which is done, was not decided: a copy that was brought back."""
-    copy = MemoryDecisions()
+    copy = MemoryCommitLog()
 
     def run(staging):
-        version, record = trial.decisions.read("c")
+        version, record = trial.commit_log.read("c")
         for number in range(version):
             copy.write("c", record, number)
         return tasks.run(trial.make_sink(), staging)
 
-    commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
-    trial.decisions = copy
+    commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
+    trial.commit_log = copy
     return sorted(trial.visible()), trial.state()
 
 
@@ -1076,11 +1076,11 @@ def test_what_is_done_is_not_abandoned(trial, repeated):
     before = restored(trial, Tasks(1))
     if repeated:
         assert trial.drive(Driver(), Tasks(2), "c").repeated
-        assert trial.decisions.read("c")[1]["state"] == "applied"
+        assert trial.commit_log.read("c")[1]["state"] == "applied"
     for _ in range(2):
-        abandon(trial.make_sink(), trial.decisions, "c")
-        assert trial.decisions.read("c")[1]["state"] == "applied"
-        assert resume(trial.make_sink(), trial.decisions, "c")
+        abandon(trial.make_sink(), trial.commit_log, "c")
+        assert trial.commit_log.read("c")[1]["state"] == "applied"
+        assert resume(trial.make_sink(), trial.commit_log, "c")
         assert (sorted(trial.visible()), trial.state()) == before
     assert before[0] == Tasks(1).expected
     trial.repeat_changes_nothing("c")
@@ -1090,12 +1090,12 @@ def test_a_copy_that_says_refused(tmp_path):
     """The sink shows what a later run has done: of the numbers of the one that was refused nothing is reported."""
     trial = sqlite(tmp_path)
     restored(trial, Tasks(1))
-    version, record = trial.decisions.read("c")
-    trial.decisions.write("c", record | {"state": "refused", "messages": [{"attempt": 1, "rows": 7}]}, version)
+    version, record = trial.commit_log.read("c")
+    trial.commit_log.write("c", record | {"state": "refused", "messages": [{"attempt": 1, "rows": 7}]}, version)
     for _ in range(2):
         report = trial.drive(Driver(), Tasks(1), "c")
         assert (report.repeated, report.rows, report.parts) == (True, 0, 0)
-        assert trial.decisions.read("c")[1]["state"] == "applied"
+        assert trial.commit_log.read("c")[1]["state"] == "applied"
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
@@ -1115,7 +1115,7 @@ def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repe
     with monkeypatch.context() as patch:
         patch.setattr(DatabaseSink, "discard", discard)
         with pytest.raises(RuntimeError):
-            commit(trial.make_sink(), trial.decisions, "c", SCHEMA, fails, sleep=lambda _: None)
+            commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails, sleep=lambda _: None)
         restored(trial, Tasks(1))
         for _ in range(repeats - 1):
             assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -1130,8 +1130,8 @@ def test_decisions_behind_a_link(tmp_path, monkeypatch):
     (tmp_path / "near").mkdir()
     (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "in")
     monkeypatch.chdir(tmp_path / "near")
-    decisions = FileDecisions("link/../log")
-    assert decisions.write("c", {"state": "open"}, 0) == 1
+    commit_log = FileCommitLog("link/../log")
+    assert commit_log.write("c", {"state": "open"}, 0) == 1
     assert [folder.name for folder in (tmp_path / "far").iterdir()] != ["in"]
     assert [folder.name for folder in (tmp_path / "near").iterdir()] == ["link"]
 
@@ -1146,21 +1146,21 @@ def test_what_may_be_done_is_not_abandoned(trial):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(trial.make_sink()), "done", away)
         for _ in range(2):
-            abandon(trial.make_sink(), trial.decisions, "c")
-    assert trial.decisions.read("c")[1]["state"] == "aborted"
+            abandon(trial.make_sink(), trial.commit_log, "c")
+    assert trial.commit_log.read("c")[1]["state"] == "aborted"
     assert (sorted(trial.visible()), trial.state()) == before
-    abandon(trial.make_sink(), trial.decisions, "c")
-    assert trial.decisions.read("c")[1]["state"] == "applied"
+    abandon(trial.make_sink(), trial.commit_log, "c")
+    assert trial.commit_log.read("c")[1]["state"] == "applied"
     assert (sorted(trial.visible()), trial.state()) == before
 
 
 def test_a_refusal_of_a_driver_that_lost_its_session(trial):
     """The record stays decided then, though it is said to be another's: what was staged stays, and whoever goes on brings all."""
     tasks = Tasks(1)
-    lost = Silent(trial.decisions, CommitSuperseded("the session is lost"), "refused")
+    lost = Silent(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
     with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
         commit(Refusing(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
-    assert trial.decisions.read("c")[1]["state"] == "decided"
+    assert trial.commit_log.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
@@ -1182,7 +1182,7 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
             return plain.done(commit_id)
 
     with pytest.raises(CommitPending, match="the sink does not say whether it is done: the server is gone"):
-        commit(Gone(plain), trial.decisions, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(Gone(plain), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
@@ -1214,7 +1214,7 @@ def test_a_sink_that_is_away_for_a_moment_when_it_is_over(trial, lands):
         return messages
 
     with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
-        commit(Away(trial.make_sink(), 3), trial.decisions, "c", SCHEMA, run, sleep=pauses.append)
+        commit(Away(trial.make_sink(), 3), trial.commit_log, "c", SCHEMA, run, sleep=pauses.append)
     assert pauses == [0.2, 0.4, 0.8]
     assert sorted(trial.visible()) == (tasks.expected if lands else [])
     assert trial.left() == []
@@ -1233,7 +1233,7 @@ def test_a_sink_that_is_away_when_it_is_over(tmp_path, caplog, lands):
         return messages
 
     with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
-        commit(Away(trial.make_sink(), 9), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(Away(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert trial.left() == [f"stagecrew_stage_{runs[0]}"]
     [said] = [record.message for record in caplog.records if "could not be deleted" in record.message]
     assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in said
@@ -1250,7 +1250,7 @@ def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
     sink = Away(trial.make_sink(), 9)
     monkeypatch.setattr(stagecrew.operators.commits, "_BRIEF", -1.0)
     commit(
-        sink, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(trial.make_sink(), staging), sleep=pauses.append
+        sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(trial.make_sink(), staging), sleep=pauses.append
     )  # fmt: skip
     assert (pauses, sink._times) == ([], 8)
 
@@ -1266,8 +1266,8 @@ def test_an_id_of_another_sink(tmp_path):
     with pytest.raises(
         OperatorMisused, match="commit 'c' is known for <table target of sqlite> in .*data.db, not for <table other"
     ):
-        commit(other, trial.decisions, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
-    report = commit(other, MemoryDecisions(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+        commit(other, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+    report = commit(other, MemoryCommitLog(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
     assert not report.repeated
     with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
         assert database.execute("SELECT count(*) FROM other").fetchone() == (40,)
@@ -1324,7 +1324,7 @@ def test_an_id_of_a_sink_in_another_catalogue(tmp_path):
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
     one.drive(Driver(), Tasks(1), "c")
-    two.decisions = one.decisions
+    two.commit_log = one.commit_log
     with pytest.raises(OperatorMisused, match="commit 'c' is known for .*/one/catalog.db.*, not for .*/two/catalog.db"):
         two.drive(Driver(), Tasks(1), "c")
     assert two.visible() == []
@@ -1332,7 +1332,7 @@ def test_an_id_of_a_sink_in_another_catalogue(tmp_path):
 
 def test_an_id_of_a_sink_in_another_folder(tmp_path, monkeypatch):
     """A path that is not absolute is one of the folder in which the driver runs."""
-    decisions, tasks = MemoryDecisions(), Tasks(1)
+    commit_log, tasks = MemoryCommitLog(), Tasks(1)
     for make in (
         lambda: ParquetSink("t"),
         lambda: ObjectSink("o"),
@@ -1346,7 +1346,7 @@ def test_an_id_of_a_sink_in_another_folder(tmp_path, monkeypatch):
             sink = make()
             with pytest.raises(OperatorMisused, match="is known for") if name == "two" else contextlib.nullcontext():
                 commit(
-                    sink, decisions, type(sink).__name__, SCHEMA, lambda staging, sink=sink: tasks.run(sink, staging)
+                    sink, commit_log, type(sink).__name__, SCHEMA, lambda staging, sink=sink: tasks.run(sink, staging)
                 )
 
 
@@ -1359,7 +1359,7 @@ def test_an_iceberg_sink_that_is_stored(tmp_path):
     assert b"very-secret" not in sent
     commit(
         sink,
-        trial.decisions,
+        trial.commit_log,
         "c",
         SCHEMA,
         lambda staging: tasks.run(pickle.loads(pickle.dumps(sink.in_tasks())), staging),
@@ -1370,7 +1370,7 @@ def test_an_iceberg_sink_that_is_stored(tmp_path):
 def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
     """One id for two sinks without an identity: the second is not taken for done."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    decisions = MemoryDecisions()
+    commit_log = MemoryCommitLog()
 
     class Nameless(Around):
         def __getattr__(self, name):
@@ -1379,12 +1379,12 @@ def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
             return getattr(self._sink, name)
 
     one, two = (Nameless(sqlite(tmp_path / name).make_sink()) for name in ("one", "two"))
-    commit(one, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
-    assert commit(one, decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    commit(one, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
+    assert commit(one, commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     with pytest.raises(
         OperatorMisused, match="commit 'c' is done, but not in this sink: give each sink ids of its own"
     ):
-        commit(two, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))
+        commit(two, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))
 
 
 def test_rows_that_the_table_refuses(tmp_path):
@@ -1394,16 +1394,16 @@ def test_rows_that_the_table_refuses(tmp_path):
         database.execute('CREATE TABLE target (id INTEGER PRIMARY KEY, "text" TEXT)')
         database.execute("INSERT INTO target VALUES (7, 'there')")
         database.commit()
-    sink, decisions = DatabaseSink(f"sqlite:///{path}", "target"), MemoryDecisions()
+    sink, commit_log = DatabaseSink(f"sqlite:///{path}", "target"), MemoryCommitLog()
     for _ in range(2):
         with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
-            commit(sink, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging))
+            commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging))
     with contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT count(*) FROM target").fetchone() == (1,)
         assert not database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'").fetchall()
         database.execute("DELETE FROM target")
         database.commit()
-    assert commit(sink, decisions, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+    assert commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
 
 
 @pytest.mark.parametrize("what", ["view", "generated column"])
@@ -1417,7 +1417,7 @@ def test_a_table_that_takes_no_rows(tmp_path, what):
             database.execute("CREATE TABLE other (id INTEGER, \"text\" TEXT AS ('text ' || id))")
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
     with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {what}"):
-        commit(sink, trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert trial.left() == []
 
 
@@ -1434,7 +1434,7 @@ def test_rows_that_were_lost(tmp_path):
         return messages
 
     with pytest.raises(CommitPending, match="10 rows were staged for table target, and 9 of them are there"):
-        commit(sink, trial.decisions, "c", SCHEMA, loses, sleep=lambda _: None)
+        commit(sink, trial.commit_log, "c", SCHEMA, loses, sleep=lambda _: None)
     assert trial.visible() == []
 
 

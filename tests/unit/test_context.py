@@ -85,7 +85,7 @@ def test_calls_from_threads():
 
 def leads_to(callback, harness):
     """Has the coordinator called so."""
-    if callback in ("failed", "cut", "finished"):
+    if callback in ("failed", "abandoned", "finished"):
         getattr(harness.evaluation(0), callback[:4] if callback == "failed" else callback.removesuffix("ed"))()
     elif callback == "subtask_reset":
         harness.evaluation(0).fail()
@@ -118,7 +118,7 @@ def leads_to(callback, harness):
         "ready",
         "failed",
         "finished",
-        "cut",
+        "abandoned",
         "subtask_reset",
         "handle_event",
         "checkpoint_complete",

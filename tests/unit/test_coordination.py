@@ -14,7 +14,7 @@ from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.gateway import Outbox
 from stagecrew.coordination.host import Host
-from stagecrew.errors import ChannelClosed, EvaluationOver, EventNotPicklable, EventTooLarge, OperatorMisused
+from stagecrew.errors import ChannelClosed, EvaluationEnded, EventNotPicklable, EventTooLarge, OperatorMisused
 from stagecrew.testing.harness import _Calls
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.wire.serialization import END, WINDOW, pack, raised, unpack
@@ -66,7 +66,7 @@ class Noting(Coordinator):
             "start",
             "failed",
             "finished",
-            "cut",
+            "abandoned",
             "subtask_reset",
             "close",
             "reset_to_checkpoint",
@@ -187,7 +187,7 @@ def test_a_gap_fails_the_attempt(world):
     assert heard[3][:2] == ("failed", 1)
     assert "messages 2 to 2 were lost" in heard[3][2]
     assert heard[4:] == [("handle_event", 2, "other")]
-    assert [frame["evaluation"] for frame in world.wire.take("POISON")] == [1, 1]
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1, 1]
     assert not world.failures
 
 
@@ -202,16 +202,16 @@ def test_an_end_that_came_before_what_was_sent(world):
 def test_a_later_attempt_of_a_subtask(world):
     """It begins behind the end of all before and a reset, whatever the end was; a live one beside it is no reset."""
     world.ready(1)
-    world.say("GONE", evaluation=1, outcome="failed", reason="its process is gone")
+    world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(2)
     world.ready(3)  # speculation
     world.finish(3, 1)
-    world.say("GONE", evaluation=2, outcome="failed", reason="another attempt succeeded")
+    world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
     world.ready(4)  # what had succeeded was lost
-    world.say("GONE", evaluation=4, outcome="cut", reason="")
+    world.say("ENDED", evaluation=4, outcome="abandoned", reason="")
     assert world.heard() == [
         ("ready", 1), ("failed", 1, "its process is gone"), ("subtask_reset", 0, -1), ("ready", 2), ("ready", 3), ("finished", 3),
-        ("failed", 2, "another attempt succeeded"), ("subtask_reset", 0, -1), ("ready", 4), ("cut", 4),
+        ("failed", 2, "another attempt succeeded"), ("subtask_reset", 0, -1), ("ready", 4), ("abandoned", 4),
     ]  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def test_the_first_of_two_wins(world):
     world.ready(1)
     world.ready(2)
     world.finish(1, 1)
-    world.say("GONE", evaluation=2, outcome="failed", reason="another attempt succeeded")
+    world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
     assert [call[:2] for call in world.heard()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
 
 
@@ -234,12 +234,12 @@ def test_the_same_partition_twice_quickly(world):
 
 def test_an_end_before_the_begin(world):
     """Nobody hears of one that failed before it was ready; its late hello is none, and the next begins without a reset."""
-    world.say("GONE", evaluation=1, outcome="failed", reason="its process is gone")
+    world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(1)
     world.events(1, 1, "late")
     world.ready(2)
     assert world.heard() == [("ready", 2)]
-    assert [frame["evaluation"] for frame in world.wire.take("POISON")] == [1]
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
 def test_a_late_hello(world):
@@ -261,15 +261,15 @@ def test_no_identity_no_reset(world):
 def test_messages_of_who_is_over(world):
     """They never reach the coordinator, and their sender is told that it is over."""
     world.ready(1)
-    world.say("GONE", evaluation=1, outcome="failed", reason="gone")
+    world.say("ENDED", evaluation=1, outcome="failed", reason="gone")
     world.heard()
     world.events(1, 1, "late")
     world.say("REQUEST", evaluation=1, sequence=2, payload=pack("late", LIMIT))
     world.finish(1, 3)
-    world.say("GONE", evaluation=1, outcome="failed", reason="again")
+    world.say("ENDED", evaluation=1, outcome="failed", reason="again")
     world.say("ACCEPTED", evaluation=1, sequence=1)
     assert world.heard() == []
-    assert len(world.wire.take("POISON")) == 3
+    assert len(world.wire.take("ABORT")) == 3
     assert not world.wire.take("REPLY")
 
 
@@ -295,9 +295,9 @@ def test_what_a_coordinator_sends(world):
     assert second.done()
     assert not end.done()
     world.finish(1, 1)
-    with pytest.raises(EvaluationOver):
+    with pytest.raises(EvaluationEnded):
         end.result(0)
-    with pytest.raises(EvaluationOver, match="is over"):
+    with pytest.raises(EvaluationEnded, match="is over"):
         gateway.send("late").result(0)
     assert gateway.close().done()
     assert not world.wire.take("EVENTS")
@@ -323,9 +323,9 @@ def test_an_acknowledgement_that_is_late(world):
     assert "within 30.0 s" in failed[2]
     assert world.host.due() is None
     assert other.result(0) is None
-    with pytest.raises(EvaluationOver):
+    with pytest.raises(EvaluationEnded):
         late.result(0)
-    assert [frame["evaluation"] for frame in world.wire.take("POISON")] == [1]
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
 def test_a_full_mailbox(world):
@@ -333,7 +333,7 @@ def test_a_full_mailbox(world):
     world.ready(1)
     world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
     assert world.heard()[1:] == [("failed", 1, "its mailbox is full")]
-    assert [frame["reason"] for frame in world.wire.take("POISON")] == ["its mailbox is full"]
+    assert [frame["reason"] for frame in world.wire.take("ABORT")] == ["its mailbox is full"]
 
 
 def test_how_much_was_handled_is_told(world):
@@ -350,7 +350,7 @@ def test_a_task_that_waits_for_room(world):
     """It is told what is handled, as soon as all that it sent before is."""
     world.ready(1)
     world.events(1, 1, "a", "b")
-    world.say("ROOM", evaluation=1)
+    world.say("CREDIT", evaluation=1)
     assert not world.wire.take("HANDLED")
     world.heard()
     assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]
@@ -418,9 +418,9 @@ def test_a_reset(world):
     world.ready(2)
     assert world.heard() == [("reset_to_checkpoint", 7, b"state"), ("start",), ("ready", 2)]
     assert [call[0] for call in world.coordinators[0].calls] == ["close"]
-    with pytest.raises(EvaluationOver, match="reset"):
+    with pytest.raises(EvaluationEnded, match="reset"):
         sent.result(0)
-    assert {frame["reason"] for frame in world.wire.take("POISON")} == {
+    assert {frame["reason"] for frame in world.wire.take("ABORT")} == {
         "its coordinator was reset", "its topology has ended, or its coordinator was reset",
     }  # fmt: skip
     world.coordinators[0].context.fail(ValueError("too late"))
@@ -478,7 +478,7 @@ def test_the_end_of_a_topology(world):
     assert world.heard() == [("ready", 1), ("handle_event", 1, "a"), ("close",)]
     world.ready(2)
     assert world.heard() == []
-    assert [frame["evaluation"] for frame in world.wire.take("POISON")] == [1, 2]
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1, 2]
 
 
 def test_payloads():

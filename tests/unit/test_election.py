@@ -22,7 +22,7 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.candidate import Contender, Questions
+from stagecrew.recovery.candidate import Contender, LeaseClient
 from stagecrew.recovery.election import (
     HOLDER,
     TERM,
@@ -168,7 +168,7 @@ def test_all_that_can_be_heard_long():
 
 def acquired(server, session=None):
     """The questions of a new session, and its term."""
-    questions = Questions(session or server.session(), lambda: 0.0)
+    questions = LeaseClient(session or server.session(), lambda: 0.0)
     heard = questions.ask()
     assert isinstance(heard, Acquired)
     return questions, heard.term
@@ -263,7 +263,7 @@ def test_a_standby_writes_nothing():
     """While another leads it only reads."""
     server = ModelServer()
     acquired(server)
-    standby = Questions(server.session(), lambda: 0.0)
+    standby = LeaseClient(server.session(), lambda: 0.0)
     assert standby.ask() == Refused()
     done = len(server.log)
     assert [standby.ask() for _ in range(5)] == [Refused()] * 5
@@ -275,7 +275,7 @@ def test_an_outcome_that_nobody_knows():
     for moment in ("before", "after"):
         server = ModelServer()
         times = iter(range(10))
-        questions = Questions(server.session(), lambda times=times: float(next(times)))
+        questions = LeaseClient(server.session(), lambda times=times: float(next(times)))
         lost = [PossiblyInconsistentError("lost")] * 3
 
         def fault(_session, operations, when, moment=moment, lost=lost):
@@ -297,7 +297,7 @@ def test_an_outcome_that_nobody_knows():
 def test_an_acquisition_that_is_done_late():
     """A session that holds what it was refused gives it back, and does not lead with it."""
     server = ModelServer()
-    late = Questions(server.session(), lambda: 0.0)
+    late = LeaseClient(server.session(), lambda: 0.0)
     in_flight = []
 
     def lost(session, operations, moment):
@@ -330,7 +330,7 @@ def test_a_tree_that_was_deleted():
     """A standby makes it again."""
     server = ModelServer()
     questions, _ = acquired(server)
-    standby = Questions(server.session(), lambda: 0.0)
+    standby = LeaseClient(server.session(), lambda: 0.0)
     assert standby.ask() == Refused()
     questions.store.close()
     server.session().transact(Delete(TERM), Delete("leader"))
@@ -373,7 +373,7 @@ class Process(Contender):
         if self.questions is None:
             if self._granted is not None:
                 return  # its callbacks run
-            self.questions = Questions(self._open_store(), self._clock)
+            self.questions = LeaseClient(self._open_store(), self._clock)
         if not self._turn(self.questions):
             self._hear(Lost("its session is not used any more"))
             if self._granted is None or self._granted not in self.leaderships:

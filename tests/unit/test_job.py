@@ -25,7 +25,7 @@ from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, current_job, set_current
-from stagecrew.recovery.progress import Shown
+from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
 from unit_scopes import Keeping, Nowhere, Scope
@@ -524,7 +524,7 @@ def test_what_people_see_of_a_job(place, operators, monkeypatch):
 
 def test_the_last_steps_are_shown_and_those_that_run():
     """However many there were, which is said: one that runs for long stays, and when it has ended it is one of the last."""
-    many = Shown({}, itertools.count(1).__next__)
+    many = JobProgress({}, itertools.count(1).__next__)
 
     def names() -> list[str]:
         return [step["name"] for step in json.loads(many.to_json())["steps"]]

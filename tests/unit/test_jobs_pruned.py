@@ -17,7 +17,7 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.files import quoted
-from stagecrew.recovery.driver import Tending
+from stagecrew.recovery.driver import JobReconciler
 from stagecrew.recovery.election import HOLDER, TERM
 from stagecrew.recovery.jobs import Jobs, JobState
 from stagecrew.recovery.results import Result
@@ -156,7 +156,7 @@ def test_a_look_reads_open_jobs_alone(keep):
             store.reads.clear()
             if tending is None:
                 clock = lambda world=world: world.clock  # noqa: E731
-                tending = Tending(Jobs(store, world.storage, clock), 1, Idle(), 16, clock, keep)
+                tending = JobReconciler(Jobs(store, world.storage, clock), 1, Idle(), 16, clock, keep)
             tending.look()
             found.append(list(store.reads))
         assert store.writes == 0

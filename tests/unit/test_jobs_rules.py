@@ -22,7 +22,7 @@ from stagecrew.operators.commits import commit
 from stagecrew.recovery import run, writes
 from stagecrew.recovery.election import Fenced, fence
 from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job_commits import StoredDecisions, finish_commits
+from stagecrew.recovery.job_commits import StoredCommitLog, finish_commits
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
@@ -46,8 +46,8 @@ class Two:
         return [{"text": "row", "rows": 1}]
 
     def commit(self, handles, execute=None):
-        decisions = StoredDecisions(handles, self.sink)
-        return commit(self.sink, decisions, "c", SCHEMA, execute or self.stage, sleep=lambda _: None)
+        commit_log = StoredCommitLog(handles, self.sink)
+        return commit(self.sink, commit_log, "c", SCHEMA, execute or self.stage, sleep=lambda _: None)
 
     def before_the_next_write(self, name, do):
         """Does this right before that session's next write of the record: who writes it was paused there."""
@@ -256,7 +256,7 @@ def test_an_end_behind_a_decision(monkeypatch, how):
             return [{"text": "row", "rows": 1}]
 
         try:
-            commit(world.sink, job.decisions(world.sink), job.commit_id("sink"), SCHEMA, execute)
+            commit(world.sink, job.commit_log(world.sink), job.commit_id("sink"), SCHEMA, execute)
         except CommitPending:
             if how == "is given up":
                 raise
@@ -308,7 +308,7 @@ def test_a_job_with_a_record_of_an_earlier_version(caplog, cancelled):
     """A job with such a record of a commit, which may be cancelled, calls none of its code and does not end; the record stays as it is."""
     world, driver = begun(28)
     handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
-    StoredDecisions(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
+    StoredCommitLog(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
     before = handles.get("job-0/sink")
     if cancelled:
         world.cancelled.add("job-0")

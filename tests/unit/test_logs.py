@@ -14,7 +14,7 @@ from stagecrew import Coordinator, StructuredFormatter
 from stagecrew.coordination.contract import Evaluation
 from stagecrew.coordination.loop import Loop
 from stagecrew.observability import logs
-from stagecrew.observability.logs import FIELDS, coordinates, handles
+from stagecrew.observability.logs import FIELDS, coordinates, set_current_evaluation
 from stagecrew.testing import CoordinatorHarness
 
 ONE = Evaluation(
@@ -48,11 +48,11 @@ def factory(monkeypatch):
 
 @pytest.mark.usefixtures("factory")
 def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
-    """On its own thread only, and of an evaluation only while it handles something of that."""
+    """On its own thread only, and of an evaluation only while it handles a message of that evaluation."""
     found, done = [], threading.Event()
     loop = Loop("o", lambda error: None, lambda: None, topology="t")
     for evaluation in (None, ONE, None):
-        loop.call(handles, evaluation)
+        loop.call(set_current_evaluation, evaluation)
         loop.call(lambda: found.append(record()))
     loop.call(done.set)
     assert done.wait(10)
@@ -76,7 +76,7 @@ def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypat
         logger.warning("x")
 
     loop = Loop("o", found.append, lambda: None, topology="t")
-    loop.call(handles, ONE)
+    loop.call(set_current_evaluation, ONE)
     loop.call(logs_all)
     loop.call(done.set)
     assert done.wait(10)

@@ -190,7 +190,7 @@ class Protocol(RuleBasedStateMachine):
     def doing(self, f):
         try:
             return f()
-        except (stagecrew.EvaluationOver, stagecrew.RequestTimeout) as error:
+        except (stagecrew.EvaluationEnded, stagecrew.RequestTimeout) as error:
             self.broken = error
             return None
 
@@ -241,7 +241,7 @@ class Protocol(RuleBasedStateMachine):
         if "lost" in how:
             self.host.lost("1", how)
         elif "killed" in how:
-            self.host.received("1", encode("GONE", evaluation=self.task.id, outcome="failed", reason=how))
+            self.host.received("1", encode("ENDED", evaluation=self.task.id, outcome="failed", reason=how))
         else:
             self.host.reset(self.binding, -1, None, 1.0)
         self.run()

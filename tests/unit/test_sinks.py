@@ -15,7 +15,7 @@ import pytest
 
 from sinks import SCHEMA, SEED, Driver, Killed, Tasks, files, iceberg, sqlite, undisturbed
 from stagecrew.errors import CommitFailed
-from stagecrew.operators.commit_log import MemoryDecisions
+from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
 
@@ -23,7 +23,7 @@ from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, rea
 def land(sink, name):
     """One commit: what its tasks were given."""
     tasks = Tasks(1)
-    commit(sink, MemoryDecisions(), name, SCHEMA, lambda staging: tasks.run(sink, staging))
+    commit(sink, MemoryCommitLog(), name, SCHEMA, lambda staging: tasks.run(sink, staging))
     return tasks.expected
 
 
@@ -113,7 +113,7 @@ def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
         monkeypatch.chdir(tmp_path / "driver")
         return messages
 
-    assert commit(sink, MemoryDecisions(), "c", SCHEMA, run).rows == 40
+    assert commit(sink, MemoryCommitLog(), "c", SCHEMA, run).rows == 40
     assert files(tmp_path / "task") == []
     assert any(name.endswith(".parquet") for name in files(tmp_path / "driver" / "table"))
 
@@ -130,7 +130,7 @@ def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path / "task")
         return tasks.run(pickle.loads(pickle.dumps(sink)), staging)
 
-    assert commit(sink, MemoryDecisions(), "c", SCHEMA, run).rows == 40
+    assert commit(sink, MemoryCommitLog(), "c", SCHEMA, run).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert files(tmp_path / "task") == []
 
@@ -153,7 +153,7 @@ def test_a_table_at_an_address_that_is_none(tmp_path):
     (tmp_path / "a b").mkdir()
     trial = iceberg(tmp_path / "a b")
     with pytest.raises(CommitFailed, match="a b/warehouse/db/target/data/.* cannot be written: .*URI"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert trial.visible() == []
     assert trial.left() == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from sinks import SCHEMA, Driver, Tasks, appended, iceberg, objects, parquet, remount, small_disk, sqlite
 from stagecrew.errors import CommitFailed, CommitPending
-from stagecrew.operators.commit_log import FileDecisions
+from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
@@ -36,7 +36,7 @@ def sqlite_by_default(disk):
 def trial(request, tmp_path, disk):
     """A sink on the small disk; what is decided lies elsewhere."""
     made = request.param(disk)
-    made.decisions = FileDecisions(tmp_path / "log")
+    made.commit_log = FileCommitLog(tmp_path / "log")
     return made
 
 
@@ -54,7 +54,7 @@ def test_it_is_read_only(trial, disk):
     with pytest.raises(
         CommitFailed, match="cannot be .*([Rr]ead-only file system|readonly database|unable to open database file)"
     ):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     remount(disk, "rw")
     assert trial.visible() == []
     assert not (disk / "table").exists()
@@ -76,10 +76,10 @@ def test_it_becomes_read_only(trial, disk):
         CommitPending,
         match="commit 'c' is decided.*([Rr]ead-only file system|readonly database|unable to open database file)",
     ):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     remount(disk, "rw")
     assert trial.visible() == []
-    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
@@ -97,7 +97,7 @@ def test_it_is_full_while_tasks_stage(trial):
         return [sink.stage(staging, 0, 1, iter(Tasks.batches([(1, "a")]))), sink.stage(staging, 1, 2, batches())]
 
     with pytest.raises((OSError, CommitFailed), match="No space left on device|database or disk is full"):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
     assert trial.visible() == []
     assert trial.left() == []
     tasks = Tasks(1)
@@ -118,9 +118,9 @@ def test_it_is_full_when_it_commits(trial, disk):
     with pytest.raises(
         CommitPending, match="commit 'c' is decided.*(No space left on device|database or disk is full)"
     ):
-        commit(trial.make_sink(), trial.decisions, "c", SCHEMA, run, sleep=lambda _: None)
+        commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert trial.visible() == []
     (disk / "large").unlink()
-    assert commit(trial.make_sink(), trial.decisions, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []

@@ -84,13 +84,13 @@ def test_every_count_of_what_happened():
         harness.coordinator.later[0].set_result(1)
         one.finish()
         three.fail()
-        four.cut()
+        four.abandon()
         found, sums = told(harness)
         counts = {
             "live": 1,
             "finished": 1,
             "failed": 1,
-            "cut": 1,
+            "abandoned": 1,
             "resets": 0,
             "eventsIn": 2,
             "eventsOut": 5,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.reducers import Described, described, reduced
 from stagecrew.operators.superstep_group import Gathering
-from stagecrew.operators.supersteps import Steps, SuperstepCoordinator
+from stagecrew.operators.supersteps import SuperstepContext, SuperstepCoordinator
 from stagecrew.testing import CoordinatorHarness
 
 SUM = Described("sum")
@@ -177,7 +177,7 @@ class Task:
     def __init__(self, harness, subtask, subtasks=2, stage_attempt=0):
         self.evaluation = harness.evaluation(subtask, partitions=subtasks, stage_attempt=stage_attempt)
         self.subtask, self.asked, self.step = subtask, [], 0
-        self.steps = Steps(self, subtasks, 60.0)
+        self.steps = SuperstepContext(self, subtasks, 60.0)
 
     def send(self, event):
         self.evaluation.send(event)
@@ -286,7 +286,7 @@ def test_a_peer_that_ends_behind_a_failure():
         one.evaluation.finish()
         late = Task(harness, 1, stage_attempt=0)
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
-        late.evaluation.cut()
+        late.evaluation.abandon()
         again[0].come(1)
         assert again[1].come(2) == 3
         assert harness.failure is None

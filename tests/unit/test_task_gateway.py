@@ -73,7 +73,7 @@ def test_a_send_that_finds_no_room(gateway, connection):
     ):
         gateway.send(b"x")
     assert connection.waits == [30.0]
-    assert connection.frames[-1] == "ROOM"
+    assert connection.frames[-1] == "CREDIT"
 
 
 def test_a_send_goes_on_when_something_is_handled(gateway, connection):
@@ -128,14 +128,14 @@ def test_more_is_asked_for_while_the_last_is_worked_on(gateway, connection):
 
     connection.wait = lambda found, _seconds: found() or arrive(pack(b"x" * 200_000, 1 << 20)) or found()
     assert next(gateway.events()) == b"x" * 200_000
-    assert connection.frames.count("WANT") == 2
+    assert connection.frames.count("CREDIT_REQUEST") == 2
     arrive(*[b"\0"] * 512)
     events = gateway.events()
     for _ in range(511):
         next(events)
-    assert connection.frames.count("WANT") == 2
+    assert connection.frames.count("CREDIT_REQUEST") == 2
     next(events)
-    assert connection.frames.count("WANT") == 3
+    assert connection.frames.count("CREDIT_REQUEST") == 3
 
 
 def test_what_was_kept_back_is_sent_before_a_task_takes_its_next_event(gateway, connection):
@@ -165,9 +165,9 @@ def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call)
     def wait(found, _seconds):
         assert found() is None
         connection.wait = type(connection).wait.__get__(connection)
-        gateway.finish("cut", "enough")
+        gateway.finish("abandoned", "enough")
         return found()
 
     connection.wait = wait
-    with pytest.raises(stagecrew.EvaluationOver, match="has ended"):
+    with pytest.raises(stagecrew.EvaluationEnded, match="has ended"):
         call(gateway)

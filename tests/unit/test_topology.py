@@ -12,7 +12,7 @@ import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
 from stagecrew.listeners.listener import LEFT, PROPERTY
-from stagecrew.session.active_topologies import Marks
+from stagecrew.session.active_topologies import ActiveTopologies
 from stagecrew.session.builder import Crew
 from stagecrew.session.crew import Application
 from stagecrew.session.topology import Topology
@@ -89,7 +89,7 @@ def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside one that has ended."""
     made: Any = Crew.__new__(Crew)
     made.context, made.facade, made.close_timeout, made._active = Context(), Driver(), 1.0, []
-    made.marks, made.application = Marks(made), Application()
+    made.marks, made.application = ActiveTopologies(made), Application()
 
     def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
         assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)

@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 
 from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
 from stagecrew.errors import RecoveryMisused
-from stagecrew.operators.commit_log import FileDecisions, MemoryDecisions, decisions_of
+from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.session.registration import checked, pickled
 
@@ -177,19 +177,19 @@ def test_a_resource_that_travels_is_not_looked_at_again():
 def test_a_folder_of_decisions(tmp_path):
     """A path, as a text or an object, is where decisions are kept."""
     for folder in (str(tmp_path / "one"), tmp_path / "two"):
-        decisions = decisions_of(folder)
-        assert isinstance(decisions, FileDecisions)
-        decisions.write("id", {"state": "opened"}, 0)
+        commit_log = commit_log_of(folder)
+        assert isinstance(commit_log, FileCommitLog)
+        commit_log.write("id", {"state": "opened"}, 0)
         assert list(Path(folder).iterdir())
-    memory = MemoryDecisions()
-    assert decisions_of(memory) is memory
+    memory = MemoryCommitLog()
+    assert commit_log_of(memory) is memory
 
 
-@pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileDecisions])
+@pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileCommitLog])
 def test_decisions_of_another_kind_are_refused(wrong):
     """A URI is no folder of this host, and a class has to be called first."""
-    with pytest.raises(OperatorMisused, match=r"^decisions=.* is no folder .* and keeps no records"):
-        decisions_of(wrong)
+    with pytest.raises(OperatorMisused, match=r"^commit_log=.* is no folder .* and keeps no records"):
+        commit_log_of(wrong)
 
 
 # -- jobs

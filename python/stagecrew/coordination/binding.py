@@ -18,7 +18,7 @@ from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.loop import CallsInOrder, Loop
 from stagecrew.coordination.statistics import Statistics, cut_to
 from stagecrew.errors import OperatorMisused
-from stagecrew.observability.logs import handles
+from stagecrew.observability.logs import set_current_evaluation
 
 __all__ = ["Binding", "Instance", "Live", "Owner", "Threads"]
 
@@ -179,7 +179,7 @@ class Instance:
         """On its thread: asks the coordinator for its state. The cut is made where that is there."""
         if self.context.state == "closed" or self.coordinator is None:
             return  # whoever closed it gives the checkpoint up
-        handles(None)
+        set_current_evaluation(None)
 
         def taken(done: Future[bytes | None]) -> None:
             try:
@@ -216,7 +216,7 @@ class Instance:
     def _look(self) -> None:
         """What the coordinator says of itself. It may be wrong, or raise: it only shows."""
         self.asked = None
-        handles(None)  # what it logs now is about none
+        set_current_evaluation(None)  # what it logs now is about none
         coordinator = self.coordinator
         if coordinator is None:
             return
@@ -260,11 +260,11 @@ class Instance:
 
     def _call(self, method: str, args: tuple[Any, ...]) -> None:
         if self.context.state != "closed" and self.coordinator is not None:
-            handles(args[0] if args and isinstance(args[0], Evaluation) else None)
+            set_current_evaluation(args[0] if args and isinstance(args[0], Evaluation) else None)
             getattr(self.coordinator, method)(*args)
 
     def _close(self) -> None:
-        handles(None)
+        set_current_evaluation(None)
         if self.coordinator is not None:
             self.coordinator.close()
 

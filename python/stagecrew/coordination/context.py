@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.errors import NotInitialised
-from stagecrew.observability.logs import handles
+from stagecrew.observability.logs import set_current_evaluation
 
 if TYPE_CHECKING:
     from stagecrew.coordination.async_calls import InBackground
@@ -182,7 +182,7 @@ class CoordinatorContext:
 
     def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":
-            handles(None)
+            set_current_evaluation(None)
             f(*args)
 
     def _may(self, what: str) -> bool:

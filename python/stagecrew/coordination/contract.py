@@ -75,7 +75,7 @@ class Coordinator:
     def finished(self, evaluation: Evaluation) -> None:
         """Its function came to its end, and all that it sent has been handled."""
 
-    def cut(self, evaluation: Evaluation) -> None:
+    def abandoned(self, evaluation: Evaluation) -> None:
         """Spark needed no more of its rows, as with `limit`. It may have sent less than it would have."""
 
     def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from stagecrew.coordination.acknowledgement import Acknowledgement
 from stagecrew.coordination.contract import Evaluation
-from stagecrew.errors import EvaluationOver
+from stagecrew.errors import EvaluationEnded
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, TOGETHER, pack
 
@@ -116,7 +116,7 @@ class Gateway:
         """Sends an event; those of one thread arrive in order. Answers a future that is done when it is in the mailbox.
 
         It does not wait, and what was sent cannot be taken back: `cancel()` of the future does nothing. That the task *handled* it, nobody is told: let it answer. When the evaluation is over, or cannot
-        take the event, the future raises `EvaluationOver`, and its attempt has failed: no loss is silent.
+        take the event, the future raises `EvaluationEnded`, and its attempt has failed: no loss is silent.
 
         Raises `EventNotPicklable` and `EventTooLarge`.
         """
@@ -141,7 +141,7 @@ class Gateway:
                 over = self._over
         if over is not None:
             future = Acknowledgement()
-            future.settle(EvaluationOver(f"{self.evaluation} is over: {over}"))
+            future.settle(EvaluationEnded(f"{self.evaluation} is over: {over}"))
             return future
         self._dirty(self)
         return future
@@ -197,4 +197,4 @@ class Gateway:
             self._over = reason
             failed = self._outbox.fail()
         for future in failed:
-            future.settle(EvaluationOver(f"{self.evaluation} is over: {reason}"))
+            future.settle(EvaluationEnded(f"{self.evaluation} is over: {reason}"))

@@ -16,9 +16,9 @@ from stagecrew.coordination.binding import Binding, Instance, Live, Owner
 from stagecrew.coordination.checkpoints import Pending, Taken
 from stagecrew.coordination.contract import NO_CHECKPOINT, Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.statistics import Statistics, Teller
+from stagecrew.coordination.statistics import Statistics, StatisticsReporter
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
-from stagecrew.observability.logs import handles
+from stagecrew.observability.logs import set_current_evaluation
 from stagecrew.wire.frames import Frame, decode_all, encode
 from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, unpack
 
@@ -62,7 +62,7 @@ class Host:
         #: Why a binding is not served any more, and what evaluations are over; of the last ones.
         self._removed: dict[str, str] = {}
         self._ended: dict[int, None] = {}
-        self._teller = Teller(clock, ack_timeout)
+        self._teller = StatisticsReporter(clock, ack_timeout)
         #: Why nothing reaches executors any more, when that is so.
         self._broken: str | None = None
 
@@ -238,14 +238,14 @@ class Host:
         if frame.kind == "READY":
             self._ready(executor, frame)
             return
-        if frame.kind == "GONE":
+        if frame.kind == "ENDED":
             self._over(id_, frame["outcome"], frame["reason"])
             return
         with self._lock:
             known = self._live.get(id_)
             instance = known[0].instance if known is not None else None
         if known is None or instance is None:
-            if frame.kind in ("EVENTS", "REQUEST", "FINISH", "ROOM"):
+            if frame.kind in ("EVENTS", "REQUEST", "FINISH", "CREDIT"):
                 self._poison(executor, id_, "its topology has ended, or its coordinator was reset")
             return
         binding, live = known
@@ -257,7 +257,7 @@ class Host:
             self._request(binding, instance, live, frame["sequence"], frame["payload"])
         elif frame.kind == "FINISH":
             self._finish(live, frame)
-        elif frame.kind == "ROOM":
+        elif frame.kind == "CREDIT":
             instance.loop.call(self._tell_handled, live)  # behind all that it sent before
         elif frame.kind == "ACCEPTED":
             if (due := live.gateway.acknowledged(frame["sequence"])) is not None:
@@ -359,7 +359,7 @@ class Host:
             self._over(id_, "failed", reason)
 
     def _poison(self, executor: str, id_: int, reason: str) -> None:
-        self.wire.send(executor, encode("POISON", evaluation=id_, reason=reason))
+        self.wire.send(executor, encode("ABORT", evaluation=id_, reason=reason))
 
     # -- On a coordinator's thread
 
@@ -367,7 +367,7 @@ class Host:
         if instance.context.state == "closed" or instance.coordinator is None:
             return  # it was reset: what came before is dropped
         handle, evaluation = instance.coordinator.handle_event, live.evaluation
-        handles(evaluation)
+        set_current_evaluation(evaluation)
         context = instance.context
         for payload in payloads:
             if context.state == "closed":
@@ -380,7 +380,7 @@ class Host:
     ) -> None:
         if instance.context.state == "closed" or instance.coordinator is None:
             return
-        handles(live.evaluation)
+        set_current_evaluation(live.evaluation)
         try:
             reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
             if isinstance(reply, Future):

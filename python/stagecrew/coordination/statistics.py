@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding, Live
     from stagecrew.coordination.gateway import Gateway
 
-__all__ = ["Statistics", "Teller", "cut_to"]
+__all__ = ["Statistics", "StatisticsReporter", "cut_to"]
 
 #: Of so many uses of its operators the last word of a topology tells, the last ones; of others where their numbers are new.
 _MOST: Final = 500
@@ -28,7 +28,7 @@ _LATE: Final = 1.0
 _TEXT: Final = 1000
 
 _COUNTS: Final = (
-    *("live", "finished", "failed", "cut", "resets"),
+    *("live", "finished", "failed", "abandoned", "resets"),
     *("eventsIn", "eventsOut", "requests", "queued"),
 )
 
@@ -37,8 +37,21 @@ class Statistics:
     """The counts of one binding. Each is written by one thread, or under the host's lock, and read by any."""
 
     __slots__ = (
-        "_gateways", "_sent", "acknowledgements", "counted", "cut", "error", "events_in", "failed", "finished", "is_closed",
-        "is_failed", "is_told", "replies", "requests", "resets",
+        "_gateways",
+        "_sent",
+        "abandoned",
+        "acknowledgements",
+        "counted",
+        "error",
+        "events_in",
+        "failed",
+        "finished",
+        "is_closed",
+        "is_failed",
+        "is_told",
+        "replies",
+        "requests",
+        "resets",
     )  # fmt: skip
     #: Of all of them: each holds it for a moment, and there may be many.
     _lock = threading.Lock()
@@ -48,7 +61,7 @@ class Statistics:
         self.events_in = self.requests = 0
         #: Under the host's lock.
         self.resets = 0
-        self.finished = self.failed = self.cut = 0
+        self.finished = self.failed = self.abandoned = 0
         #: From a request's arrival to its reply; from an event's sending to the acknowledgement that is also the first of it.
         self.replies, self.acknowledgements = Times(), Times()
         #: What the coordinator raised last, and whether that ended it.
@@ -74,13 +87,13 @@ class Statistics:
                 self._sent += gateway.sent
 
     def count(self, outcome: str, number: int = 1) -> None:
-        """This many evaluations ended so: `finished`, `failed` or `cut`."""
+        """This many evaluations ended so: `finished`, `failed` or `abandoned`."""
         setattr(self, outcome, getattr(self, outcome) + number)
 
     @property
     def over(self) -> dict[str, int]:
         """How many evaluations ended, by how."""
-        return {"finished": self.finished, "failed": self.failed, "cut": self.cut}
+        return {"finished": self.finished, "failed": self.failed, "abandoned": self.abandoned}
 
     @property
     def events_out(self) -> int:
@@ -99,7 +112,7 @@ class Statistics:
         return "failed" if self.is_failed else "closed" if self.is_closed else "active"
 
 
-class Teller:
+class StatisticsReporter:
     """Tells of the bindings of a session what has changed since it last did."""
 
     def __init__(self, clock: Callable[[], float], ack_timeout: float, wall: Callable[[], float] = time.time) -> None:

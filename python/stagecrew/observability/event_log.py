@@ -193,7 +193,7 @@ def _operator(one: dict[str, Any]) -> tuple[Any, ...]:
     replies = one["replies"]
     return (
         *(one[key] for key in ("name", "kind", "state")),
-        one["live"] + one["finished"] + one["failed"] + one["cut"],
+        one["live"] + one["finished"] + one["failed"] + one["abandoned"],
         one["failed"],
         *(one[key] for key in ("eventsIn", "eventsOut", "requests")),
         f"{replies['p50'] / 1000:.1f}, {replies['p99'] / 1000:.1f}" if replies["count"] else "",

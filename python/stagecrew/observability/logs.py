@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from stagecrew.coordination.contract import Evaluation
 
-__all__ = ["FIELDS", "HarmlessFormatter", "StructuredFormatter", "coordinates", "handles", "harmless", "mark"]
+__all__ = [
+    "FIELDS",
+    "HarmlessFormatter",
+    "StructuredFormatter",
+    "coordinates",
+    "harmless",
+    "mark",
+    "set_current_evaluation",
+]
 
 #: What records may say, in this order.
 FIELDS: Final = ("application", "topology", "operator", "subtask", "stage", "partition", "attempt")
@@ -135,7 +143,7 @@ def coordinates(topology: str, operator: str) -> None:
     _here.place, _here.evaluation = (topology, operator), None
 
 
-def handles(evaluation: Evaluation | None) -> None:
+def set_current_evaluation(evaluation: Evaluation | None) -> None:
     """What this thread, a coordinator's, logs from now on is about this evaluation, or about none."""
     _here.evaluation = evaluation
 

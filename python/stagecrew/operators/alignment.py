@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.operator import Operator, Scope
     from stagecrew.worker.evaluations import TaskGateway
 
-__all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "InEventTime", "align"]
+__all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "EventTimeSplits", "align"]
 
 #: How often it is looked who is idle, and whom that lets go on, in seconds.
 _LOOK: Final = 0.2
@@ -81,7 +81,7 @@ class AlignmentCoordinator(Coordinator):
         """See `Coordinator`."""
         self._forget(evaluation)
 
-    def cut(self, evaluation: Evaluation) -> None:
+    def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
         self._forget(evaluation)
 
@@ -191,7 +191,7 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))
 
 
-class InEventTime:
+class EventTimeSplits:
     """An enumerator for `Topology.splits` that merges several: splits are given in the order of their event times.
 
     `sources` are enumerators, or iterables, of splits in the order of their event times, by name; the rows of a split are at or
@@ -213,11 +213,11 @@ class InEventTime:
         idle_after: float | None = None,
     ) -> None:
         if not isinstance(sources, Mapping) or not sources:
-            raise OperatorMisused("InEventTime merges sources by their names: give a dict of at least one")
+            raise OperatorMisused("EventTimeSplits merges sources by their names: give a dict of at least one")
         if not callable(event_time):
             raise OperatorMisused(f"event_time is a function of a split, not {type(event_time).__name__}")
         self._sources = {
-            name: Once(source, f"source {name!r} of InEventTime") if isinstance(source, Iterator) else source
+            name: Once(source, f"source {name!r} of EventTimeSplits") if isinstance(source, Iterator) else source
             for name, source in sources.items()
         }
         self._event_time = event_time

@@ -22,10 +22,10 @@ from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, Oper
 from stagecrew.files import make_folder, sync
 from stagecrew.operators.commit_records import Record
 
-__all__ = ["Decisions", "FileDecisions", "MemoryDecisions", "decisions_of"]
+__all__ = ["CommitLog", "FileCommitLog", "MemoryCommitLog", "commit_log_of"]
 
 
-class Decisions(Protocol):
+class CommitLog(Protocol):
     """Keeps one record for each commit id, changed by compare-and-set alone.
 
     A write returns: the record is there, whatever fails from now on. Or it raises `CommitFailed`: it is not, and never will be;
@@ -40,7 +40,7 @@ class Decisions(Protocol):
         """Puts a record in the place of that version (0: there was none), and answers its own."""
 
 
-class MemoryDecisions:
+class MemoryCommitLog:
     """Lives as long as the driver: for commits that no other one repeats. Of those that are over it knows the last hundred."""
 
     def __init__(self) -> None:
@@ -50,13 +50,13 @@ class MemoryDecisions:
         self._over: dict[str, None] = {}  # in the order in which they ended
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         with self._lock:
             version, text = self._records.get(key, (0, ""))
         return (version, json.loads(text)) if version else None
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         text = json.dumps(record)
         with self._lock:
             current, _ = self._records.get(key, (0, ""))
@@ -72,7 +72,7 @@ class MemoryDecisions:
             return self._records[key][0]
 
 
-class FileDecisions:
+class FileCommitLog:
     """A folder on a local disk, for drivers of one host. A record is whole and on the disk when its write returns.
 
     Writers take turns by a lock of the operating system, which is free when its holder dies; what a writer that was killed has left is
@@ -89,7 +89,7 @@ class FileDecisions:
             raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         path = self._path(key)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ class FileDecisions:
         return version, record
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         with self._alone(key):
             known = self.read(key)
             if (known[0] if known else 0) != version:
@@ -182,16 +182,16 @@ class FileDecisions:
             yield
 
 
-def decisions_of(given: Any) -> Decisions:
+def commit_log_of(given: Any) -> CommitLog:
     """The decisions that a caller gives: an object that keeps records, or the path of a folder. Raises `OperatorMisused`."""
     if isinstance(given, (str, os.PathLike)) and os.fspath(given) and "://" not in os.fsdecode(given):
-        return FileDecisions(os.fsdecode(given))
+        return FileCommitLog(os.fsdecode(given))
     if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
         raise OperatorMisused(
-            f"decisions={given!r} is no folder on a local disk and keeps no records: give a path, FileDecisions(path), or an "
+            f"commit_log={given!r} is no folder on a local disk and keeps no records: give a path, FileCommitLog(path), or an "
             f"object with read and write"
         )
-    found: Decisions = given
+    found: CommitLog = given
     return found
 
 

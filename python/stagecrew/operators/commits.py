@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Scope
-    from stagecrew.operators.commit_log import Decisions
+    from stagecrew.operators.commit_log import CommitLog
     from stagecrew.operators.commit_records import Record
     from stagecrew.worker.evaluations import TaskGateway
 
@@ -128,7 +128,7 @@ class Committer(Protocol):
 
 def commit(
     sink: Committer,
-    decisions: Decisions,
+    commit_log: CommitLog,
     commit_id: str,
     schema: pa.Schema,
     execute: Callable[[Staging], Sequence[Message]],
@@ -148,7 +148,7 @@ def commit(
     """
     if content is not None and not isinstance(content, str):
         raise OperatorMisused(f"the content of a commit is a text, such as a date or a snapshot id, not {content!r}")
-    known = _read(decisions, commit_id)
+    known = _read(commit_log, commit_id)
     identity, name = getattr(sink, "identity", None), _named(sink)
     earlier = known is not None and _is_of_earlier_run(known[1], writer)
     if known is not None and known[1]["sink"] != name:
@@ -165,7 +165,7 @@ def commit(
     if known is not None and known[1]["state"] in (States.DECIDED, States.APPLIED):
         there = known_of(commit_id, known[1])
         _require_same(commit_id, there, schema, content, earlier)
-        report = _forward(sink, decisions, commit_id, known, sleep)
+        report = _forward(sink, commit_log, commit_id, known, sleep)
         if writer is None:
             _warn_of_repeat(commit_id, there, known[1]["state"] == States.DECIDED)
         return report
@@ -175,7 +175,7 @@ def commit(
         _require_same(commit_id, there, schema, content, earlier)
         if known is not None:  # a copy of a record, from before the decision
             _clean(sink, commit_id, known[1])
-            _written(decisions, commit_id, _found(known[1], mark), known[0])
+            _written(commit_log, commit_id, _found(known[1], mark), known[0])
         if writer is None:
             _warn_of_repeat(commit_id, there)
         return CommitReport(commit_id, 0, 0, 0, repeated=True)
@@ -194,27 +194,27 @@ def commit(
         "job": job,
         "attempt": attempt,
     }
-    version = decisions.write(commit_id, opened, known[0] if known else 0)
+    version = commit_log.write(commit_id, opened, known[0] if known else 0)
     try:
         _clean(sink, commit_id, opened)
         sink.begin(staging)
         messages = list(execute(staging))
         quiet()
     except BaseException as error:
-        _abort(sink, decisions, staging, opened, version, error, quiet, sleep)
+        _abort(sink, commit_log, staging, opened, version, error, quiet, sleep)
         raise
     decided = opened | {"state": States.DECIDED, "messages": messages, "time": clock()}
     try:
-        version = decisions.write(commit_id, decided, version)
+        version = commit_log.write(commit_id, decided, version)
     except CommitFailed:  # it is not written, and so nobody will ever commit it
         _discard(sink, staging, (), sleep)
         raise
-    return dataclasses.replace(_forward(sink, decisions, commit_id, (version, decided), sleep), repeated=False)
+    return dataclasses.replace(_forward(sink, commit_log, commit_id, (version, decided), sleep), repeated=False)
 
 
-def _read(decisions: Decisions, commit_id: str) -> tuple[int, Record] | None:
+def _read(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
     """The version and the record of a commit. Raises `CommitUnreadable` for a record that this version may not use."""
-    known = decisions.read(commit_id)
+    known = commit_log.read(commit_id)
     return None if known is None else (known[0], checked(commit_id, known[1]))
 
 
@@ -267,18 +267,18 @@ def _marked(sink: Committer, commit_id: str) -> str | None:
     return mark(commit_id) if callable(mark) else None
 
 
-def resume(sink: Committer, decisions: Decisions, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
+def resume(sink: Committer, commit_log: CommitLog, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Goes forward with a commit that is decided, from its record alone; answers whether it is. Raises as `commit`."""
-    known = _read(decisions, commit_id)
+    known = _read(commit_log, commit_id)
     if known is None or known[1]["state"] not in (States.DECIDED, States.APPLIED):
         return False
-    _forward(sink, decisions, commit_id, known, sleep)
+    _forward(sink, commit_log, commit_id, known, sleep)
     return True
 
 
 def abandon(
     sink: Committer,
-    decisions: Decisions,
+    commit_log: CommitLog,
     commit_id: str,
     last: bool = True,
     sleep: Callable[[float], None] = time.sleep,
@@ -288,7 +288,7 @@ def abandon(
     What the sink shows stays: then the record is a copy from before the decision. Where the sink does not say, this raises
     `CommitPending`; the `last` time it aborts then, and deletes nothing.
     """
-    known = _read(decisions, commit_id)
+    known = _read(commit_log, commit_id)
     if known is None or known[1]["state"] not in (States.OPEN, States.ABORTED):
         return
     version, record = known
@@ -303,10 +303,10 @@ def abandon(
         runs = ", ".join([*record["before"], record["run"]])
         _log.warning(_UNTOLD, commit_id, _named(sink), runs, exc_info=True)
     if done:
-        decisions.write(commit_id, _found(record, _marked(sink, commit_id)), version)
+        commit_log.write(commit_id, _found(record, _marked(sink, commit_id)), version)
         return
     if record["state"] == States.OPEN:  # behind this nobody decides, so that what is not done never will be
-        decisions.write(commit_id, record | {"state": States.ABORTED, "reason": "its job has ended"}, version)
+        commit_log.write(commit_id, record | {"state": States.ABORTED, "reason": "its job has ended"}, version)
     if done is None:
         return
     _clean(sink, commit_id, record)
@@ -314,7 +314,7 @@ def abandon(
 
 
 def _forward(
-    sink: Committer, decisions: Decisions, commit_id: str, known: tuple[int, Record], sleep: Callable[[float], None]
+    sink: Committer, commit_log: CommitLog, commit_id: str, known: tuple[int, Record], sleep: Callable[[float], None]
 ) -> CommitReport:
     """Has what was decided done, as often as it takes."""
     version, record = known
@@ -335,13 +335,13 @@ def _forward(
         except CommitConflict as error:
             if _is_done(sink, commit_id):
                 break
-            if not _is_refused(decisions, commit_id, staging):
+            if not _is_refused(commit_log, commit_id, staging):
                 # Where this is not written, another may go forward, or have done: nothing is deleted then that it may show.
                 try:
-                    _refuse(decisions, commit_id, record, version, error)
+                    _refuse(commit_log, commit_id, record, version, error)
                 except CommitSuperseded as unwritten:
                     # So too who lost its session: then it is decided still, and whoever goes on needs all that was staged.
-                    if not _is_ended(decisions, commit_id, version):
+                    if not _is_ended(commit_log, commit_id, version):
                         raise _unrefused(commit_id, error, unwritten) from error
                     _discard(sink, staging, messages, sleep)
                     raise
@@ -350,14 +350,14 @@ def _forward(
         except CommitUnreadable:
             raise  # no try changes that
         except Exception as error:
-            if _is_refused(decisions, commit_id, staging):  # what this try has made anew is not left there
+            if _is_refused(commit_log, commit_id, staging):  # what this try has made anew is not left there
                 _discard(sink, staging, (), sleep)
                 raise CommitSuperseded(
                     f"commit {commit_id!r} was refused for another driver meanwhile, and what was staged is deleted: this one changes "
                     f"nothing. Committing with this id again begins anew"
                 ) from error
             if number == _TRIES:
-                if _is_ended(decisions, commit_id, version):
+                if _is_ended(commit_log, commit_id, version):
                     _discard(sink, staging, messages, sleep)
                     raise CommitSuperseded(
                         f"another driver has ended commit {commit_id!r} meanwhile, and this one changed nothing: "
@@ -371,7 +371,7 @@ def _forward(
             sleep(pause)
             pause *= 2
     _discard(sink, staging, messages, sleep)
-    _written(decisions, commit_id, record | {"state": States.APPLIED}, version)
+    _written(commit_log, commit_id, record | {"state": States.APPLIED}, version)
     return report
 
 
@@ -383,7 +383,7 @@ def _report(commit_id: str, record: Record) -> CommitReport:
 
 def _abort(
     sink: Committer,
-    decisions: Decisions,
+    commit_log: CommitLog,
     staging: Staging,
     opened: Record,
     version: int,
@@ -394,7 +394,7 @@ def _abort(
     """An abort is a write: only behind it is anything deleted. It never hides why."""
     try:
         record = opened | {"state": States.ABORTED, "reason": str(error)[:1000]}
-        decisions.write(staging.commit_id, record, version)
+        commit_log.write(staging.commit_id, record, version)
     except CommitFailed:
         pass  # another driver has, or nobody: none will decide for this run
     except Exception:
@@ -416,29 +416,29 @@ def _is_done(sink: Committer, commit_id: str) -> bool:
         ) from error
 
 
-def _is_refused(decisions: Decisions, commit_id: str, staging: Staging) -> bool:
+def _is_refused(commit_log: CommitLog, commit_id: str, staging: Staging) -> bool:
     """Whether it is written that what this run has staged will never be committed."""
-    known = _known(decisions, commit_id)
+    known = _known(commit_log, commit_id)
     return known is not None and (known[1]["run"] != staging.run or known[1]["state"] == States.REFUSED)
 
 
-def _is_ended(decisions: Decisions, commit_id: str, version: int) -> bool:
+def _is_ended(commit_log: CommitLog, commit_id: str, version: int) -> bool:
     """Whether another driver has written more of what is decided: behind the decision that is how it ended."""
-    known = _known(decisions, commit_id)
+    known = _known(commit_log, commit_id)
     return known is not None and known[0] != version
 
 
-def _known(decisions: Decisions, commit_id: str) -> tuple[int, Record] | None:
+def _known(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
     """What is written of a commit; None also where that cannot be read."""
     try:
-        return _read(decisions, commit_id)
+        return _read(commit_log, commit_id)
     except (CommitFailed, CommitUnknown, CommitUnreadable):
         return None
 
 
-def _refuse(decisions: Decisions, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:
+def _refuse(commit_log: CommitLog, commit_id: str, record: Record, version: int, error: CommitConflict) -> None:
     try:
-        decisions.write(commit_id, record | {"state": States.REFUSED, "reason": str(error)[:1000]}, version)
+        commit_log.write(commit_id, record | {"state": States.REFUSED, "reason": str(error)[:1000]}, version)
     except CommitSuperseded:
         raise
     except CommitFailed as unwritten:
@@ -458,9 +458,9 @@ def _found(record: Record, mark: str | None) -> Record:
     return {name: record.get(name) for name in kept} | {"state": States.APPLIED, "mark": mark}
 
 
-def _written(decisions: Decisions, commit_id: str, record: Record, version: int) -> None:
+def _written(commit_log: CommitLog, commit_id: str, record: Record, version: int) -> None:
     try:
-        decisions.write(commit_id, record, version)
+        commit_log.write(commit_id, record, version)
     except CommitSuperseded:
         pass  # another driver has done the same
     except (CommitFailed, CommitUnknown):
@@ -542,7 +542,7 @@ class CommitCoordinator(Coordinator):
         """See `Coordinator`."""
         self._over(evaluation)
 
-    def cut(self, evaluation: Evaluation) -> None:
+    def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
         self._over(evaluation)
 
@@ -583,7 +583,7 @@ def commit_dataset(
     sink: Committer,
     name: str,
     commit_id: str,
-    decisions: Decisions,
+    commit_log: CommitLog,
     patience: float,
     content: str | None = None,
     writer: tuple[str, int] | None = None,
@@ -633,7 +633,7 @@ def commit_dataset(
 
     schema = to_arrow_schema(dataset.schema)
     try:
-        report = commit(sink, decisions, commit_id, schema, execute, quiet, content=content, writer=writer)
+        report = commit(sink, commit_log, commit_id, schema, execute, quiet, content=content, writer=writer)
         if made:
             made[-1].context.report(committed=report.parts)
         return report

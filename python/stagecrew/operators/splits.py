@@ -112,7 +112,7 @@ class SplitCoordinator(Coordinator):
         """See `Coordinator`."""
         self._over(evaluation)
 
-    def cut(self, evaluation: Evaluation) -> None:
+    def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
         self._over(evaluation)
 

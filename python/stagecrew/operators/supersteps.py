@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from stagecrew.coordination.operator import Scope
     from stagecrew.worker.evaluations import TaskGateway
 
-__all__ = ["Steps", "SuperstepCoordinator", "run_supersteps"]
+__all__ = ["SuperstepContext", "SuperstepCoordinator", "run_supersteps"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -92,7 +92,7 @@ class SuperstepCoordinator(Coordinator):
         if self._contained(group, group.gathering.end, evaluation):
             del self._groups[evaluation.stage, evaluation.stage_attempt]
 
-    def cut(self, evaluation: Evaluation) -> None:
+    def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`. A shuffle takes all rows: what is cut short has failed."""
         self.failed(evaluation, "it was cut short")
 
@@ -220,7 +220,7 @@ class _Group:
             future.set_exception(SuperstepsFailed(reason))
 
 
-class Steps:
+class SuperstepContext:
     """A task's way through the supersteps.
 
     `subtask` is its number, from 0, of `subtasks`; `step` how often it reduced; `stopped` whether the driver's `stop_when` said
@@ -291,7 +291,7 @@ def _pickled(value: Any) -> bytes:
 def run_supersteps(
     scope: Scope,
     dataset: DataFrame,
-    work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
+    work: Callable[[SuperstepContext, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
     schema: StructType | str,
     use: str | None,
     stop_when: StopWhen | None,
@@ -339,7 +339,7 @@ def run_supersteps(
         from pyspark import BarrierTaskContext
 
         members = len(BarrierTaskContext.get().getTaskInfos())
-        for batch in work(Steps(gateway, members, wait, piece), batches):
+        for batch in work(SuperstepContext(gateway, members, wait, piece), batches):
             yield from _together(batch, gateway.subtask)
 
     bound = operator.bound(stepped, subtask=PARTITION)

@@ -30,7 +30,7 @@ from stagecrew.recovery.election import (
 )
 from stagecrew.recovery.stores.contract import Check, Create, Entry, Operation, Replace, Store
 
-__all__ = ["Contender", "Leadership", "Questions"]
+__all__ = ["Contender", "Leadership", "LeaseClient"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -48,7 +48,7 @@ _WATCH: Final = 0.1
 _STORE: Final = 20.0
 
 
-class Questions:
+class LeaseClient:
     """What one session asks the store about leadership, one question at a time. Called by one thread.
 
     An acquisition is one transaction. Where its outcome is unknown the same one is asked again until it is known: reading could
@@ -315,17 +315,17 @@ class Contender:
 
     def _campaign_with(self, store: Store) -> bool:
         """Until this session cannot lead, or not any more. Answers whether the store has answered anything."""
-        questions = Questions(store, self._clock)
+        questions = LeaseClient(store, self._clock)
         period = self._period or (_LOCAL if store.timeout is None else min(_REMOTE, store.timeout / 10))
         while self._turn(questions):
             with self._changed:
                 self._changed.wait_for(lambda: self._over(questions), period)
         return questions.answered
 
-    def _over(self, questions: Questions) -> bool:
+    def _over(self, questions: LeaseClient) -> bool:
         return self._closing or self._election.term != questions.term
 
-    def _turn(self, questions: Questions) -> bool:
+    def _turn(self, questions: LeaseClient) -> bool:
         """One question, and what follows. Answers whether there may be another."""
         with self._changed:
             if self._over(questions):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores.contract import Store
 
-__all__ = ["Driver", "Launcher", "Tending"]
+__all__ = ["Driver", "JobReconciler", "Launcher"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -194,7 +194,7 @@ class Starter(Protocol):
         """Starts a run, or one that finishes what is decided."""
 
 
-class Tending:
+class JobReconciler:
     """What a leader does for its jobs, one look at a time. Of one thread.
 
     For each job that is not clean, at each look, the first of these that applies: what has ended is cleaned; whose process lives
@@ -443,13 +443,15 @@ class _Leading(threading.Thread):
 
     def run(self) -> None:
         """See `threading.Thread`."""
-        tending: Tending | None = None
+        tending: JobReconciler | None = None
         try:
             while not self._over.is_set() and self._leadership.valid:
                 try:
                     if tending is None:
                         jobs = Jobs(self._leadership.store, self._storage)
-                        tending = Tending(jobs, self._leadership.term, self._launcher, self._at_once, keep=self._keep)
+                        tending = JobReconciler(
+                            jobs, self._leadership.term, self._launcher, self._at_once, keep=self._keep
+                        )
                     tending.look()
                 except (LeadershipLost, SessionLost):
                     return

@@ -17,9 +17,9 @@ from stagecrew.errors import (
     JobStepReused,
     RecoveryMisused,
 )
-from stagecrew.recovery.job_commits import StoredDecisions, is_over
-from stagecrew.recovery.progress import Shown
-from stagecrew.recovery.writes import PATIENCE, patient
+from stagecrew.recovery.job_commits import StoredCommitLog, is_over
+from stagecrew.recovery.progress import JobProgress
+from stagecrew.recovery.writes import PATIENCE, retry_until
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
@@ -78,7 +78,7 @@ class Job:
         #: Of each commit's id. A job's id may have slashes, and is not taken for another's with a step.
         self._commits_begin = f"{id_.replace('%', '%25').replace('/', '%2F')}/"
         self.restored = bool(self._read(steps.names))
-        self.shown = Shown({"job": id_, "run": str(attempt), **(facts or {})})
+        self.shown = JobProgress({"job": id_, "run": str(attempt), **(facts or {})})
         self._lock = threading.Lock()
         self._over = False
         self._used: set[tuple[str, str]] = set()
@@ -197,9 +197,9 @@ class Job:
         self._use("commit", key)
         return id_
 
-    def decisions(self, sink: Committer) -> StoredDecisions:
+    def commit_log(self, sink: Committer) -> StoredCommitLog:
         """Where what is decided about this sink's commits is kept."""
-        return StoredDecisions(self._commits, sink, self._patience)
+        return StoredCommitLog(self._commits, sink, self._patience)
 
     def end(self) -> None:
         """The job's code has returned, or raised: nothing more is committed for it."""
@@ -231,10 +231,12 @@ class Job:
                 self._remove(self._commits, name)
 
     def _read(self, read: Callable[[], T]) -> T:
-        return patient(read, f"job {self.id!r} waits for what its runs have stored", self._patience)
+        return retry_until(read, f"job {self.id!r} waits for what its runs have stored", self._patience)
 
     def _remove(self, handles: StateHandleStore, name: str) -> None:
-        patient(lambda: handles.remove(name), f"job {self.id!r} waits for an old batch to be removed", self._patience)
+        retry_until(
+            lambda: handles.remove(name), f"job {self.id!r} waits for an old batch to be removed", self._patience
+        )
 
     def _known(self, key: str, place: Place) -> tuple[Any] | None:
         """What a run before has stored of a step; the coordinators have their states back then."""
@@ -281,7 +283,7 @@ class Job:
             raise JobError(f"the result of step {key!r} of job {self.id!r} cannot be pickled: {error}") from error
         state = self._steps.prepare(data)
         waits = f"step {key!r} of job {self.id!r} is done, and waits for its result to be stored"
-        patient(lambda: self._steps.add(key, state), waits, self._patience)
+        retry_until(lambda: self._steps.add(key, state), waits, self._patience)
 
     def _restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
         """Gives the coordinators of the topologies around a step the states that they had at its end."""

@@ -24,7 +24,7 @@ from stagecrew.errors import (
 from stagecrew.operators.commit_log import OVER
 from stagecrew.operators.commit_records import checked
 from stagecrew.operators.commits import abandon, resume
-from stagecrew.recovery.writes import passes, patient, pause
+from stagecrew.recovery.writes import passes, pause, retry_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from stagecrew.operators.commits import Committer
     from stagecrew.recovery.handles import StateHandleStore
 
-__all__ = ["StoredDecisions", "finish_commits", "is_over", "require_readable"]
+__all__ = ["StoredCommitLog", "finish_commits", "is_over", "require_readable"]
 
 _log = logging.getLogger("stagecrew")
 
 
-class StoredDecisions:
-    """`Decisions` in a state handle store. With each record lies its sink: recovery goes forward from the record alone.
+class StoredCommitLog:
+    """`CommitLog` in a state handle store. With each record lies its sink: recovery goes forward from the record alone.
 
     A sink is pickled: its passwords lie in the state storage, for the user of the drivers alone to read. A write waits `patience`
     seconds for a storage and a store that are away or full.
@@ -49,7 +49,7 @@ class StoredDecisions:
         self._handles, self._sink, self._patience = handles, sink, patience
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         try:
             state = self._handles.get(key)
         except HandleMissing:
@@ -59,7 +59,7 @@ class StoredDecisions:
         return state.version + 1, json.loads(state.data)["record"]
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """See `Decisions`."""
+        """See `CommitLog`."""
         from pyspark import cloudpickle
 
         pickled = cloudpickle.dumps(self._sink)  # type: ignore[no-untyped-call]
@@ -69,9 +69,9 @@ class StoredDecisions:
         waits = f"commit {key!r} waits for its record to be stored"
         try:
             if version == 0:
-                patient(lambda: self._handles.add(key, state), waits, self._patience)
+                retry_until(lambda: self._handles.add(key, state), waits, self._patience)
             else:
-                patient(lambda: self._handles.replace(key, version - 1, state), waits, self._patience)
+                retry_until(lambda: self._handles.replace(key, version - 1, state), waits, self._patience)
         except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
             # None of its tries was done: where one may have been, this is a PossiblyInconsistentError.
             known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
@@ -121,7 +121,7 @@ def finish_commits(handles: StateHandleStore, ending: bool, patience: float = 0.
 
 
 def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: bool) -> Iterator[Exception]:
-    for name in patient(handles.names, "a run waits for what its job has decided", due - time.monotonic()):
+    for name in retry_until(handles.names, "a run waits for what its job has decided", due - time.monotonic()):
         try:
             _finish(handles, name, ending, due, last)
         except CommitConflict as error:
@@ -134,6 +134,6 @@ def _not_finished(handles: StateHandleStore, ending: bool, due: float, last: boo
 def _finish(handles: StateHandleStore, name: str, ending: bool, due: float, last: bool) -> None:
     _, pickled = _stored(name, handles.get(name).data)
     sink = pickle.loads(base64.b64decode(pickled))
-    decisions = StoredDecisions(handles, sink, due - time.monotonic())
-    if not resume(sink, decisions, name) and ending:
-        abandon(sink, decisions, name, last)
+    commit_log = StoredCommitLog(handles, sink, due - time.monotonic())
+    if not resume(sink, commit_log, name) and ending:
+        abandon(sink, commit_log, name, last)

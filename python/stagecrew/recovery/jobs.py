@@ -38,7 +38,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, Store, segment, text_of
 from stagecrew.recovery.sweep import Report, sweep
-from stagecrew.recovery.writes import patient, repeated
+from stagecrew.recovery.writes import repeated, retry_until
 
 if TYPE_CHECKING:
     from stagecrew.recovery.storage import StateStorage
@@ -505,7 +505,7 @@ class Jobs:
                     raise
                 return known.version  # it had been done, and its answer was lost
 
-        return patient(write, f"job {job!r} is done, and waits for its claim to be renewed", patience)
+        return retry_until(write, f"job {job!r} is done, and waits for its claim to be renewed", patience)
 
     def finish(
         self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, patience: float = 0.0
@@ -515,7 +515,7 @@ class Jobs:
         finished = record.finished(state, result.reason, self._clock())
         prepared, also = self._results.prepare(result.to_bytes()), (Replace(key_of(job), finished.to_bytes(), version),)
         waits = f"job {job!r} is done, and waits for its result to be stored"
-        patient(lambda: self._results.add(job, prepared, also), waits, patience)
+        retry_until(lambda: self._results.add(job, prepared, also), waits, patience)
 
     def _record(self, job: str, data: bytes) -> JobRecord:
         try:

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["Shown"]
+__all__ = ["JobProgress"]
 
 #: How many steps are shown: those that run, and those that ended last.
 _STEPS: Final = 200
 
 
-class Shown:
+class JobProgress:
     """The facts and the steps of one job. Whoever shows them is told after each change; what that raises is nothing to the job.
 
     Steps are `running`, `finished`, `failed`, or `found`: stored by a run before. Usable from any thread.

@@ -42,9 +42,9 @@ __all__ = [
     "generation",
     "packed",
     "passes",
-    "patient",
     "pause",
     "repeated",
+    "retry_until",
     "unpacked",
 ]
 
@@ -145,10 +145,10 @@ def repeated(write: Callable[[], Any]) -> Any:
     Once nobody knows, only the store's word about this very write ends that: that a later try was not done says nothing about the
     first. So `PossiblyInconsistentError` is what is raised then, whatever the last try met.
     """
-    return patient(write, "", 0.0)
+    return retry_until(write, "", 0.0)
 
 
-def patient(write: Callable[[], T], waits: str, seconds: float) -> T:
+def retry_until(write: Callable[[], T], waits: str, seconds: float) -> T:
     """`repeated`, and again while storage or store are away or full, for so long; `waits` says in the log what waits for what."""
     due = time.monotonic() + seconds
     unknown: PossiblyInconsistentError | None = None

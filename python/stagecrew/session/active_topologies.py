@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from stagecrew.session.crew import Crew
     from stagecrew.session.topology import Topology
 
-__all__ = ["PROPERTY", "Marks"]
+__all__ = ["PROPERTY", "ActiveTopologies"]
 
 #: How many of the topologies that a thread has left it remembers, for errors.
 _REMEMBERED: Final = 5
 
 
-class Marks(threading.local):
+class ActiveTopologies(threading.local):
     """Which topologies this thread is in, innermost last, as the mark that Spark copies to all that the thread starts.
 
     The mark is a local property with the innermost topology that is active, and a job tag of each. Whatever order they are

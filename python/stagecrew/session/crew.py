@@ -22,9 +22,9 @@ from stagecrew.coordination.program_path import Place, Uses, current_place
 from stagecrew.errors import ConfigurationError, CoordinatorFailed, NotActive, OperatorMisused
 from stagecrew.listeners.identity import RedefinedError, chosen
 from stagecrew.listeners.listener import Listener, listener_name
-from stagecrew.operators.commit_log import MemoryDecisions
+from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.partitions.report import PartitionReport, Release, policy
-from stagecrew.session.active_topologies import Marks
+from stagecrew.session.active_topologies import ActiveTopologies
 from stagecrew.session.registration import checked, class_names, pickled
 from stagecrew.session.reports import TopologyReport
 from stagecrew.session.topology import Topology
@@ -112,9 +112,9 @@ class Crew:
         self.close_timeout: float = facade.closeTimeoutMs() / 1000
         #: Those that have begun and not ended, in the order in which they began.
         self._active: list[Topology] = []
-        self.marks = Marks(self)
+        self.marks = ActiveTopologies(self)
         #: Of commits that are given no others.
-        self.decisions = MemoryDecisions()
+        self.commit_log = MemoryCommitLog()
         self._registered: tuple[Listener, ...] | None = None
         self._channel: DriverChannel | None = None
         self._making = threading.Lock()

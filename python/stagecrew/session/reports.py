@@ -8,7 +8,7 @@ from typing import Any
 
 from stagecrew.partitions.report import PartitionReport
 
-__all__ = ["ListenerReport", "OperatorReport", "TimesReport", "TopologyReport"]
+__all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ListenerReport:
 
 
 @dataclasses.dataclass(frozen=True)
-class TimesReport:
+class LatencySummary:
     """How long so many took, in seconds: percentiles within 1/64 of the exact ones, and the longest."""
 
     count: int
@@ -38,7 +38,7 @@ class TimesReport:
     max: float
 
     @classmethod
-    def of(cls, node: dict[str, int]) -> TimesReport:
+    def of(cls, node: dict[str, int]) -> LatencySummary:
         """From the driver's JSON."""
         return cls(node["count"], *(node[name] / 1e6 for name in ("p50", "p95", "p99", "max")))
 
@@ -47,7 +47,7 @@ class TimesReport:
 class OperatorReport:
     """One use of an operator, by its name and how-manieth: `"supersteps/1"`. A reset goes on with its counts.
 
-    `live`, `finished`, `failed` and `cut` are evaluations; `events_in` and `requests` came, `events_out` were sent, and `queued`
+    `live`, `finished`, `failed` and `abandoned` are evaluations; `events_in` and `requests` came, `events_out` were sent, and `queued`
     wait for the coordinator. `replies` took so long from the request's arrival; `acknowledgements` are the times after which an
     executor said that it has an event: of several that it says so of at once, the oldest's. `waits_for` says whom the
     coordinator waits for, and since when that has been seen; `progress` is what it says of itself.
@@ -59,14 +59,14 @@ class OperatorReport:
     live: int
     finished: int
     failed: int
-    cut: int
+    abandoned: int
     resets: int
     events_in: int
     events_out: int
     requests: int
     queued: int
-    replies: TimesReport
-    acknowledgements: TimesReport
+    replies: LatencySummary
+    acknowledgements: LatencySummary
     waits_for: str
     progress: dict[str, str]
     last_error: str
@@ -81,7 +81,7 @@ class OperatorReport:
             "live",
             "finished",
             "failed",
-            "cut",
+            "abandoned",
             "resets",
             "requests",
             "queued",
@@ -91,8 +91,8 @@ class OperatorReport:
             **{name: node[name] for name in same},
             events_in=node["eventsIn"],
             events_out=node["eventsOut"],
-            replies=TimesReport.of(node["replies"]),
-            acknowledgements=TimesReport.of(node["acknowledgements"]),
+            replies=LatencySummary.of(node["replies"]),
+            acknowledgements=LatencySummary.of(node["acknowledgements"]),
             waits_for=node["waitsFor"],
             last_error=node["lastError"],
         )

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from stagecrew.coordination.host import Host
     from stagecrew.coordination.operator import Operator
     from stagecrew.operators.alignment import Alignment
-    from stagecrew.operators.commit_log import Decisions
+    from stagecrew.operators.commit_log import CommitLog
     from stagecrew.operators.commits import CommitReport, Committer
-    from stagecrew.operators.supersteps import Steps
+    from stagecrew.operators.supersteps import SuperstepContext
     from stagecrew.session.crew import Crew
 
 __all__ = ["Topology"]
@@ -318,7 +318,7 @@ class Topology:
     def supersteps(
         self,
         dataset: DataFrame,
-        work: Callable[[Steps, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
+        work: Callable[[SuperstepContext, Iterator[pa.RecordBatch]], Iterable[pa.RecordBatch]],
         schema: StructType | str,
         name: str | None = None,
         stop_when: Callable[[int, Any], bool] | None = None,
@@ -353,7 +353,7 @@ class Topology:
         dataset: DataFrame,
         sink: Committer,
         commit_id: str | None = None,
-        decisions: Decisions | str | os.PathLike[str] | None = None,
+        commit_log: CommitLog | str | os.PathLike[str] | None = None,
         name: str = COMMIT,
         content: str | None = None,
     ) -> CommitReport:
@@ -363,7 +363,7 @@ class Topology:
         failed, speculative, lost and repeated ones leave nothing. See `stagecrew.operators.sinks` for Parquet files, objects with a
         manifest, databases and Iceberg tables, and what readers see in between; `Committer` for one of your own.
 
-        With a `commit_id` and `decisions` that outlive the driver (`FileDecisions`, or the path of its folder), a driver that dies at any point may be followed by
+        With a `commit_id` and `decisions` that outlive the driver (`FileCommitLog`, or the path of its folder), a driver that dies at any point may be followed by
         another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
         written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
         `commit_id` each call is a commit of its own, whose id the errors name.
@@ -382,7 +382,7 @@ class Topology:
 
         Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
         """
-        from stagecrew.operators.commit_log import decisions_of
+        from stagecrew.operators.commit_log import commit_log_of
         from stagecrew.operators.commits import commit_dataset
         from stagecrew.recovery.job import running_job
 
@@ -390,7 +390,7 @@ class Topology:
         job = running_job()
         if job is not None:
             commit_id = job.commit_id(name) if commit_id is None else commit_id
-            decisions = job.decisions(sink) if decisions is None else decisions
+            commit_log = job.commit_log(sink) if commit_log is None else commit_log
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
             raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")
@@ -400,7 +400,7 @@ class Topology:
             sink,
             name,
             id_,
-            self._crew.decisions if decisions is None else decisions_of(decisions),
+            self._crew.commit_log if commit_log is None else commit_log_of(commit_log),
             self._crew.close_timeout,
             content,
             None if job is None else (job.id, job.attempt),
@@ -414,7 +414,7 @@ class Topology:
         or `datetime` with a `timedelta` as drift.
 
         Not promised: that sources wait for one whose task has not begun; give all their tasks a slot, or read them as splits, with
-        `InEventTime`. Raises `OperatorMisused` and `TopologyClosed`; a source that waits for too long gets `AlignmentFailed`.
+        `EventTimeSplits`. Raises `OperatorMisused` and `TopologyClosed`; a source that waits for too long gets `AlignmentFailed`.
 
         Source: Flink's watermark alignment (FLIP-182).
         """

@@ -15,7 +15,7 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Factory, Operators
-from stagecrew.errors import EvaluationOver, RequestFailed, RequestTimeout
+from stagecrew.errors import EvaluationEnded, RequestFailed, RequestTimeout
 from stagecrew.wire.frames import Frame, decode_all, encode
 from stagecrew.wire.serialization import END, pack, raised, unpack
 
@@ -217,7 +217,7 @@ class ScriptedEvaluation:
         self._harness.run()
         if self._sequence not in self._replies:
             if self.poisoned is not None:
-                raise EvaluationOver(self.poisoned)
+                raise EvaluationEnded(self.poisoned)
             raise RequestTimeout("the coordinator has not answered yet")
         outcome, payload = self._replies[self._sequence]
         if outcome == "ok":
@@ -236,14 +236,14 @@ class ScriptedEvaluation:
         self._sequence += 1
         self.say("FINISH", sequence=self._sequence, outcome="finished", reason="")
 
-    def cut(self) -> None:
+    def abandon(self) -> None:
         """Spark needs no more of its rows."""
         self._sequence += 1
-        self.say("FINISH", sequence=self._sequence, outcome="cut", reason="Spark needed no more of its rows")
+        self.say("FINISH", sequence=self._sequence, outcome="abandoned", reason="Spark needed no more of its rows")
 
     def fail(self, reason: str = "its process is gone") -> None:
         """Its attempt fails."""
-        self.say("GONE", outcome="failed", reason=reason)
+        self.say("ENDED", outcome="failed", reason=reason)
 
     # -- Frames
 
@@ -264,7 +264,7 @@ class ScriptedEvaluation:
                 self.say("ACCEPTED", sequence=self._accepted)
         elif frame.kind == "REPLY":
             self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
-        elif frame.kind == "POISON":
+        elif frame.kind == "ABORT":
             self.poisoned = frame["reason"]
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar
 
-from stagecrew.errors import ChannelClosed, ChannelError, EvaluationOver
+from stagecrew.errors import ChannelClosed, ChannelError, EvaluationEnded
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
@@ -61,13 +61,13 @@ class Connection:
             self.changed.notify_all()
 
     def send(self, frames: bytes) -> None:
-        """Sends frames. Raises `EvaluationOver` when the executor is gone."""
+        """Sends frames. Raises `EvaluationEnded` when the executor is gone."""
         try:
             with self._sending:
                 self._channel.write(frames)
         except ChannelClosed as error:
             self.broken = f"the connection to the executor broke: {error}"
-            raise EvaluationOver(self.broken) from error
+            raise EvaluationEnded(self.broken) from error
 
     def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
         """What `found` answers as soon as it answers something, or None when the time is over. Reads meanwhile."""
@@ -80,7 +80,7 @@ class Connection:
                 if left is not None and left <= 0:
                     return None
                 if self.broken is not None:
-                    raise EvaluationOver(self.broken)
+                    raise EvaluationEnded(self.broken)
                 if self._reading:
                     self.changed.wait(left)
                     continue

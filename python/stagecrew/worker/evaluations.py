@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from stagecrew.errors import (
-    EvaluationOver,
+    EvaluationEnded,
     EventTimeout,
     OperatorMisused,
     RequestFailed,
@@ -113,7 +113,7 @@ class TaskGateway:
         Those of one thread are handled in order, once each, before the evaluation is over. What is sent in a hurry travels
         together, at most a millisecond later.
 
-        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationOver`, and `RequestTimeout` when the coordinator has not
+        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationEnded`, and `RequestTimeout` when the coordinator has not
         handled anything of what was sent before within `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
@@ -142,7 +142,7 @@ class TaskGateway:
 
         Raises `RequestFailed` from the coordinator's exception, `RequestTimeout` after `timeout` seconds (default
         `spark.stagecrew.request.timeout`), which count for the wait for room too: its text says whether it was sent, and if it
-        was, the coordinator may still have handled it; `EvaluationOver`, `EventNotPicklable` and `EventTooLarge`.
+        was, the coordinator may still have handled it; `EvaluationEnded`, `EventNotPicklable` and `EventTooLarge`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
@@ -164,7 +164,7 @@ class TaskGateway:
     def events(self, timeout: float | None = None) -> Iterator[Any]:
         """The coordinator's events, in order, until it closes its gateway to this evaluation.
 
-        Raises `EventTimeout` when none came for `timeout` seconds, and `EvaluationOver`.
+        Raises `EventTimeout` when none came for `timeout` seconds, and `EvaluationEnded`.
         """
         while True:
             payload = self._next(timeout)
@@ -183,7 +183,7 @@ class TaskGateway:
             self._events.extend(frame["payloads"])
         elif frame.kind == "HANDLED":
             self._handled = max(self._handled, frame["sequence"])
-        elif frame.kind == "POISON":
+        elif frame.kind == "ABORT":
             self._over = self._over or frame["reason"]  # what is said to whoever goes on after it says less
 
     def finish(self, outcome: str, reason: str) -> None:
@@ -197,7 +197,7 @@ class TaskGateway:
             frame = encode("FINISH", evaluation=self.id, sequence=sequence, outcome=outcome, reason=reason)
             try:
                 self._flush(frame)
-            except EvaluationOver:
+            except EvaluationEnded:
                 if outcome == "finished":
                     raise
         self._something_kept.set()  # its thread ends
@@ -211,14 +211,14 @@ class TaskGateway:
 
     def _check(self) -> None:
         if self._done:
-            raise EvaluationOver(
+            raise EvaluationEnded(
                 f"the evaluation of operator {self._bound.operator!r} has ended; use its gateway in it"
             )
         self._check_over()
 
     def _check_over(self) -> None:
         if self._over is not None:
-            raise EvaluationOver(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
+            raise EvaluationEnded(f"the evaluation of operator {self._bound.operator!r} is over: {self._over}")
 
     def _add(self, payload: bytes) -> int:
         self._sequence += 1
@@ -234,7 +234,7 @@ class TaskGateway:
             return None
         if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
             self._asked_at = self._sequence
-            self._flush(encode("ROOM", evaluation=self.id))
+            self._flush(encode("CREDIT", evaluation=self.id))
         return handled
 
     def _await_room(self, handled: int, seconds: float, due: float | None = None) -> None:
@@ -285,7 +285,7 @@ class TaskGateway:
                     return
                 try:
                     self._flush()
-                except EvaluationOver as error:
+                except EvaluationEnded as error:
                     self._over = self._over or str(error)
                     return
 
@@ -349,7 +349,7 @@ class TaskGateway:
             return None
         more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes
         self._wanted, self._wanted_bytes = _WANT, _WANT_BYTES
-        return encode("WANT", evaluation=self.id, events=more, bytes=size)
+        return encode("CREDIT_REQUEST", evaluation=self.id, events=more, bytes=size)
 
 
 def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
@@ -388,7 +388,7 @@ def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from rows
     except GeneratorExit:
-        gateway.finish("cut", "Spark needed no more of its rows")
+        gateway.finish("abandoned", "Spark needed no more of its rows")
         raise
     except BaseException as error:
         gateway.finish("failed", f"{type(error).__name__}: {error}")

@@ -9,7 +9,7 @@ private[stagecrew] final case class Heard(latch: java.util.concurrent.CountDownL
   override protected[spark] def logEvent: Boolean = false
 }
 
-/** Topologies close on other executors than before: see `Busy`. */
+/** Topologies close on other executors than before: see `ExecutorPinning`. */
 private[stagecrew] final case class BusyChanged() extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }

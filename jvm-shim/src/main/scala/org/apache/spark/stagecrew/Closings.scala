@@ -14,7 +14,7 @@ trait Loop {
  * Topologies on their way to be closed on an executor: attempts gone and what opens has opened, then workers, then the
  * agent, then JVM listeners, then what is stored of it. Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
  */
-final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: Sides, pool: ExecutorService, loop: Loop)(
+final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService, loop: Loop)(
     release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
   import Closings._
 

@@ -7,14 +7,14 @@ import java.util.concurrent.ConcurrentHashMap
  * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows which
  * executor is where, and nothing else: what an evaluation is, and whether it lives, Python knows.
  *
- * RPC threads never wait for Python (see `Outlet`).
+ * RPC threads never wait for Python (see `NonBlockingWriter`).
  */
 final class Coordination(settings: Settings, folder: () => java.io.File, statistics: Frame => Unit) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
   /** Of each connection of Python: one, but while it connects anew. The last is written to. */
-  private val outlets = new ConcurrentHashMap[Link, Outlet]()
-  @volatile private var python: Outlet = _
+  private val outlets = new ConcurrentHashMap[Link, NonBlockingWriter]()
+  @volatile private var python: NonBlockingWriter = _
   private var made: java.io.File = _
 
   /** Where driver Python finds its channel; made at the first call. */
@@ -45,7 +45,7 @@ final class Coordination(settings: Settings, folder: () => java.io.File, statist
 
   override def connected(link: Link): Unit = {
     outlets.keySet.forEach(disconnected(_))
-    val outlet = new Outlet(link.write)
+    val outlet = new NonBlockingWriter(link.write)
     outlets.put(link, outlet)
     python = outlet
   }

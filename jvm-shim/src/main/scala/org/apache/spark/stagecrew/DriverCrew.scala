@@ -33,11 +33,11 @@ final class DriverCrew(sc: SparkContext) extends Handler {
   private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   private var leftLast = Option.empty[Long]
-  private val busy = new Busy((executor, begins) =>
+  private val busy = new ExecutorPinning((executor, begins) =>
     Log.contained("telling Spark who is busy")(SparkInternals.pin(sc, executor, begins)), () => SparkInternals.post(sc, BusyChanged()))
   private val draining = new AtomicBoolean(false)
   private val drained = new CountDownLatch(1)
-  private val watched = new Watched
+  private val watched = new ApplicationStats
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private var forgotten = 0 // closed topologies that are not listed any more
   @volatile private var published = Snapshot(Vector.empty, Totals())

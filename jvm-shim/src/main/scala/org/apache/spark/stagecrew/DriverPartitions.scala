@@ -19,8 +19,8 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
 
   // Where shuffles are stored by somebody else, that one's outputs are left alone.
   private lazy val tracked = SparkInternals.tracksShuffles(sc)
-  private val shuffles = new Inventory
-  private val caches = new Inventory
+  private val shuffles = new DatasetUsage
+  private val caches = new DatasetUsage
   private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> what is to be kept of it
   private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]()
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))

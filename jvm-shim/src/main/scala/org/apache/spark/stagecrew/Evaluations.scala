@@ -43,17 +43,17 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       // Its end may have been told before it was booked.
       val failed = attempts.failed(attempt)
       if (failed.nonEmpty || !attempts.runs(attempt)) over(_.id == id, failed)
-    case "WANT" =>
+    case "CREDIT_REQUEST" =>
       val want = Frames.decode(ByteBuffer.wrap(frame))
       find(want.long("evaluation")).foreach { evaluation =>
         evaluation.deliver(_.want(want.long("events"), want.long("bytes")))
       }
-    case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "ROOM") =>
+    case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "CREDIT") =>
       // One that is over by Spark's word is not heard any more.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
-      if (evaluation.nonEmpty) batch.add(frame) else link.send("POISON", id, "its attempt is over, or it was reset")
+      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt is over, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
@@ -85,7 +85,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(book -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
     case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
-    case "POISON" =>
+    case "ABORT" =>
       synchronized(book -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
     case other => throw new FrameException(s"the driver does not send $other to an evaluation")
@@ -103,7 +103,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     if (book.nonEmpty) over(_.attempt == attempt, failed)
 
   private def over(which: Evaluation => Boolean, failed: Option[String]): Unit =
-    end(which, if (failed.isEmpty) "cut" else "failed", failed.getOrElse(Unneeded))
+    end(which, if (failed.isEmpty) "abandoned" else "failed", failed.getOrElse(Unneeded))
 
   /** Tells both sides: the coordinator, and whoever waits for it in the task. The driver hears of a begin before it hears of its
     * end: who is about to tell it of one tells it of the other too. */
@@ -115,9 +115,9 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       found
     }
     val batch = new Batch(toDriver)
-    over.foreach(evaluation => batch.add("GONE", evaluation.id, outcome, reason))
+    over.foreach(evaluation => batch.add("ENDED", evaluation.id, outcome, reason))
     batch.flush()
-    over.foreach(evaluation => evaluation.link.send("POISON", evaluation.id, reason))
+    over.foreach(evaluation => evaluation.link.send("ABORT", evaluation.id, reason))
   }
 
   private def find(id: Long): Option[Evaluation] = synchronized(book.get(id))

@@ -47,7 +47,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     bytes => driver.askSync(SparkInternals.withSender(self, bytes), AskMs))
   private val processes = new Processes(ledger, nameOf, () => System.nanoTime())
   private val agent = new Agent(() => place, settings, jar, text => Log.log.info(s"executor $executor $text"))
-  private val sides = new Sides(settings, ledger, processes, agent, pool,
+  private val sides = new ExecutorListeners(settings, ledger, processes, agent, pool,
     description => Where(application, description.name, description.id, executor, host, configuration.asJava))
   private val partitions = new Partitions(ownerOf, ledger, pool, new Partitions.Disk {
     override def delete(output: Output): Boolean = SparkInternals.deleteOutput(output)
@@ -175,19 +175,19 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
   private def listenerFailed(task: TaskContext, failed: SideFailed): Unit = {
     val error = failed.getCause match {
       case said: AgentFailed => said.getMessage
-      case open: OpenFailedException => s"${open.getMessage}\n${Refusal.trace(open.getCause)}"
-      case other => Refusal.trace(other)
+      case open: OpenFailedException => s"${open.getMessage}\n${TaskRejection.trace(open.getCause)}"
+      case other => TaskRejection.trace(other)
     }
     refuse(task, failed.description.id, failed.listener,
       s"stagecrew: a listener of topology '${failed.description.name}' could not be opened on executor $executor:\n$error")
   }
 
   private def refuse(task: TaskContext, cause: Throwable): Unit = refuse(task, Description.Application, "",
-    s"stagecrew: this task cannot begin on executor $executor: ${Refusal.trace(cause)}")
+    s"stagecrew: this task cannot begin on executor $executor: ${TaskRejection.trace(cause)}")
 
   /** The body of this attempt does not run, and the driver is told. */
   private def refuse(task: TaskContext, topology: String, listener: String, text: String): Unit =
-    Refusal.refuse(task, executor, topology, listener, text, sides.failedInARow(topology)) { frame =>
+    TaskRejection.refuse(task, executor, topology, listener, text, sides.failedInARow(topology)) { frame =>
       driver.send(SparkInternals.withSender(self, frame))
     }
 
@@ -342,7 +342,7 @@ final class ExecutorCrew(conf: SparkConf, executor: String, version: String, jar
     if (server.isEmpty) {
       val folder = try SparkInternals.temporaryFolder(conf) catch {
         case Failure(error) => throw new java.io.IOException(s"executor $executor (host $host) cannot create a folder for the channel to its Python " +
-          s"processes; check its local directories (spark.local.dir): ${Refusal.text(error)}", error)
+          s"processes; check its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
       }
       val channels = try new Channels(folder.toPath, settings, version, () => welcome, this) catch {
         case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error

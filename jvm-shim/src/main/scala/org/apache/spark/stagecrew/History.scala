@@ -11,7 +11,7 @@ private[stagecrew] final case class KeptState(
     @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long, capped: Boolean, trimmed: Boolean, body: String)
 
 /** Hears the events of one log. Of what is not understood nothing is kept; that never stops the reading of a log. */
-private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: Int) extends SparkListener {
+private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
   private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
   private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: an event of one may come again
 
@@ -43,14 +43,14 @@ private[stagecrew] final class HistoryListener(kept: Kept[KeptState], retained: 
 
 /** The tab in the History Server, found by META-INF/services. */
 final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
-  override def listener(conf: SparkConf, kept: Kept[KeptState]): SparkListener = new HistoryListener(kept, retained(conf))
+  override def listener(conf: SparkConf, kept: TypedStore[KeptState]): SparkListener = new HistoryListener(kept, retained(conf))
 
   /** A setting that is wrong must not keep a History Server from showing applications. */
   private def retained(conf: SparkConf): Int =
     try new Settings(conf).retainedTopologies
     catch { case Failure(error) => Log.log.warn("the default settings are taken", error); new Settings(new SparkConf(false)).retainedTopologies }
 
-  override def pages(kept: Kept[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
+  override def pages(kept: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
 }
 
 private[stagecrew] object History {
@@ -58,8 +58,8 @@ private[stagecrew] object History {
   val Forgotten = "forgotten"
 
   /** What is kept does not change while it is shown: it is read once, and again when memory was short. */
-  def reader(kept: Kept[KeptState]): () => Shown = {
-    var read = new SoftReference[Shown](null)
+  def reader(kept: TypedStore[KeptState]): () => PageModel = {
+    var read = new SoftReference[PageModel](null)
     () => synchronized {
       Option(read.get).getOrElse {
         val shown = of(kept.all)
@@ -69,7 +69,7 @@ private[stagecrew] object History {
     }
   }
 
-  def of(all: Seq[KeptState]): Shown = {
+  def of(all: Seq[KeptState]): PageModel = {
     val (forgotten, states) = all.partition(_.kind == Forgotten)
     val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state => parsed(state)(TopologyView.of).map(state -> _))
     val sums = states.flatMap(state => parsed(state)(node => Option(node.get("totals")).map(Totals.of))).flatten
@@ -81,7 +81,7 @@ private[stagecrew] object History {
     val ended = views.exists { case (_, view) => view.kind == DriverCrew.ApplicationKind && view.state == "closed" }
     val notes = views.map { case (state, view) => view.id -> notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
       rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
-    Shown(
+    PageModel(
       rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
         topologies = views.map(_._2).sortBy(_.started).toVector, totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
         forgottenTopologies = forgotten.map(_.body.toInt).sum),

@@ -5,7 +5,7 @@ import scala.xml.{Node, NodeSeq}
 
 /** The stored job whose driver the application is: who leads it, and its steps. */
 private[stagecrew] object JobPage {
-  def html(shown: Shown, ask: Ask): Seq[Node] = shown.snapshot.recovery match {
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = shown.snapshot.recovery match {
     case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with
       {" "}<code>stagecrew submit</code>.</p>
     case Some(recovery) =>
@@ -19,13 +19,13 @@ private[stagecrew] object JobPage {
         if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
   }
 
-  def json(shown: Shown): ObjectNode = {
+  def json(shown: PageModel): ObjectNode = {
     val node = Tab.head(shown)
     shown.snapshot.recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
     node
   }
 
-  private def columns(shown: Shown): Seq[Column[StepView]] = Seq(
+  private def columns(shown: PageModel): Seq[Column[StepView]] = Seq(
     Column.text("Step")(_.name), Column.text("State", "found: an earlier run had stored its result")(_.state),
     Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(step =>

@@ -29,6 +29,8 @@ private[stagecrew] object Json {
   def items(node: JsonNode): Seq[ObjectNode] =
     if (node == null) Nil else node.elements.asScala.map(_.asInstanceOf[ObjectNode]).toSeq
   def strings(node: JsonNode): Seq[String] = if (node == null) Nil else node.elements.asScala.map(_.asText).toSeq
+  /** A field under its name, or under an earlier one: event logs that were written before a rename stay readable. */
+  def renamed(node: JsonNode, name: String, earlier: String): JsonNode = if (node.has(name)) node.get(name) else node.path(earlier)
   def fields(node: JsonNode): Map[String, String] =
     if (node == null) Map.empty else node.properties.asScala.map(entry => entry.getKey -> entry.getValue.asText).toMap
 }

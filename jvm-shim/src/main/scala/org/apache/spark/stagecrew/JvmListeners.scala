@@ -47,7 +47,7 @@ final class JvmListeners(
         case error: Throwable =>
           leave(scopes)
           failed(entry, error)
-          throw new OpenFailedException(entry.name, s"decorate of ${what(entry)} failed: ${Refusal.text(error)}", error)
+          throw new OpenFailedException(entry.name, s"decorate of ${what(entry)} failed: ${TaskRejection.text(error)}", error)
       }
     }
     scopes
@@ -83,7 +83,7 @@ final class JvmListeners(
       case error: Throwable =>
         failed(entry, error)
         throw new OpenFailedException(entry.name,
-          s"${what(entry)} cannot be created: ${Refusal.text(error)}. Is the class in a jar that the executors have, with a public " +
+          s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. Is the class in a jar that the executors have, with a public " +
             "constructor without parameters?", error)
     }
 
@@ -103,7 +103,7 @@ final class JvmListeners(
         call.cancel(true)
         took(failed = true)
         val (message, cause) = error match {
-          case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${Refusal.text(failed.getCause)}" -> failed.getCause
+          case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
           case late: TimeoutException =>
             s"$hook of ${what(entry)} took longer than $timeoutMs ms and was interrupted" -> late
           case other => s"$hook of ${what(entry)} was interrupted" -> other
@@ -114,7 +114,7 @@ final class JvmListeners(
   }
 
   private def failed(entry: Entry, error: Throwable): Unit =
-    count(entry)(c => c.copy(failures = c.failures + 1, lastError = Show.cut(Refusal.text(error), ListenerCounts.ErrorLength)))
+    count(entry)(c => c.copy(failures = c.failures + 1, lastError = Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength)))
 
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
     ledger.listener(where.topologyId, entry.index, entry.name, "jvm")(f)

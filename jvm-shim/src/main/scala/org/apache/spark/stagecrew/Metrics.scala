@@ -49,7 +49,7 @@ private[stagecrew] object Metrics {
       operators("evaluations.live", "Evaluations that talk with coordinators now.")(_.live),
       operators("evaluations.finished", "Evaluations that came to their end.")(_.finished),
       operators("evaluations.failed", "Evaluations that failed.")(_.failed),
-      operators("evaluations.cut", "Evaluations that were cut short.")(_.cut),
+      operators("evaluations.abandoned", "Evaluations that Spark stopped reading before their end.")(_.abandoned),
       operators("resets", "How often a coordinator began anew.")(_.resets),
       operators("events.in", "Events from tasks.")(_.eventsIn),
       operators("events.out", "Events to tasks.")(_.eventsOut),

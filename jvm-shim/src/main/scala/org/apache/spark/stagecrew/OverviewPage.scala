@@ -8,7 +8,7 @@ private[stagecrew] object OverviewPage {
   /** A listener of a topology on all executors together. */
   private final case class Row(topology: TopologyView, executors: Seq[String], sum: ListenerCounts)
 
-  def html(shown: Shown, ask: Ask): Seq[Node] = {
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
     val all = shown.snapshot.topologies
     val topologies = Table("topologies", ordered(all), columns(shown, ask))
     val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(ask))
@@ -32,9 +32,9 @@ private[stagecrew] object OverviewPage {
       else tables(listeners)).flatten
   }
 
-  def json(shown: Shown): ObjectNode = shown.snapshot.json.setAll[ObjectNode](Tab.head(shown))
+  def json(shown: PageModel): ObjectNode = shown.snapshot.json.setAll[ObjectNode](Tab.head(shown))
 
-  private def when(shown: Shown): NodeSeq =
+  private def when(shown: PageModel): NodeSeq =
     if (!shown.history) NodeSeq.Empty
     else <p>Out of the event log, whose last word of stagecrew is of {Show.date(shown.now)}.</p> ++ shown.notes.getOrElse("", Nil).map(Show.note)
 
@@ -53,7 +53,7 @@ private[stagecrew] object OverviewPage {
       {" "}<code>with stagecrew.crew(spark).topology("name", listeners=[...]):</code>{" "}
       and spans every job, query and stream that is started inside.</p>
 
-  private def columns(shown: Shown, ask: Ask): Seq[Column[TopologyView]] = Seq(
+  private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state), Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
@@ -72,7 +72,7 @@ private[stagecrew] object OverviewPage {
       Row(topology, rows.map(_._2), rows.map(_._3).reduce(_ + _))
     }
 
-  private def listenerColumns(ask: Ask): Seq[Column[Row]] =
+  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] =
     Seq(
       Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
       Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++ counts[Row](_.sum).drop(2)

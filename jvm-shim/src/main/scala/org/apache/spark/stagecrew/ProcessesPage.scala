@@ -6,7 +6,7 @@ import scala.xml.{Node, NodeSeq}
 
 /** The Python processes of the executors: what each takes now, and took. */
 private[stagecrew] object ProcessesPage {
-  def html(shown: Shown, ask: Ask): Seq[Node] = {
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
     val all = shown.snapshot.processes
     val processes = Table("processes", all.sortBy(p => (p.ended > 0, p.executor, p.role, p.pid)), columns(shown))
     val running = all.filter(_.ended == 0)
@@ -22,13 +22,13 @@ private[stagecrew] object ProcessesPage {
         <h4>{s"Python processes (${all.size})"}</h4> ++ new Tables(ask, "processes/", Nil, processes)(processes)).flatten
   }
 
-  def json(shown: Shown): ObjectNode = {
+  def json(shown: PageModel): ObjectNode = {
     val node = Tab.head(shown)
     Json.put(node, "processes", shown.snapshot.processes.map(_.json))
     node
   }
 
-  private def columns(shown: Shown): Seq[Column[ProcessView]] = Seq(
+  private def columns(shown: PageModel): Seq[Column[ProcessView]] = Seq(
     Column.text("Executor")(_.executor), Column.text("Host")(_.host), Column.text("Role")(_.role), Column.number("Process")(_.pid),
     Column.text("State")(p => if (p.ended > 0) "ended" else "running"), Column.date("Started")(_.started), Column.date("Ended")(_.ended),
     Column.duration("Duration")(p => math.max(0L, (if (p.ended > 0) p.ended else shown.now) - p.started)),

@@ -121,7 +121,7 @@ final case class OperatorView(
     live: Long, // evaluations
     finished: Long,
     failed: Long,
-    cut: Long,
+    abandoned: Long,
     resets: Long,
     eventsIn: Long,
     eventsOut: Long,
@@ -134,11 +134,11 @@ final case class OperatorView(
     lastError: String) {
 
   /** What never goes down, together. */
-  private[stagecrew] def counted: Long = finished + failed + cut + resets + eventsIn + eventsOut + requests
+  private[stagecrew] def counted: Long = finished + failed + abandoned + resets + eventsIn + eventsOut + requests
 
   private[stagecrew] def json: ObjectNode = {
     val node = Json.obj().put("name", name).put("kind", kind).put("state", state).put("live", live).put("finished", finished)
-      .put("failed", failed).put("cut", cut).put("resets", resets).put("eventsIn", eventsIn).put("eventsOut", eventsOut)
+      .put("failed", failed).put("abandoned", abandoned).put("resets", resets).put("eventsIn", eventsIn).put("eventsOut", eventsOut)
       .put("requests", requests).put("queued", queued).put("waitsFor", waitsFor).put("lastError", lastError)
     node.set[ObjectNode]("replies", replies.json)
     node.set[ObjectNode]("acknowledgements", acknowledgements.json)
@@ -152,13 +152,13 @@ object OperatorView {
   /** Numbers of several together, under the name of those that are not listed; no times and no words. */
   private[stagecrew] def sum(views: Iterable[OperatorView]): OperatorView = {
     def of(f: OperatorView => Long): Long = views.iterator.map(f).sum
-    OperatorView(Topology.Forgotten, Topology.Forgotten, "", of(_.live), of(_.finished), of(_.failed), of(_.cut), of(_.resets), of(_.eventsIn),
+    OperatorView(Topology.Forgotten, Topology.Forgotten, "", of(_.live), of(_.finished), of(_.failed), of(_.abandoned), of(_.resets), of(_.eventsIn),
       of(_.eventsOut), of(_.requests), of(_.queued), Percentiles(), Percentiles(), "", Vector.empty, "")
   }
 
   private[stagecrew] def of(node: JsonNode): OperatorView = OperatorView(
     node.path("name").asText, node.path("kind").asText, node.path("state").asText, node.path("live").asLong,
-    node.path("finished").asLong, node.path("failed").asLong, node.path("cut").asLong, node.path("resets").asLong,
+    node.path("finished").asLong, node.path("failed").asLong, Json.renamed(node, "abandoned", "cut").asLong, node.path("resets").asLong,
     node.path("eventsIn").asLong, node.path("eventsOut").asLong, node.path("requests").asLong, node.path("queued").asLong,
     Percentiles.of(node.path("replies")), Percentiles.of(node.path("acknowledgements")), node.path("waitsFor").asText,
     node.path("progress").properties.asScala.iterator.map(entry => entry.getKey -> entry.getValue.asText).toVector,

@@ -199,15 +199,15 @@ package org.apache.spark {
     }
 
     /** What a request for a page asks: where the tab is, and its parameters. */
-    private[stagecrew] final case class Ask(root: String, parameters: Map[String, String] = Map.empty)
+    private[stagecrew] final case class PageRequest(root: String, parameters: Map[String, String] = Map.empty)
 
     /** A page of the tab. It may refuse a request by an IllegalArgumentException: that is answered with 400, as by Spark. */
     private[stagecrew] trait Page {
       /** Below the tab's own; "" is the tab's first. */
       def path: String
-      def title(ask: Ask): String
-      def html(ask: Ask): Seq[Node]
-      def json(ask: Ask): String
+      def title(ask: PageRequest): String
+      def html(ask: PageRequest): Seq[Node]
+      def json(ask: PageRequest): String
     }
 
     // core/ui/{WebUI,SparkUI}.scala: the tab's path and, capitalised, its name are the prefix.
@@ -224,9 +224,9 @@ package org.apache.spark {
 
       override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(page.json(asked(request)))
 
-      private def asked(request: HttpServletRequest): Ask = {
+      private def asked(request: HttpServletRequest): PageRequest = {
         val parameters = request.getParameterNames.asScala.map(name => name -> request.getParameter(name)).toMap
-        Ask(s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix", parameters)
+        PageRequest(s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix", parameters)
       }
     }
 
@@ -261,7 +261,7 @@ package org.apache.spark {
     }
 
     /** What the History Server keeps of an application: core/status/{ElementTrackingStore,KVUtils}.scala, util/kvstore. */
-    private[stagecrew] final class Kept[T](store: KVStore, what: Class[T]) {
+    private[stagecrew] final class TypedStore[T](store: KVStore, what: Class[T]) {
       def write(one: T): Unit = store match {
         case tracking: ElementTrackingStore => tracking.write(one, checkTriggers = true); ()
         case other => other.write(one)
@@ -274,15 +274,15 @@ package org.apache.spark {
     /** core/status/AppHistoryServerPlugin.scala, made by the History Server for each application. */
     private[stagecrew] abstract class HistoryTab[T](prefix: String, what: Class[T]) extends AppHistoryServerPlugin {
       /** What hears the events of the log. */
-      def listener(conf: SparkConf, kept: Kept[T]): SparkListener
+      def listener(conf: SparkConf, kept: TypedStore[T]): SparkListener
       /** Called when something is kept. */
-      def pages(kept: Kept[T]): Seq[Page]
+      def pages(kept: TypedStore[T]): Seq[Page]
 
       override def createListeners(conf: SparkConf, store: ElementTrackingStore): Seq[SparkListener] =
-        Seq(listener(conf, new Kept(store, what)))
+        Seq(listener(conf, new TypedStore(store, what)))
 
       override def setupUI(ui: SparkUI): Unit = {
-        val kept = new Kept(ui.store.store, what)
+        val kept = new TypedStore(ui.store.store, what)
         if (kept.count > 0) ui.attachTab(new PagesTab(ui, prefix, pages(kept)))
       }
 
@@ -557,7 +557,7 @@ package org.apache.spark {
 
       def eventLog(sc: SparkContext): Boolean = sc.conf.get(internal.config.EVENT_LOG_ENABLED)
 
-      def keptInMemory[T](what: Class[T]): Kept[T] = new Kept(new InMemoryStore, what)
+      def keptInMemory[T](what: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, what)
 
       /** Has these hear the events of a log, of the lines that are wanted: core/deploy/history/EventLogFileReaders.scala,
         * core/scheduler/ReplayListenerBus.scala. It may be cut off. */

@@ -8,7 +8,7 @@ import org.apache.spark.SparkContext
 
 /** What the pages show: a snapshot, taken `now`. Out of an event log, each topology is as old as its event, and of some there
   * is something to be said. */
-private[stagecrew] final case class Shown(
+private[stagecrew] final case class PageModel(
     snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty, notes: Map[String, Seq[String]] = Map.empty) {
 
   /** Up to when a topology is known. */
@@ -28,31 +28,31 @@ private[stagecrew] object Tab {
   val Prefix = "stagecrew"
 
   def attach(sc: SparkContext, crew: DriverCrew): Unit =
-    SparkInternals.attachTab(sc, Prefix, pages(() => Shown(crew.snapshot, System.currentTimeMillis())))
+    SparkInternals.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
 
-  def pages(shown: () => Shown): Seq[Page] = Seq(
+  def pages(shown: () => PageModel): Seq[Page] = Seq(
     new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => OverviewPage.json(shown)),
     new TabPage("topology", shown, TopologyPage.html, TopologyPage.title, TopologyPage.json),
     new TabPage("processes", shown, ProcessesPage.html, (_, _) => "Stagecrew: Python processes", (shown, _) => ProcessesPage.json(shown)),
     new TabPage("jobs", shown, JobPage.html, (_, _) => "Stagecrew: stored job", (shown, _) => JobPage.json(shown)))
 
   /** Of a page's JSON: its version, and what the page says above it. */
-  def head(shown: Shown, id: String = ""): ObjectNode =
+  def head(shown: PageModel, id: String = ""): ObjectNode =
     Json.obj().put("version", Snapshot.Version).set[ObjectNode]("notes", Json.arr(shown.notes.getOrElse(id, Nil)))
 
   private final class TabPage(
-      val path: String, shown: () => Shown, content: (Shown, Ask) => Seq[Node], name: (Shown, Ask) => String,
-      node: (Shown, Ask) => ObjectNode) extends Page {
-    override def title(ask: Ask): String = name(shown(), ask)
-    override def html(ask: Ask): Seq[Node] = {
+      val path: String, shown: () => PageModel, content: (PageModel, PageRequest) => Seq[Node], name: (PageModel, PageRequest) => String,
+      node: (PageModel, PageRequest) => ObjectNode) extends Page {
+    override def title(ask: PageRequest): String = name(shown(), ask)
+    override def html(ask: PageRequest): Seq[Node] = {
       val now = shown()
       menu(now, ask, path) ++ content(now, ask)
     }
-    override def json(ask: Ask): String = Json.write(node(shown(), ask))
+    override def json(ask: PageRequest): String = Json.write(node(shown(), ask))
   }
 
   /** The way between the pages; the JSON of each beside it. */
-  private def menu(shown: Shown, ask: Ask, here: String): Seq[Node] = {
+  private def menu(shown: PageModel, ask: PageRequest, here: String): Seq[Node] = {
     val pages = Seq("" -> "Overview", "processes" -> "Python processes") ++ shown.snapshot.recovery.map(_ => "jobs" -> "Stored job")
     val links = pages.map { case (path, name) =>
       if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(ask, path)}>{name}</a>
@@ -62,10 +62,10 @@ private[stagecrew] object Tab {
     <p class="stagecrew-menu">{(links :+ <a href={json}>JSON</a>).flatMap(node => Seq[Node](Text(" | "), node)).drop(1)}</p>
   }
 
-  private def link(ask: Ask, path: String): String = if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
+  private def link(ask: PageRequest, path: String): String = if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
 
   /** The link to a topology's page. */
-  def topology(ask: Ask, topology: TopologyView): Node =
+  def topology(ask: PageRequest, topology: TopologyView): Node =
     <a href={s"${link(ask, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
 
   /** How a link names a topology: by its id where that is plain. Ids hold what users call their topologies. */

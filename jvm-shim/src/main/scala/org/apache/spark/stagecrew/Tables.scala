@@ -37,7 +37,7 @@ private[stagecrew] object Column {
 /** A table: its parameters are named by its tag, as in `topologies.page`. In its own order until a column is chosen. */
 private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns: Seq[Column[T]]) {
   /** Its parameters of a request: what they say is known, or refused. */
-  def paging(ask: Ask): Paging = {
+  def paging(ask: PageRequest): Paging = {
     def asked[A](name: String, otherwise: A)(read: String => Option[A]): A =
       ask.parameters.get(s"$tag.$name").filter(_.nonEmpty).fold(otherwise)(text =>
         read(text).getOrElse(throw new IllegalArgumentException(s"the parameter $tag.$name has a value that it cannot have")))
@@ -57,7 +57,7 @@ private[stagecrew] final case class Table[T](tag: String, rows: Seq[T], columns:
 }
 
 /** The tables of a page at this path: each keeps its place while another is turned or sorted. */
-private[stagecrew] final class Tables(ask: Ask, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
+private[stagecrew] final class Tables(ask: PageRequest, path: String, fixed: Seq[(String, String)], tables: Table[_]*) {
   private val pagings = tables.map(table => table.tag -> table.paging(ask)).toMap
 
   def apply[T](table: Table[T]): NodeSeq = {

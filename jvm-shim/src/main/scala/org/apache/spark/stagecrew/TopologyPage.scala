@@ -5,7 +5,7 @@ import scala.xml.{Node, NodeSeq}
 
 /** The page of one topology. */
 private[stagecrew] object TopologyPage {
-  def html(shown: Shown, ask: Ask): Seq[Node] = {
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
     val topology = asked(shown, ask)
     val inside = Table("topologies", shown.snapshot.topologies.filter(_.parent.contains(topology.id)), insideColumns(shown, ask))
     val operators = Table("coordinators", topology.operators, operatorColumns)
@@ -29,22 +29,22 @@ private[stagecrew] object TopologyPage {
       section("Topologies inside", inside, "")).flatten
   }
 
-  def title(shown: Shown, ask: Ask): String = s"Stagecrew: ${Show.cut(asked(shown, ask).name, Show.Length)}"
+  def title(shown: PageModel, ask: PageRequest): String = s"Stagecrew: ${Show.cut(asked(shown, ask).name, Show.Length)}"
 
-  def json(shown: Shown, ask: Ask): ObjectNode = {
+  def json(shown: PageModel, ask: PageRequest): ObjectNode = {
     val topology = asked(shown, ask)
     val node = Tab.head(shown, topology.id).put("until", shown.until(topology))
     node.set[ObjectNode]("topology", topology.json)
     node
   }
 
-  private def asked(shown: Shown, ask: Ask): TopologyView = {
+  private def asked(shown: PageModel, ask: PageRequest): TopologyView = {
     val id = ask.parameters.getOrElse("id", throw new IllegalArgumentException("the parameter id is missing: it names the topology"))
     shown.find(id).getOrElse(throw new IllegalArgumentException(
       s"there is no topology of this id: it may have been forgotten, as only so many closed ones are kept (${Settings.RetainedTopologies})"))
   }
 
-  private def summary(shown: Shown, ask: Ask, topology: TopologyView): Node = {
+  private def summary(shown: PageModel, ask: PageRequest, topology: TopologyView): Node = {
     val counts = topology.executors.map(_._2)
     val stored = counts.map(_.stored)
     Show.facts(
@@ -82,7 +82,7 @@ private[stagecrew] object TopologyPage {
     Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
     Column.text("Waits for", "Whom its tasks or it wait for, and since when")(_.waitsFor),
     Column.number("Live", "Evaluations that run")(_.live), Column.number("Finished")(_.finished), Column.number("Failed")(_.failed),
-    Column.number("Cut", "Evaluations that Spark ended, as of the loser of a speculation")(_.cut), Column.number("Resets")(_.resets),
+    Column.number("Abandoned", "Evaluations that Spark stopped reading before their end")(_.abandoned), Column.number("Resets")(_.resets),
     Column.number("Events in", "From tasks to the coordinator")(_.eventsIn), Column.number("Events out", "From the coordinator to tasks")(_.eventsOut),
     Column.number("Requests")(_.requests), Column.number("Queued", "Messages that wait for the coordinator")(_.queued),
     percentiles("Replies", "From a request's arrival on the driver to its reply: median, 95th and 99th percentile, and the longest")(_.replies),
@@ -110,7 +110,7 @@ private[stagecrew] object TopologyPage {
     Column.number("Python processes", "That opened a listener")(_._2.processes),
     Column.number("Lost processes", "Gone before they had closed it")(_._2.lostProcesses))
 
-  private def insideColumns(shown: Shown, ask: Ask): Seq[Column[TopologyView]] = Seq(
+  private def insideColumns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
     Column.text("State")(_.state), Column.date("Started")(_.started), Column.duration("Duration")(shown.duration))
 }

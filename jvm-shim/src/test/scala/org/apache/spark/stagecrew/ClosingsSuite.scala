@@ -42,7 +42,7 @@ class ClosingsSuite extends AnyFunSuite {
       override def schedule(ms: Long)(f: => Unit): Unit = due += (() => f)
     }
     private val agent = new Agent(() => null, settings, "", _ => ())
-    val sides = new Sides(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
+    val sides = new ExecutorListeners(settings, ledger, processes, agent, pool, _ => Where("app", "t", "t", "1", "host", java.util.Map.of()))
     val released = mutable.Buffer.empty[String]
     var releasing = CompletableFuture.completedFuture(Taken(blocks = Map(CachedBlock(7, 0) -> 1L)))
     val taken = mutable.Buffer.empty[Option[Taken]]

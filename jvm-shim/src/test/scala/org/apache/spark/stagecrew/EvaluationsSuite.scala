@@ -77,19 +77,19 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
     evaluations.attemptOver(1, Some("killed"))
-    assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("GONE", 1, "failed")))
+    assert(driver.map(frame => (frame.kind, frame.long("evaluation"), frame.text("outcome"))) == Seq(("ENDED", 1, "failed")))
     kinds(driver)
-    assert(kinds(worker) == List("POISON"))
+    assert(kinds(worker) == List("ABORT"))
     says(request(1, 1), request(2, 1))
-    assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("POISON"))
+    assert(kinds(driver) == List("REQUEST") && kinds(worker) == List("ABORT"))
     evaluations.attemptOver(2, None)
-    assert(driver.map(_.text("outcome")) == Seq("cut"))
+    assert(driver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
   test("an evaluation that Spark cuts short is told so: it may wait for an event, and nobody else would") {
     says(ready(1, 1))
     evaluations.attemptOver(1, None)
-    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("POISON", "Spark needed no more of its rows")))
+    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
   test("an attempt that is killed ends its evaluations at once, and those that it begins until it is over") {
@@ -97,56 +97,56 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     kinds(driver)
     attempts.failures(1) = "killed"
     evaluations.interrupted(1)
-    assert(kinds(driver) == List("GONE") && worker.map(_.long("evaluation")) == Seq(1))
+    assert(kinds(driver) == List("ENDED") && worker.map(_.long("evaluation")) == Seq(1))
     kinds(worker)
     says(ready(3, 1))
-    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
     attempts.over += 1
     evaluations.attemptOver(1, Some("killed"))
     kinds(driver)
     says(ready(4, 1))
-    assert(driver.map(_.kind) == Seq("READY", "GONE") && driver.last.text("outcome") == "failed")
+    assert(driver.map(_.kind) == Seq("READY", "ENDED") && driver.last.text("outcome") == "failed")
   }
 
   test("an attempt that was asked to end before the executor's first evaluation began has that ended at once") {
     attempts.failures(1) = "killed"
     says(ready(1, 1))
-    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
   test("one whose attempt was over before it was booked is told of as cut, and that to its task") {
     says(ready(3, 99))
-    assert(driver.last.text("outcome") == "cut")
-    assert(kinds(driver) == List("READY", "GONE") && kinds(worker) == List("POISON"))
+    assert(driver.last.text("outcome") == "abandoned")
+    assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
   test("one whose attempt had failed before it was booked failed: its worker may be dead before this thread reads what it said") {
     attempts.failures(99) = "its attempt failed"
     says(ready(3, 99))
-    assert(driver.map(_.kind) == Seq("READY", "GONE"))
+    assert(driver.map(_.kind) == Seq("READY", "ENDED"))
     assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
-    assert(kinds(worker) == List("POISON"))
+    assert(kinds(worker) == List("ABORT"))
   }
 
   test("the driver hears of a begin before it hears of its end, also where the attempt fails while the begin is being told") {
     meanwhile = Some(() => evaluations.attemptOver(1, Some("its attempt failed")))
     says(ready(3, 1))
-    assert(driver.map(_.kind) == Seq("READY", "GONE"))
+    assert(driver.map(_.kind) == Seq("READY", "ENDED"))
     assert((driver.last.text("outcome"), driver.last.text("reason")) == (("failed", "its attempt failed")))
-    assert(kinds(worker) == List("POISON"))
+    assert(kinds(worker) == List("ABORT"))
   }
 
   test("when nothing reaches the driver's Python any more all end, and their tasks are told why") {
     says(ready(1, 1), ready(2, 2))
     arrives(Frames.encode("LOST", "driver", "it broke"))
-    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("POISON", "it broke")))
+    assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("ABORT", "it broke")))
   }
 
   test("with its link all evaluations of a worker are gone") {
     val link = says(ready(1, 1), ready(2, 1))
     kinds(driver)
     evaluations.gone(link)
-    assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("GONE"))
+    assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("ENDED"))
   }
 
   test("events wait in the mailbox until they are asked for, and are acknowledged when they are in") {
@@ -154,11 +154,11 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     kinds(driver)
     arrives(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))
     assert(kinds(driver) == List("ACCEPTED") && worker.isEmpty)
-    says(Frames.encode("WANT", 1L, 5L, 100L))
+    says(Frames.encode("CREDIT_REQUEST", 1L, 5L, 100L))
     assert(kinds(worker) == List("EVENTS"))
     arrives(Frames.encode("EVENTS", 1L, 4L, Vector(Array[Byte](4))))
     assert(kinds(driver) == List("OVERFLOWED"))
-    arrives(Frames.encode("POISON", 1L, "events were lost"), reply(1, 1))
-    assert(kinds(worker) == List("POISON"))
+    arrives(Frames.encode("ABORT", 1L, "events were lost"), reply(1, 1))
+    assert(kinds(worker) == List("ABORT"))
   }
 }

@@ -19,8 +19,8 @@ class EventLogSuite extends AnyFunSuite {
   private def jobs(state: StagecrewState): Int = TopologyView.of(Json.parse(state.body)).jobs
 
   /** What the History Server has after it has read these events as Spark writes them. */
-  private def history(events: Seq[String], retained: Any = 1000): Shown = {
-    val kept = new Kept(new InMemoryStore, classOf[KeptState])
+  private def history(events: Seq[String], retained: Any = 1000): PageModel = {
+    val kept = new TypedStore(new InMemoryStore, classOf[KeptState])
     val listener = new HistoryPlugin().listener(new SparkConf(false).set(Settings.RetainedTopologies, retained.toString), kept)
     events.map(JsonProtocol.sparkEventFromJson).foreach(listener.onOtherEvent)
     History.of(kept.all)
@@ -209,7 +209,7 @@ class EventLogSuite extends AnyFunSuite {
       s"""{"Event":"$name","version":9,"kind":"from the future","id":"z","body":"{}"}""",
       good))
     assert(shown.find("a").exists(_.state == "") && shown.notes("a").exists(_.contains("newer stagecrew")))
-    Tab.pages(() => shown).foreach(page => page.html(Ask("", Map("id" -> "a"))))
+    Tab.pages(() => shown).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 
   test("a setting of the History Server that is wrong keeps nothing from being shown") {

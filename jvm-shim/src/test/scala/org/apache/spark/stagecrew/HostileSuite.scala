@@ -11,16 +11,16 @@ class HostileSuite extends AnyFunSuite {
   private val Reversed = "\u202Egpj.exe\u2066\u200F"
   private val Texts = Seq(Hostile, "</td></tr></table><script>alert(2)</script>", "' onmouseover='alert(3)", "]]><!-- -->", Reversed, Long, "\uD83D\uDE00" * 5000, "a\u0000b\u001Bc")
 
-  private def everywhere(text: String): Shown = {
+  private def everywhere(text: String): PageModel = {
     val counts = ExecutorCounts(Map(0 -> ListenerCounts(text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
     val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), Vector(text -> counts), Vector(text), Vector(text),
       Vector(operator(text, text -> 1L).copy(kind = text, state = text, waitsFor = text, lastError = text)),
       Vector(Span(text, text, text, 1000, 2000, failed = true)))
-    Shown(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
+    PageModel(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
       Some(RecoveryView(Vector(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
   }
 
-  private def pages(shown: Shown): Seq[Elem] =
+  private def pages(shown: PageModel): Seq[Elem] =
     Seq("", "topology", "processes", "jobs").map(path => page(path, shown, "id" -> Tab.key(shown.snapshot.topologies.head.id)))
 
   test("markup, quotes and control characters stay text, in cells, titles and pictures") {

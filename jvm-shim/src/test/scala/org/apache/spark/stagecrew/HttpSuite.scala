@@ -24,7 +24,7 @@ class HttpSuite extends AnyFunSuite {
 
   private val Paths = Seq("", "topology/?id=t1", "processes/", "jobs/", "json/", "topology/json/?id=t1", "processes/json/", "jobs/json/")
 
-  private def serving[T](shown: Shown, settings: (String, String)*)(
+  private def serving[T](shown: PageModel, settings: (String, String)*)(
       f: ((String, Option[String], String) => HttpResponse[String]) => T): T = {
     val conf = new SparkConf(false).set("spark.ui.port", "0").set("spark.app.name", "suite").setAll(settings)
     val ui = SparkUI.create(None, new AppStatusStore(new InMemoryStore), conf, new SecurityManager(conf), "suite", "", 0L)
@@ -71,7 +71,7 @@ class HttpSuite extends AnyFunSuite {
   }
 
   test("pages over 1,000 topologies are there in under a second, with a page of rows") {
-    val many = Shown(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
+    val many = PageModel(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
     serving(many) { ask =>
       Seq("", "?topologies.sort=Duration", "topology/?id=t1").foreach { path =>
         ask(path, None, "GET")

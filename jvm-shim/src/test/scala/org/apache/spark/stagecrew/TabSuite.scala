@@ -79,7 +79,7 @@ class TabSuite extends AnyFunSuite {
   test("processes are shown as they are now and over time, and those that have ended are marked") {
     val samples = Vector(Sample(1000, 100L << 20, 0, 3, 20), Sample(2000, 300L << 20, 1500, 4, 21))
     val views = Vector(ProcessView("1", "h", 77, "worker", 1000, 5000, samples), ProcessView("1", "h", 78, "agent", 1000, 0, samples))
-    val html = page("processes", Shown(Snapshot(Vector.empty, Totals(), views), 61000))
+    val html = page("processes", PageModel(Snapshot(Vector.empty, Totals(), views), 61000))
     assert(rows(html, "processes").map(_.slice(2, 5)) == Seq(Seq("agent", "78", "running"), Seq("worker", "77", "ended")))
     assert(row(html, "processes", "Memory").startsWith("300.0 MiB") && row(html, "processes", "CPU").startsWith("1.50"))
     assert((html \\ "svg").size == 8 && (html \\ "svg").forall(_ \@ "role" == "img"))
@@ -88,21 +88,21 @@ class TabSuite extends AnyFunSuite {
 
   test("the page of the stored job is linked when there is one, and shows its facts and steps") {
     val recovery = RecoveryView(Vector("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
-    val with_ = Shown(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
+    val with_ = PageModel(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
     val html = page("jobs", with_)
     assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
     assert(rows(html, "steps").map(_.take(2)) == Seq(Seq("load", "found"), Seq("run", "running")) && rows(html, "steps")(1).last == "58 s")
     assert(html.text.contains("Steps (2)") && !html.text.contains("Listed are"))
     val more = page("jobs", with_.copy(snapshot = with_.snapshot.copy(recovery = Some(recovery.copy(forgottenSteps = 300)))))
     assert(more.text.contains("Steps (302)") && more.text.contains("Listed are those that run and the last ones, 2 of them."))
-    def linked(shown: Shown): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
+    def linked(shown: PageModel): Boolean = (page("", shown) \\ "a").exists(_ \@ "href" == "/ui/stagecrew/jobs/")
     assert(linked(with_) && !linked(shown(application)) && page("jobs", shown(application)).text.contains("no stored job"))
   }
 
   test("each page is JSON too, with its version") {
     val full = Snapshot(Vector(busy("a"), topology("b")), Totals(), Vector(ProcessView("1", "h", 77, "worker", 1, 0, Vector.empty)),
       Some(RecoveryView(Vector("job" -> "j"), Vector.empty)))
-    val pages = Tab.pages(() => Shown(full, 61000)).map(page => page.path -> Json.parse(page.json(Ask("", Map("id" -> "a"))))).toMap
+    val pages = Tab.pages(() => PageModel(full, 61000)).map(page => page.path -> Json.parse(page.json(PageRequest("", Map("id" -> "a"))))).toMap
     assert(pages.values.forall(_.get("version").asInt == 1))
     assert(Snapshot.of(pages("")) == full && TopologyView.of(pages("topology").get("topology")) == busy("a"))
     assert(pages("processes").get("processes").size == 1 && pages("jobs").at("/recovery/facts/job").asText == "j")
@@ -117,17 +117,17 @@ class TabSuite extends AnyFunSuite {
 
   test("out of an event log, a topology that had not ended is as long as it is known") {
     val view = topology("a")
-    val html = page("topology", Shown(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
+    val html = page("topology", PageModel(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
 
   test("what a page says above it out of an event log is in its JSON; live there is nothing") {
-    def notes(shown: Shown): Map[String, Seq[String]] =
-      Tab.pages(() => shown).map(page => page.path -> Json.strings(Json.parse(page.json(Ask("", Map("id" -> "a")))).get("notes"))).toMap
+    def notes(shown: PageModel): Map[String, Seq[String]] =
+      Tab.pages(() => shown).map(page => page.path -> Json.strings(Json.parse(page.json(PageRequest("", Map("id" -> "a")))).get("notes"))).toMap
     val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
-    val seen = notes(Shown(snapshot(topology("a")), 61000, history = true, notes = old))
+    val seen = notes(PageModel(snapshot(topology("a")), 61000, history = true, notes = old))
     assert(seen == Map("" -> old(""), "processes" -> old(""), "jobs" -> old(""), "topology" -> old("a")))
-    assert(Seq("", "processes").forall(path => page(path, Shown(snapshot(topology("a")), 61000, history = true, notes = old)).text.contains(old("").head)))
+    assert(Seq("", "processes").forall(path => page(path, PageModel(snapshot(topology("a")), 61000, history = true, notes = old)).text.contains(old("").head)))
     assert(notes(shown(topology("a"))).values.forall(_.isEmpty) && notes(shown(topology("a"))).size == 4)
   }
 

@@ -14,7 +14,7 @@ object Views {
       Vector.empty, Vector.empty)
 
   def operator(name: String, progress: (String, Long)*): OperatorView = {
-    val node = Json.parse("""{"kind": "splits", "state": "active", "live": 1, "finished": 2, "failed": 3, "cut": 4, "resets": 5, "eventsIn": 6,
+    val node = Json.parse("""{"kind": "splits", "state": "active", "live": 1, "finished": 2, "failed": 3, "abandoned": 4, "resets": 5, "eventsIn": 6,
       "eventsOut": 7, "requests": 8, "queued": 9, "waitsFor": "subtask 3 since 4 s",
       "replies": {"count": 10, "p50": 1100, "p95": 2200, "p99": 3300, "max": 4400}}""").put("name", name)
     val values = node.putObject("progress")
@@ -33,11 +33,11 @@ object Views {
 
   def snapshot(topologies: TopologyView*): Snapshot = Snapshot(topologies.toVector, Totals(1, 2, 3, 4))
 
-  def shown(topologies: TopologyView*): Shown = Shown(snapshot(topologies: _*), 61000)
+  def shown(topologies: TopologyView*): PageModel = PageModel(snapshot(topologies: _*), 61000)
 
-  def page(path: String, shown: Shown, parameters: (String, String)*): Elem = {
+  def page(path: String, shown: PageModel, parameters: (String, String)*): Elem = {
     val page = Tab.pages(() => shown).find(_.path == path).get
-    plain(<div>{page.html(Ask("/ui/stagecrew", parameters.toMap))}</div>).asInstanceOf[Elem]
+    plain(<div>{page.html(PageRequest("/ui/stagecrew", parameters.toMap))}</div>).asInstanceOf[Elem]
   }
 
   // Spark's own tables have groups in them, which cannot be searched.

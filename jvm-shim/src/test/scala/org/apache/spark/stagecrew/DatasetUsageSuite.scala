@@ -6,7 +6,7 @@ import scala.util.Random
 
 /** Who uses what, and whose it is when a topology ends. */
 class InventorySuite extends AnyFunSuite with OneInstancePerTest {
-  private val inventory = new Inventory
+  private val inventory = new DatasetUsage
   private val application = Description.Application
 
   test("what only one topology used goes with it") {
@@ -40,7 +40,7 @@ class InventorySuite extends AnyFunSuite with OneInstancePerTest {
   test("in 2,000 random orders everything is released by its last user, once, and never while somebody uses it") {
     (0 until 2000).foreach { seed =>
       val random = new Random(seed)
-      val inventory = new Inventory
+      val inventory = new DatasetUsage
       var users = Map.empty[Int, Set[String]].withDefaultValue(Set.empty)
       (0 until 40).foreach { _ =>
         val topology = s"t${random.nextInt(4)}"

@@ -6,8 +6,8 @@ package org.apache.spark.stagecrew
  *
  * What waits is bounded by what evaluations may have unhandled (their window).
  */
-final class Outlet(write: Array[Byte] => Unit) {
-  import Outlet._
+final class NonBlockingWriter(write: Array[Byte] => Unit) {
+  import NonBlockingWriter._
 
   private val waiting = new java.util.ArrayDeque[Array[Byte]]()
   private val unread = new java.util.ArrayDeque[Integer]()
@@ -75,7 +75,7 @@ final class Outlet(write: Array[Byte] => Unit) {
   }
 }
 
-object Outlet {
+object NonBlockingWriter {
   /** What may be unread when `put` itself writes: well below what the buffers of a loopback socket hold. */
   val AtOnce = 32
   val AtOnceBytes: Int = 1 << 15

@@ -13,8 +13,8 @@ final class AgentFailed(text: String) extends Exception(text)
  * The sides of an executor: each is opened once, whichever task comes first, and all tasks share the outcome. One that
  * failed is forgotten, so that the next attempt opens it anew.
  */
-final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService, where: Description => Where) {
-  import Sides._
+final class ExecutorListeners(settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService, where: Description => Where) {
+  import ExecutorListeners._
 
   private val sides = new ConcurrentHashMap[String, CompletableFuture[Side]]()
   private val jvms = new ConcurrentHashMap[String, JvmListeners]() // open ones: they outlive an agent that is lost
@@ -109,6 +109,6 @@ final class Sides(settings: Settings, ledger: Ledger, processes: Processes, agen
   }
 }
 
-object Sides {
+object ExecutorListeners {
   private val NoSide = new Side(None, Opened(Map.empty, None), inAgent = false)
 }

@@ -8,7 +8,7 @@ import scala.collection.mutable
  * A topology uses what its jobs write or read. The application, which never ends before Spark does, uses what jobs of no
  * topology need, and what is kept.
  */
-final class Inventory {
+final class DatasetUsage {
   private val users = mutable.HashMap.empty[Int, mutable.LinkedHashSet[String]]
   private val used = mutable.HashMap.empty[String, mutable.LinkedHashSet[Int]] // not the application's, which would grow for ever
 

@@ -81,7 +81,7 @@ private[stagecrew] object TotalsBook {
 }
 
 /** What is shown beside topologies, of the whole application. Of the driver's loop. */
-private[stagecrew] final class Watched {
+private[stagecrew] final class ApplicationStats {
   val processes = new ProcessBook
   var recovery = Option.empty[RecoveryView]
   private var coordinators = 0L -> Option.empty[OperatorView]

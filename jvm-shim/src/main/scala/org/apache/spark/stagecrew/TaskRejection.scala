@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import org.apache.spark.TaskContext
 
 /** How an attempt ends whose executor cannot give it what it needs: without its body, and with the cause on the driver. */
-private[stagecrew] object Refusal {
+private[stagecrew] object TaskRejection {
   private val BackOffMs = 100L
   private val MaxBackOffMs = 5000L
 
@@ -41,10 +41,10 @@ private[stagecrew] final class NotRunning(executor: String, version: String, cau
   private lazy val driver = SparkInternals.driver(DriverCrew.EndpointName)
   private val refused = new java.util.concurrent.atomic.AtomicInteger
   private val text = s"stagecrew $version could not start on executor $executor, so no task runs there: mend the cause, " +
-    s"or take stagecrew.StagecrewPlugin out of spark.plugins\n${Refusal.trace(cause)}"
+    s"or take stagecrew.StagecrewPlugin out of spark.plugins\n${TaskRejection.trace(cause)}"
 
   Log.log.error(text)
 
   def taskStarted(task: TaskContext): Unit =
-    Refusal.refuse(task, executor, Description.Application, "", text, refused.incrementAndGet())(driver.send(_))
+    TaskRejection.refuse(task, executor, Description.Application, "", text, refused.incrementAndGet())(driver.send(_))
 }

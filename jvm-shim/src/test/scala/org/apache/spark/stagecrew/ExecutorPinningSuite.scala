@@ -8,7 +8,7 @@ import scala.collection.mutable
 class BusySuite extends AnyFunSuite with OneInstancePerTest {
   private val running = mutable.HashMap.empty[String, Int].withDefaultValue(0)
   private var dropped = false
-  private val busy: Busy = new Busy((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.tell())
+  private val busy: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.tell())
 
   test("an executor is busy from the begin of a topology's end there to its answer, with each topology") {
     busy.begins("a", Seq("1", "2"))

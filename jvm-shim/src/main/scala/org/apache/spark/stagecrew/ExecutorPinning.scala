@@ -12,7 +12,7 @@ import scala.jdk.CollectionConverters._
  * @param pin tells Spark that a topology begins to close on an executor, or has ended there
  * @param post has `tell` be called in that thread, soon or never
  */
-private[stagecrew] final class Busy(pin: (String, Boolean) => Unit, post: () => Unit) {
+private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, post: () => Unit) {
   private val closing = ConcurrentHashMap.newKeySet[(String, String)]() // topology, executor
   private val told = mutable.LinkedHashSet.empty[(String, String)] // of the listeners' thread
   @volatile private var behind = false

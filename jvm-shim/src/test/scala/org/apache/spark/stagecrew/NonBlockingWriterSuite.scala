@@ -35,18 +35,18 @@ class OutletSuite extends AnyFunSuite with Eventually {
 
   test("while little is unread it is written at once, by whoever puts it") {
     val socket = new Socket
-    val outlet = new Outlet(socket.write)
-    (0 until Outlet.AtOnce).foreach(n => outlet.put(message(n)))
-    assert(socket.all == (0 until Outlet.AtOnce).map(_.toByte))
+    val outlet = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.AtOnce).foreach(n => outlet.put(message(n)))
+    assert(socket.all == (0 until NonBlockingWriter.AtOnce).map(_.toByte))
     assert(socket.threads == Set(Thread.currentThread))
     outlet.close()
   }
 
   test("nobody who puts waits for a reader that does not read, and the order stays") {
-    val socket = new Socket(blocksAfter = Outlet.AtOnce)
-    val outlet = new Outlet(socket.write)
+    val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
+    val outlet = new NonBlockingWriter(socket.write)
     (0 until 100).foreach(n => outlet.put(message(n)))
-    assert(socket.all.size == Outlet.AtOnce)
+    assert(socket.all.size == NonBlockingWriter.AtOnce)
     socket.room.countDown()
     eventually(assert(socket.all == (0 until 100).map(_.toByte)))
     assert(socket.threads.size == 2)
@@ -55,12 +55,12 @@ class OutletSuite extends AnyFunSuite with Eventually {
 
   test("what was read makes room to write at once again, and no sooner") {
     val socket = new Socket
-    val outlet = new Outlet(socket.write)
-    (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
-    eventually(assert(socket.all.size == Outlet.AtOnce + 1))
+    val outlet = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))
+    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 1))
     socket.forgetThreads()
     outlet.put(message(33))
-    eventually(assert(socket.all.size == Outlet.AtOnce + 2))
+    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 2))
     assert(!socket.threads(Thread.currentThread))
     eventually {
       outlet.wasRead(socket.all.size)
@@ -73,27 +73,27 @@ class OutletSuite extends AnyFunSuite with Eventually {
 
   test("many bytes are unread as well as many messages") {
     val socket = new Socket
-    val outlet = new Outlet(socket.write)
-    outlet.put(new Array[Byte](Outlet.AtOnceBytes))
+    val outlet = new NonBlockingWriter(socket.write)
+    outlet.put(new Array[Byte](NonBlockingWriter.AtOnceBytes))
     assert(socket.threads == Set(Thread.currentThread))
     socket.forgetThreads()
     outlet.put(message(1))
-    eventually(assert(socket.all.size == Outlet.AtOnceBytes + 1))
+    eventually(assert(socket.all.size == NonBlockingWriter.AtOnceBytes + 1))
     assert(!socket.threads(Thread.currentThread))
     outlet.close()
   }
 
   test("its thread ends with it, and what waited is dropped") {
-    val socket = new Socket(blocksAfter = Outlet.AtOnce)
-    val outlet = new Outlet(socket.write)
-    (0 until Outlet.AtOnce + 1).foreach(n => outlet.put(message(n)))
+    val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
+    val outlet = new NonBlockingWriter(socket.write)
+    (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))
     assert(socket.blocked.await(10, TimeUnit.SECONDS), "its thread has not begun to write")
     outlet.put(message(98)) // behind the one that its thread writes
     outlet.close()
     outlet.put(message(99))
     socket.room.countDown()
-    eventually(assert(socket.all.size == Outlet.AtOnce + 1))
+    eventually(assert(socket.all.size == NonBlockingWriter.AtOnce + 1))
     eventually(assert(!(socket.threads - Thread.currentThread).exists(_.isAlive)))
-    assert(socket.all == (0 to Outlet.AtOnce).map(_.toByte))
+    assert(socket.all == (0 to NonBlockingWriter.AtOnce).map(_.toByte))
   }
 }
