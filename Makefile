@@ -42,10 +42,11 @@ format: setup ## formats the Python sources
 	$(BIN)/ruff format python tests
 	$(BIN)/ruff check --fix python tests
 
-check: setup ## format, lint, types and unit tests: under two minutes
+check: setup ## format, lint, types, import layers and unit tests: under two minutes
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
 test-unit: setup ## the tests without Spark

@@ -14,12 +14,12 @@ from programs import Runner, Scope, Tally
 from sparksim import Dataset, Turns, process
 from stagecrew.errors import StagecrewError
 from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import set_current
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.run import Claimed, carry_out
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
+from stagecrew.session.running_job import set_running_job
 
 JOB = "job"
 #: A history that has not ended after this many runs never ends.
@@ -101,7 +101,7 @@ class World:
         except (Killed, StagecrewError):
             pass
         finally:
-            set_current(None)
+            set_running_job(None)
             self.points, self.turns = turns.points, None
             self.server.expire(session.session)
 

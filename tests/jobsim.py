@@ -22,13 +22,14 @@ from stagecrew.recovery import driver as driver_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.driver import JobReconciler
 from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import current_job, set_current
+from stagecrew.recovery.job import current_job
 from stagecrew.recovery.jobs import JobRecord, Jobs
 from stagecrew.recovery.run import Claimed, carry_out
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.recovery.writes import PATIENCE
+from stagecrew.session.running_job import set_running_job
 
 SCHEMA = pa.schema([("id", pa.int64())])
 writes._PAUSE = 0.0  # no time passes but the world's own
@@ -368,7 +369,7 @@ class SimProcess(Actor):
         except StagecrewError:
             done = False
         finally:
-            set_current(None)
+            set_running_job(None)
         if self.killed:
             raise Killed
         if done:

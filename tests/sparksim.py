@@ -20,7 +20,8 @@ from jobsim import Killed
 from stagecrew.coordination import operators
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operator import Operator
-from stagecrew.session.crew import Application, Crew
+from stagecrew.session.application import Application
+from stagecrew.session.crew import Crew
 from stagecrew.testing import harness
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
@@ -301,6 +302,6 @@ def process(turns, log, coordinators):
             setattr(owner, name, value)
         application = Application(coordinators)
         crew = spark._stagecrew = Crew(spark, Facade())
-        crew._channel = spark.executor
+        crew.connection._channel = spark.executor
         crew.register((), application)
         yield crew

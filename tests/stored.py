@@ -100,7 +100,7 @@ def deaf(spark: SparkSession) -> Iterator[None]:
 
 def end_reaches_nobody(crew: Any, topology: str) -> None:
     """No executor will be told that the topology ends."""
-    one = field(field(crew.facade, "crew"), "topologies").apply(topology)
+    one = field(field(crew.connection.facade, "crew"), "topologies").apply(topology)
     one.executors().clear()
     one.holders().clear()
 

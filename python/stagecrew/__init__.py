@@ -88,7 +88,8 @@ from stagecrew.observability.logs import StructuredFormatter
 if TYPE_CHECKING:
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
-    from stagecrew.coordination.contract import Coordinator, Evaluation
+    from stagecrew.coordination.contract import Coordinator
+    from stagecrew.coordination.evaluation import Evaluation
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
@@ -229,7 +230,8 @@ _LAZY = {
     "Crew": "stagecrew.session.crew",
     "Checkpoint": "stagecrew.coordination.checkpoints",
     "CoordinatorContext": "stagecrew.coordination.context",
-    **dict.fromkeys(("Coordinator", "Evaluation"), "stagecrew.coordination.contract"),
+    "Coordinator": "stagecrew.coordination.contract",
+    "Evaluation": "stagecrew.coordination.evaluation",
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
     **dict.fromkeys(("Aligner", "Alignment", "EventTimeSplits"), "stagecrew.operators.alignment"),

@@ -28,10 +28,10 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
+from stagecrew.mounts import filesystem, shared
 from stagecrew.recovery.candidate import LeaseClient
 from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
-from stagecrew.recovery.stores.filesystems import filesystem, shared
 from stagecrew.recovery.stores.sessionfiles import alive
 from stagecrew.recovery.stores.sqlite import FORMAT, SQLiteStore
 from storeprocess import StoreProcess

@@ -22,9 +22,10 @@ from modelstore import ModelServer
 from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
 from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job, set_current
+from stagecrew.recovery.job import Job
 from stagecrew.recovery.run import _no_fault_of_its_own
 from stagecrew.recovery.storage import StateStorage
+from stagecrew.session.running_job import set_running_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -247,13 +248,13 @@ def test_other_content(strict, tmp_path, caplog):
         in_job = ParquetSink(tmp_path / "other")
         try:
             for attempt in (1, 2):
-                set_current(Job("nightly", attempt, *handles))
+                set_running_job(Job("nightly", attempt, *handles))
                 assert topology.commit(rows_of(strict), in_job, content=f"run {attempt}").repeated == (attempt == 2)
             with pytest.raises(stagecrew.OperatorMisused, match="content is 'other', there 'run 1'"):
-                set_current(Job("nightly", 1, *handles))
+                set_running_job(Job("nightly", 1, *handles))
                 topology.commit(rows_of(strict), in_job, content="other")
         finally:
-            set_current(None)
+            set_running_job(None)
     [said] = [record for record in caplog.messages if "earlier run" in record]
     assert "an earlier run of this job has decided commit 'nightly/commit', and its rows stay" in said
     assert "content is 'run 2', there 'run 1'" in said

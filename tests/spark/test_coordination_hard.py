@@ -650,7 +650,7 @@ def test_checkpoints_under_load(cluster, made, monkeypatch, checkpoints):
         yield rows(1)
 
     crew = stagecrew.crew(cluster)
-    host, at_completion = crew.host(), []
+    host, at_completion = crew.connection.host(), []
     original = host.checkpoint
 
     def checkpoint(binding, id_):
@@ -763,7 +763,7 @@ def test_a_corrupt_state_fails_before_spark_starts(sessions, made):
     restore = stagecrew.Checkpoint(4, {"counter/1": b"garbage"})
     builder = stagecrew.configure(base("local[2]"), coordinators={"counter": Picky}, restore=restore)
     with pytest.raises(
-        stagecrew.CoordinatorFailed, match="'counter' cannot be made, or restored from checkpoint 4: ValueError"
+        stagecrew.CoordinatorFailed, match="'counter' cannot be created, or restored from checkpoint 4: ValueError"
     ):
         builder.getOrCreate()
     assert SparkContext._active_spark_context is None

@@ -159,7 +159,7 @@ def test_what_the_application_uses_stays(spark, crew, tmp_path, before):
         assert len(stored_since(spark, tmp_path, before)[1]) == 2
         with crew.topology("inner"):
             passed.collect()
-            other = threading.Thread(target=crew.marks.innermost.parent.wrap(passed.collect))
+            other = threading.Thread(target=crew.topologies.innermost.parent.wrap(passed.collect))
             other.start()
             other.join(60)
         assert len(stored_since(spark, tmp_path, before)[1]) == 3  # the outer one has it
@@ -335,7 +335,7 @@ def test_policy_none(spark, crew, tmp_path, before):
         dataset = counted(spark)
         dataset.collect()
         reader = threading.Thread(
-            target=crew.marks.innermost.parent.wrap(dataset.collect)
+            target=crew.topologies.innermost.parent.wrap(dataset.collect)
         )  # it uses it, and ends later
         reader.start()
         reader.join(60)
@@ -556,7 +556,7 @@ def test_a_release_in_the_middle_of_a_stage(spark, crew, tmp_path, before, journ
 def drop(spark, crew, shuffles):
     """Takes outputs off the tracker by what does it at the end of a topology."""
     to_scala = spark.sparkContext._jvm.org.apache.spark.api.python.PythonUtils.toSeq
-    field(crew.facade, "crew").partitions().drop(to_scala(shuffles))
+    field(crew.connection.facade, "crew").partitions().drop(to_scala(shuffles))
     assert not set(outputs(spark)) & set(shuffles)
 
 

@@ -5,6 +5,7 @@ import contextvars
 import itertools
 import json
 import threading
+from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
@@ -24,10 +25,11 @@ from stagecrew.errors import (
 from stagecrew.recovery import job as job_module
 from stagecrew.recovery import writes
 from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job, current_job, set_current
+from stagecrew.recovery.job import Job, current_job
 from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
+from stagecrew.session.running_job import set_running_job
 from unit_scopes import Keeping, Nowhere, Scope
 
 
@@ -498,13 +500,10 @@ def test_what_people_see_of_a_job(place, operators, monkeypatch):
     """Each step with its state and times, in order; one that a run before did is found; what shows it may raise."""
     shown = []
 
-    class Crew:
-        place = None
-
-        def tell_job(self, body):
-            shown.append(json.loads(body))
-
-    monkeypatch.setattr(builder, "running_crew", Crew)
+    connection = SimpleNamespace(send_job_progress=lambda body: shown.append(json.loads(body)))
+    topologies = SimpleNamespace(place=None, innermost=None)
+    crew = SimpleNamespace(connection=connection, topologies=topologies, application=SimpleNamespace(operators=None))
+    monkeypatch.setattr(builder, "running_crew", lambda: crew)
     job = place.run()
     job.step("a", lambda: 1)
     with pytest.raises(ValueError, match="no"):
@@ -549,8 +548,8 @@ def test_current_job(place):
     with pytest.raises(JobError, match="stagecrew submit"):
         current_job()
     job = place.run()
-    set_current(job)
+    set_running_job(job)
     try:
         assert current_job() is job
     finally:
-        set_current(None)
+        set_running_job(None)

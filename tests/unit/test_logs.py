@@ -11,7 +11,7 @@ import pytest
 from pyspark.logger import PySparkLogger
 
 from stagecrew import Coordinator, StructuredFormatter
-from stagecrew.coordination.contract import Evaluation
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.loop import Loop
 from stagecrew.observability import logs
 from stagecrew.observability.logs import FIELDS, coordinates, set_current_evaluation

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import stagecrew
-from stagecrew.coordination.binding import Binding, Threads
+from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.instance import Threads
 from stagecrew.testing.harness import _Calls
 from stagecrew.wire.frames import Decoder, decode_all, encode
 from stagecrew.wire.serialization import unpack

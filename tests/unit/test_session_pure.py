@@ -256,7 +256,7 @@ def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
     with pytest.raises(ConfigurationError, match=text):
         stagecrew.configure(builder, jvm_listeners=wrong)
     crew = Crew.__new__(Crew)
-    crew.context = SimpleNamespace(_jsc=object())
+    crew.connection, crew.topologies, crew.commit_log = SimpleNamespace(require_running=lambda: None), None, None
     with pytest.raises(ConfigurationError, match=text):
         crew.topology("t", jvm_listeners=wrong)
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 import stagecrew
-from stagecrew.coordination import statistics
+from stagecrew.coordination import statistics_reporter
 from stagecrew.errors import RequestFailed, RequestTimeout
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.commits import CommitCoordinator
@@ -404,7 +404,7 @@ def test_commits_say_who_stages():
 
 def test_the_last_word_has_the_last_uses_and_of_those_before_them_what_was_not_told(monkeypatch):
     """However many uses there were: what of them is counted is told, that the driver's sums are of all."""
-    monkeypatch.setattr(statistics, "_MOST", 2)
+    monkeypatch.setattr(statistics_reporter, "_MOST", 2)
     known, sums = {}, {}
     with CoordinatorHarness(Echo) as harness:
         for _ in range(4):

@@ -12,10 +12,9 @@ import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
 from stagecrew.listeners.listener import LEFT, PROPERTY
-from stagecrew.session.active_topologies import ActiveTopologies
 from stagecrew.session.builder import Crew
-from stagecrew.session.crew import Application
 from stagecrew.session.topology import Topology
+from stagecrew.wire.frames import decode_all
 
 
 class Context:
@@ -24,6 +23,7 @@ class Context:
     def __init__(self) -> None:
         self._jsc: Any = object()
         self._here = threading.local()
+        self.master, self.pythonExec, self.environment, self._python_includes = "yarn", "python", {}, []
 
     @property
     def here(self) -> dict[str, Any]:
@@ -53,6 +53,9 @@ class Context:
     def removeJobTag(self, tag: str) -> None:
         self.here["tags"].discard(tag)
 
+    def stop(self) -> None:
+        self._jsc = None
+
 
 class Driver:
     """The driver's side: what is active, what was asked of it, and what it says still runs."""
@@ -63,6 +66,15 @@ class Driver:
         self.asked: list[tuple[str, str]] = []
         self.activities: list[dict[str, list[Any]]] = []
         self.report = lambda _: '{"topologies": []}'
+
+    def closeTimeoutMs(self) -> int:
+        return 1000
+
+    def begin(self, description: bytes) -> None:
+        body = json.loads(next(decode_all(description))["body"])
+        parent = body["parent"]
+        assert parent is None or (parent in self.parents and parent not in self.ended)
+        self.parents[body["id"]] = parent
 
     def cancel(self, topology: str, _reason: str) -> None:
         self.asked.append(("cancel", topology))
@@ -87,15 +99,7 @@ class Driver:
 @pytest.fixture
 def crew() -> Any:
     """A crew whose driver refuses to begin a topology inside one that has ended."""
-    made: Any = Crew.__new__(Crew)
-    made.context, made.facade, made.close_timeout, made._active = Context(), Driver(), 1.0, []
-    made.marks, made.application = ActiveTopologies(made), Application()
-
-    def begin(topology: str, _name: str, parent: str | None, *_: Any) -> None:
-        assert parent is None or (parent in made.facade.parents and parent not in made.facade.ended)
-        made.facade.parents[topology] = parent
-
-    made.begin = begin
+    made: Any = Crew(Context(), Driver())
     return made
 
 
@@ -125,11 +129,11 @@ def test_nested_topologies_mark_the_thread(crew):
         assert marks(crew, a)
         with topology(crew, "b") as b:
             assert marks(crew, a, b)
-            assert crew.facade.parents == {a.id: None, b.id: a.id}
+            assert crew.connection.facade.parents == {a.id: None, b.id: a.id}
         assert marks(crew, a)
     assert marks(crew, before="somebody's")
     assert crew.active == ()
-    assert crew.facade.ended == [b.id, a.id]
+    assert crew.connection.facade.ended == [b.id, a.id]
 
 
 def test_closed_out_of_order(crew):
@@ -138,14 +142,14 @@ def test_closed_out_of_order(crew):
     a.close()
     assert marks(crew)
     assert crew.active == ()
-    assert crew.facade.ended == [b.id, a.id]
+    assert crew.connection.facade.ended == [b.id, a.id]
     with pytest.raises(TopologyClosed, match="is closed"):
         b.wrap(print)()
     b.close()
     assert marks(crew)
     with topology(crew, "c") as c:
         assert marks(crew, c)
-    assert crew.facade.parents[c.id] is None
+    assert crew.connection.facade.parents[c.id] is None
     assert marks(crew)
 
 
@@ -156,7 +160,7 @@ def test_the_middle_one_is_closed_first(crew):
         b.close()
         assert marks(crew, a)
         with topology(crew, "d") as d:
-            assert crew.facade.parents[d.id] == a.id
+            assert crew.connection.facade.parents[d.id] == a.id
             c.close()
             assert marks(crew, a, d)
     assert marks(crew)
@@ -173,7 +177,7 @@ def test_closed_in_another_thread(crew):
     one, two = topology(crew, "one").start(), topology(crew, "two")
     in_thread(one.close)
     two.start()
-    assert crew.facade.parents[two.id] is None
+    assert crew.connection.facade.parents[two.id] is None
     assert marks(crew, two)
     two.wrap(lambda: None)()
     assert marks(crew, two)
@@ -185,7 +189,7 @@ def test_started_elsewhere_closed_here(crew):
     """Closing a topology of another thread leaves this thread's own marks as they are."""
     with topology(crew, "mine") as mine:
         other = in_thread(topology(crew, "other").start)
-        assert crew.facade.parents[other.id] is None
+        assert crew.connection.facade.parents[other.id] is None
         other.close()
         assert marks(crew, mine)
     assert marks(crew)
@@ -208,7 +212,7 @@ def test_wrapped_in_another_thread(crew):
     def work() -> bool:
         assert marks(crew, a)
         with topology(crew, "inner") as inner:
-            assert crew.facade.parents[inner.id] == a.id
+            assert crew.connection.facade.parents[inner.id] == a.id
         return marks(crew, a)
 
     with topology(crew, "a") as a:
@@ -224,7 +228,7 @@ def test_a_thread_that_inherited_the_mark(crew):
         crew.context.setLocalProperty(PROPERTY, a.id)
         crew.context.addJobTag(a.tag)
         with topology(crew, "b") as b:
-            assert crew.facade.parents[b.id] == a.id
+            assert crew.connection.facade.parents[b.id] == a.id
         assert marks(crew, a)
         a.wrap(lambda: None)()
         assert marks(crew, a)
@@ -234,7 +238,7 @@ def test_a_thread_that_inherited_the_mark(crew):
         c.close()
         assert crew.context.getLocalProperty(PROPERTY) is None
         with topology(crew, "d") as d:
-            return crew.facade.parents[d.id] is None
+            return crew.connection.facade.parents[d.id] is None
 
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(work()))
@@ -255,7 +259,7 @@ def test_a_topology_that_is_closing_keeps_its_marks(crew):
             with pytest.raises(TopologyClosed, match="is closing"):
                 a.wrap(print)()
             b = topology(crew, "b").start()
-            assert crew.facade.parents[b.id] is None
+            assert crew.connection.facade.parents[b.id] is None
             b.close()
             return marks(crew, a)
 
@@ -344,8 +348,8 @@ def test_close_all(crew):
     d = failed(crew, "d")
     with pytest.raises(CoordinatorFailed, match="'d' failed"):
         crew.close_all()
-    assert crew.facade.ended == [d.id, c.id, b.id, a.id]
-    assert [one for what, one in crew.facade.asked if what == "cancel"] == [d.id, c.id, b.id, a.id]
+    assert crew.connection.facade.ended == [d.id, c.id, b.id, a.id]
+    assert [one for what, one in crew.connection.facade.asked if what == "cancel"] == [d.id, c.id, b.id, a.id]
     assert crew.active == ()
     assert marks(crew)
     crew.close_all()
@@ -353,9 +357,11 @@ def test_close_all(crew):
 
 def test_close_all_is_bounded(crew, monkeypatch):
     """What does not end when it is cancelled is waited for until `spark.stagecrew.close.timeout`, and is named."""
-    crew.close_timeout = 0.05
+    crew.connection.close_timeout = 0.05
     one, two = topology(crew, "one").start(), topology(crew, "two").start()
-    monkeypatch.setattr(crew.facade, "activity", lambda _: json.dumps({"jobs": [1], "executions": [], "queries": []}))
+    monkeypatch.setattr(
+        crew.connection.facade, "activity", lambda _: json.dumps({"jobs": [1], "executions": [], "queries": []})
+    )
     crew.close_all()
     assert (one.has_ended, two.has_ended) == (True, True)
 
@@ -380,13 +386,13 @@ def test_a_driver_that_forgot_the_topology(crew):
 def test_a_query_that_starts_while_it_is_cancelled(crew):
     """The cancelling exit stops queries again as long as there are any; an exit that only waits stops none."""
     a = topology(crew, "a").start()
-    crew.facade.activities = [{"jobs": [1]}, {"queries": ["late"]}, {"queries": ["late"]}]
+    crew.connection.facade.activities = [{"jobs": [1]}, {"queries": ["late"]}, {"queries": ["late"]}]
     a.close(cancel=True)
-    assert crew.facade.asked == [("cancel", a.id), *[("stop", a.id)] * 3]
-    crew.facade.asked.clear()
-    crew.facade.activities = [{"queries": ["running"]}]
+    assert crew.connection.facade.asked == [("cancel", a.id), *[("stop", a.id)] * 3]
+    crew.connection.facade.asked.clear()
+    crew.connection.facade.activities = [{"queries": ["running"]}]
     topology(crew, "b").start().close()
-    assert crew.facade.asked == []
+    assert crew.connection.facade.asked == []
 
 
 def failed(crew: Crew, name: str) -> Topology:
@@ -411,7 +417,7 @@ def test_a_coordinator_s_failure_is_raised_once(crew):
 def test_a_coordinator_s_failure_behind_another_error(crew):
     """What fails the end itself comes first, and the next close still tells of the coordinator."""
     one = failed(crew, "t")
-    crew.facade.activity = lambda _: 1 / 0
+    crew.connection.facade.activity = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError, match="division"):
         one.close()
     with pytest.raises(CoordinatorFailed):

@@ -9,14 +9,11 @@ import json
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from stagecrew.coordination.contract import NO_CHECKPOINT
 from stagecrew.coordination.program_path import operator_of
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
-
-if TYPE_CHECKING:
-    from stagecrew.coordination.binding import Instance
 
 __all__ = ["NOTHING", "Checkpoint", "Pending", "Taken"]
 
@@ -108,8 +105,8 @@ class Pending:
     Taken when what had been sent before the cut is acknowledged, or its evaluation has failed. Usable from any thread.
     """
 
-    def __init__(self, checkpoint_id: int, instance: Instance) -> None:
-        self.id, self.instance = checkpoint_id, instance
+    def __init__(self, checkpoint_id: int) -> None:
+        self.id = checkpoint_id
         #: Done when it is taken, with the state and the subtasks that had begun.
         self.result: Future[Taken] = Future()
         self._lock = threading.Lock()

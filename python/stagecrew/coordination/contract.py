@@ -1,8 +1,7 @@
-"""The contract of a coordinator, and the evaluations that it talks to."""
+"""The contract of a coordinator: the methods that a subclass defines."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -10,34 +9,13 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.evaluation import Evaluation
     from stagecrew.coordination.gateway import Gateway
 
-__all__ = ["NO_CHECKPOINT", "Coordinator", "Evaluation"]
+__all__ = ["NO_CHECKPOINT", "Coordinator"]
 
 #: The checkpoint to which a subtask is reset that begins anew.
 NO_CHECKPOINT: Final = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One call of a bound function in one Python process: what a coordinator talks to.
-
-    `subtask` is the partition of the bound dataset that it works on, None where the binding has no identity (`bind`, and an
-    empty partition). It is never `TaskContext.partitionId`, which is `partition`. Spark may evaluate one subtask many times:
-    several evaluations of it may be live at once.
-    """
-
-    id: int
-    operator: str
-    subtask: int | None
-    attempt: int
-    attempt_number: int
-    stage: int
-    partition: int
-    executor: str
-    stage_attempt: int
-    #: How many partitions its stage has.
-    partitions: int
 
 
 class Coordinator:

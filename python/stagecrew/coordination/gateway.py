@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from stagecrew.coordination.acknowledgement import Acknowledgement
-from stagecrew.coordination.contract import Evaluation
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import EvaluationEnded
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, TOGETHER, pack

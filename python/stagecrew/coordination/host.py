@@ -6,17 +6,22 @@ it holds it: coordinators are called by their loops, and what is to be sent is e
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, Protocol
 
-from stagecrew.coordination.binding import Binding, Instance, Live, Owner
+from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.checkpoints import Pending, Taken
-from stagecrew.coordination.contract import NO_CHECKPOINT, Evaluation
+from stagecrew.coordination.contract import NO_CHECKPOINT
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
-from stagecrew.coordination.statistics import Statistics, StatisticsReporter
+from stagecrew.coordination.instance import Instance, Owner
+from stagecrew.coordination.live import Live
+from stagecrew.coordination.statistics import Statistics
+from stagecrew.coordination.statistics_reporter import StatisticsReporter
 from stagecrew.errors import ChannelClosed, ChannelError, CheckpointFailed
 from stagecrew.observability.logs import set_current_evaluation
 from stagecrew.wire.frames import Frame, decode_all, encode
@@ -119,8 +124,8 @@ class Host:
         `end_checkpoint` has to follow; until then what it sends after its cut is kept back.
         """
         with self._lock:
-            pending = binding.pending = Pending(checkpoint_id, binding.instance)
-            binding.instance.loop.call(binding.instance.checkpoint, pending, self._cut)
+            pending = binding.pending = Pending(checkpoint_id)
+            binding.instance.loop.call(binding.instance.checkpoint, pending, functools.partial(self._cut, binding))
         return pending.result
 
     def _cut(self, binding: Binding, pending: Pending, state: bytes | None) -> None:
@@ -140,7 +145,7 @@ class Host:
             if pending is None or pending.id != checkpoint_id:
                 return  # another instance has taken over, which knows nothing of it
             binding.pending, binding.held = None, False
-            pending.instance.tell_outcome("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
+            binding.instance.tell_outcome("checkpoint_complete" if complete else "checkpoint_aborted", checkpoint_id)
             gateways = [live.gateway for live in binding.live.values()]
         pending.fail(CheckpointFailed(f"checkpoint {checkpoint_id} was given up"))
         for gateway in gateways:

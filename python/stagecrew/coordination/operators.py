@@ -9,9 +9,10 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagecrew.coordination.binding import Binding, Threads
+from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint, Taken
 from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
+from stagecrew.coordination.instance import Threads
 from stagecrew.coordination.program_path import Place, ThreadMark, Uses, this_thread, unused
 from stagecrew.errors import CheckpointFailed, CheckpointTimeout, CoordinatorFailed, OperatorMisused
 

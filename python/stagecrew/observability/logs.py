@@ -7,10 +7,7 @@ import sys
 import threading
 from collections.abc import Container, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from stagecrew.coordination.contract import Evaluation
+from typing import Any, Final, Protocol
 
 __all__ = [
     "FIELDS",
@@ -124,11 +121,24 @@ def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
     record.__dict__.update({name: value for name, value in fields.items() if name not in given})
 
 
+class LoggedEvaluation(Protocol):
+    """The fields of an evaluation that log records get."""
+
+    @property
+    def subtask(self) -> int | None: ...
+    @property
+    def stage(self) -> int: ...
+    @property
+    def partition(self) -> int: ...
+    @property
+    def attempt(self) -> int: ...
+
+
 class _Here(threading.local):
     """Of a coordinator's thread: whose it is, and whose message it handles."""
 
     place: tuple[str, str] | None = None
-    evaluation: Evaluation | None = None
+    evaluation: LoggedEvaluation | None = None
 
 
 _here = _Here()
@@ -143,7 +153,7 @@ def coordinates(topology: str, operator: str) -> None:
     _here.place, _here.evaluation = (topology, operator), None
 
 
-def set_current_evaluation(evaluation: Evaluation | None) -> None:
+def set_current_evaluation(evaluation: LoggedEvaluation | None) -> None:
     """What this thread, a coordinator's, logs from now on is about this evaluation, or about none."""
     _here.evaluation = evaluation
 

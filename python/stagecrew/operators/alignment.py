@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from stagecrew.coordination.contract import Coordinator, Evaluation
+from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import AlignmentFailed, OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
 from stagecrew.operators.splits import Once
 from stagecrew.operators.watermarks import WatermarkGroup

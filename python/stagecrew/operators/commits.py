@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
-from stagecrew.coordination.contract import Coordinator, Evaluation
+from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
-from stagecrew.coordination.contract import Coordinator, Evaluation
+from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorMisused, RequestTimeout, SplitsFailed
 from stagecrew.operators.splitlog import HELD, SplitLog
 from stagecrew.operators.watermarks import WatermarkGroup

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 
-from stagecrew.coordination.contract import Coordinator, Evaluation
+from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
 from stagecrew.operators.reducers import Described, Reducer, described, reduced
 from stagecrew.operators.superstep_group import Gathering

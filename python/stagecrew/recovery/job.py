@@ -20,11 +20,13 @@ from stagecrew.errors import (
 from stagecrew.recovery.job_commits import StoredCommitLog, is_over
 from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.writes import PATIENCE, retry_until
+from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
     from stagecrew.operators.commits import Committer
     from stagecrew.recovery.handles import StateHandleStore
+    from stagecrew.session.active_topologies import ActiveTopologies
 
 __all__ = ["Job", "current_job"]
 
@@ -37,25 +39,13 @@ _CHECKPOINT: Final = 30.0
 #: Of a commit's id, in characters.
 _LONGEST: Final = 200
 
-_current: Job | None = None
-
 
 def current_job() -> Job:
     """The job that this process runs. Raises `JobError` in any other process."""
-    if _current is None:
+    job = running_job()
+    if not isinstance(job, Job):
         raise JobError("this process runs no job: start it with `stagecrew submit`, under a `stagecrew driver`")
-    return _current
-
-
-def running_job() -> Job | None:
-    """The job that this process runs, if it runs one."""
-    return _current
-
-
-def set_current(job: Job | None) -> None:
-    """What `current_job` answers from now on."""
-    global _current
-    _current = job
+    return job
 
 
 class Job:
@@ -200,6 +190,10 @@ class Job:
     def commit_log(self, sink: Committer) -> StoredCommitLog:
         """Where what is decided about this sink's commits is kept."""
         return StoredCommitLog(self._commits, sink, self._patience)
+
+    def show(self) -> None:
+        """Shows the job's progress in the session that runs now, if one does."""
+        self.shown.tell()
 
     def end(self) -> None:
         """The job's code has returned, or raised: nothing more is committed for it."""
@@ -348,18 +342,14 @@ def _key(place: Place) -> str:
 
 def _here() -> Place | None:
     """Where in the program this thread is; None in a thread that is in no step or topology, before a session runs."""
-    from stagecrew.session.builder import running_crew
-
-    crew = running_crew()
-    return current_place() if crew is None else crew.place
+    topologies = _topologies()
+    return current_place() if topologies is None else topologies.place
 
 
 def _places_of_queries() -> list[Place | None]:
     """Where the batches of a query may be that was started here: its function was wrapped, or is in the topology alone, or in no place."""
-    from stagecrew.session.builder import running_crew
-
-    crew = running_crew()
-    topology = None if crew is None else crew.marks.innermost
+    topologies = _topologies()
+    topology = None if topologies is None else topologies.innermost
     return [_here(), *([] if topology is None else [topology.place]), None]
 
 
@@ -376,9 +366,16 @@ def _open_operators() -> list[Operators]:
     crew = running_crew()
     found: list[Operators] = []
     if crew is not None:
-        topology = crew.marks.innermost
+        topology = crew.topologies.innermost
         while topology is not None:
             found.append(topology.operators)
             topology = topology.parent
         found.append(crew.application.operators)
     return found
+
+
+def _topologies() -> ActiveTopologies | None:
+    from stagecrew.session.builder import running_crew
+
+    crew = running_crew()
+    return None if crew is None else crew.topologies

@@ -49,7 +49,7 @@ class JobProgress:
         from stagecrew.session.builder import running_crew
 
         if (crew := running_crew()) is not None:
-            crew.tell_job(self.to_json())
+            crew.connection.send_job_progress(self.to_json())
 
     def to_json(self) -> str:
         """As the driver's JVM reads it."""

@@ -41,7 +41,7 @@ from stagecrew.errors import (
 from stagecrew.observability.error_summary import with_causes
 from stagecrew.observability.logs import HarmlessFormatter, harmless
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
-from stagecrew.recovery.job import Job, set_current
+from stagecrew.recovery.job import Job
 from stagecrew.recovery.job_commits import finish_commits
 from stagecrew.recovery.jobs import Jobs, JobState, Run, fence_of, key_of
 from stagecrew.recovery.results import Result
@@ -50,6 +50,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.writes import PATIENCE
 from stagecrew.session.registration import import_named
+from stagecrew.session.running_job import set_running_job
 
 if TYPE_CHECKING:
     from stagecrew.recovery.stores.contract import Store
@@ -293,7 +294,7 @@ def carry_out(
     else:
         spec = jobs.spec(run.job)
         job = Job(run.job, run.number, jobs.below(run.job, "steps"), jobs.below(run.job, "commits"), patience, facts)
-        set_current(job)
+        set_running_job(job)
         try:
             result = Result.of_value(call(spec))
         except BaseException as error:

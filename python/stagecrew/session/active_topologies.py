@@ -1,101 +1,184 @@
-"""Which topologies a thread is in: the marks that Spark copies to all that the thread starts."""
+"""The active topologies, and which of them each thread is in: Spark copies a thread's topology to all that the thread starts."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from stagecrew.coordination.program_path import Place, current_place
 from stagecrew.listeners.listener import LEFT, PROPERTY
 
 if TYPE_CHECKING:
-    from stagecrew.session.crew import Crew
-    from stagecrew.session.topology import Topology
+    from stagecrew.coordination.operators import Operators
+    from stagecrew.session.connection import PluginConnection
 
-__all__ = ["PROPERTY", "ActiveTopologies"]
+__all__ = ["PROPERTY", "ActiveTopologies", "TopologyNode"]
 
-#: How many of the topologies that a thread has left it remembers, for errors.
+#: The number of topologies that a thread has left whose ids tasks receive, for error messages.
 _REMEMBERED: Final = 5
 
 
-class ActiveTopologies(threading.local):
-    """Which topologies this thread is in, innermost last, as the mark that Spark copies to all that the thread starts.
+class TopologyNode:
+    """A topology as a node of the tree of topologies: its identity, its state, and where it began."""
 
-    The mark is a local property with the innermost topology that is active, and a job tag of each. Whatever order they are
-    left in, and wherever they end, a thread that enters or leaves one bears no mark of one that has ended.
-    """
+    operators: Operators
 
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-        self._inside: list[Topology] = []
-        #: The property as it was before the outermost of them, and the topology that it named, if that was active.
-        self._before: str | None = None
-        self._around: Topology | None = None
-        #: Topologies with listeners that ended in this thread, by their ids.
-        self._left: list[str] = []
+    def __init__(self, name: str, id_: str, has_listeners: bool) -> None:
+        self.name, self.id = name, id_
+        self.tag = f"stagecrew-{id_}"
+        self.has_listeners = has_listeners
+        #: `new`, `active`, `closing` or `closed`.
+        self._state = "new"
+        #: Whether `start` began it, not a `with`.
+        self.by_start = False
+        self.parent: TopologyNode | None = None
+        #: The place in the program where it began.
+        self.place = Place()
 
     @property
-    def innermost(self) -> Topology | None:
-        """The active topology that this thread is in; also one whose mark it inherited from another thread."""
-        for topology in reversed(self._inside):
+    def is_active(self) -> bool:
+        """Whether it has begun, and has not begun to close."""
+        return self._state == "active"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is closed, by its own exit or by the exit of an outer topology."""
+        return self._state == "closed"
+
+
+class _ThreadState(threading.local):
+    """The topologies that one thread has entered."""
+
+    def __init__(self) -> None:
+        #: The innermost is last.
+        self.entered: list[TopologyNode] = []
+        #: Spark's property before this thread entered the first of them, and the active topology that it named, if any.
+        self.inherited_property: str | None = None
+        self.inherited: TopologyNode | None = None
+        #: The ids of topologies with listeners that ended in this thread.
+        self.left: list[str] = []
+
+
+class ActiveTopologies:
+    """The active topologies of an application, and those that each thread is in.
+
+    A thread carries a local property with the id of its innermost active topology, and a job tag for each. A thread that enters
+    or leaves a topology never carries one that has ended, whatever the order and the thread in which topologies ended.
+    """
+
+    def __init__(self, connection: PluginConnection, application_place: Place) -> None:
+        self._connection = connection
+        #: The place of threads that are in no topology.
+        self.application_place = application_place
+        #: In the order in which they began.
+        self._active: list[TopologyNode] = []
+        self._thread = _ThreadState()
+
+    # -- Of the application
+
+    @property
+    def all(self) -> tuple[TopologyNode, ...]:
+        """The topologies that have begun and not ended, outer ones first."""
+        return tuple(self._active)
+
+    def add(self, topology: TopologyNode) -> None:
+        """Records a topology that has begun, also when the program keeps no reference to it."""
+        self._active.append(topology)
+
+    def remove(self, topology: TopologyNode) -> None:
+        """Removes a topology that has ended; no effect if it is not there."""
+        with contextlib.suppress(ValueError):
+            self._active.remove(topology)
+
+    def inside(self, topology: TopologyNode) -> Iterator[TopologyNode]:
+        """The active topologies that began inside this one, at any depth."""
+        for other in self.all:
+            if other.parent is topology and other.is_active:
+                yield other
+                yield from self.inside(other)
+
+    # -- Of the calling thread
+
+    @property
+    def innermost(self) -> TopologyNode | None:
+        """The innermost active topology that this thread is in; also one that it inherited from the thread that started it."""
+        mine = self._thread
+        for topology in reversed(mine.entered):
             if topology.is_active:
                 return topology
-        around = self._around if self._inside else self._named(self._crew.context.getLocalProperty(PROPERTY))
-        return around if around is not None and around.is_active else None
+        outer = mine.inherited if mine.entered else self._by_id(self._property())
+        return outer if outer is not None and outer.is_active else None
+
+    @property
+    def place(self) -> Place:
+        """Where in the program this thread is; in a thread that Spark started, the place of its topology."""
+        place = current_place()
+        if place is None:
+            topology = self.innermost
+            place = self.application_place if topology is None else topology.place
+        return place
 
     def started(self, name: str) -> bool:
-        """Whether this thread is in an active topology of this name that began by `start`."""
-        inside = [*self._inside]
-        around = self.innermost
-        while around is not None:
-            inside.append(around)
-            around = around.parent
-        return any(one.name == name and one.by_start and one.is_active for one in inside)
+        """Whether this thread is in an active topology of this name that `start` began."""
+        candidates = [*self._thread.entered]
+        outer = self.innermost
+        while outer is not None:
+            candidates.append(outer)
+            outer = outer.parent
+        return any(one.name == name and one.by_start and one.is_active for one in candidates)
 
-    def enter(self, topology: Topology) -> None:
-        """What the thread starts from here on belongs to the topology."""
-        self._take_off()
-        if not self._inside:
-            self._before = self._crew.context.getLocalProperty(PROPERTY)
-            self._around = self._named(self._before)
-        self._inside.append(topology)
-        self._crew.context.setLocalProperty(PROPERTY, topology.id)
-        self._crew.context.addJobTag(topology.tag)
+    def enter(self, topology: TopologyNode) -> None:
+        """Puts this thread into the topology: Spark jobs that it starts from now on belong to it."""
+        self._remove_ended()
+        mine, context = self._thread, self._connection.context
+        if not mine.entered:
+            mine.inherited_property = self._property()
+            mine.inherited = self._by_id(mine.inherited_property)
+        mine.entered.append(topology)
+        context.setLocalProperty(PROPERTY, topology.id)
+        context.addJobTag(topology.tag)
 
-    def leave(self, topology: Topology) -> None:
-        """As it was before; only what has ended is taken off when this thread is not in the topology."""
-        for i in reversed(range(len(self._inside))):
-            if self._inside[i] is topology:
-                del self._inside[i]
-                self._take_off(topology)
+    def leave(self, topology: TopologyNode) -> None:
+        """Undoes `enter`. In a thread that is not in the topology it only removes topologies that have ended."""
+        mine = self._thread
+        for i in reversed(range(len(mine.entered))):
+            if mine.entered[i] is topology:
+                del mine.entered[i]
+                self._remove_ended(topology)
                 return
-        self._take_off()
+        self._remove_ended()
 
-    def _take_off(self, *left: Topology) -> None:
-        """The marks of these, and of all that have ended, wherever they did."""
-        ended = [topology for topology in self._inside if topology.has_ended]
+    def _remove_ended(self, *left: TopologyNode) -> None:
+        """Removes the marks of topologies that this thread left, and of all that ended, in whatever thread."""
+        mine, context = self._thread, self._connection.context
+        ended = [topology for topology in mine.entered if topology.has_ended]
         if not (left or ended):
             return
-        self._inside = [topology for topology in self._inside if not topology.has_ended]
-        if not self._crew.running:
+        mine.entered = [topology for topology in mine.entered if not topology.has_ended]
+        if not self._connection.running:
             return
-        if ids := [
-            topology.id for topology in dict.fromkeys((*left, *ended)) if topology.has_ended and topology.listens
-        ]:
-            self._left = [*self._left, *ids][-_REMEMBERED:]
-            self._crew.context.setLocalProperty(LEFT, " ".join(self._left))
+        if ids := [one.id for one in dict.fromkeys((*left, *ended)) if one.has_ended and one.has_listeners]:
+            mine.left = [*mine.left, *ids][-_REMEMBERED:]
+            context.setLocalProperty(LEFT, " ".join(mine.left))
         for topology in {*left, *ended}:
-            # Entered twice, or inherited: the mark is still that of the outer one.
-            if topology.has_ended or not (topology in self._inside or topology is self._around):
-                self._crew.context.removeJobTag(topology.tag)
-        self._crew.context.setLocalProperty(PROPERTY, self._inside[-1].id if self._inside else self._outside())  # type: ignore[arg-type]
+            # A topology that was entered twice, or inherited, keeps the tag of its outer entry.
+            if topology.has_ended or not (topology in mine.entered or topology is mine.inherited):
+                context.removeJobTag(topology.tag)
+        context.setLocalProperty(PROPERTY, mine.entered[-1].id if mine.entered else self._outer_property())  # type: ignore[arg-type]
 
-    def _outside(self) -> str | None:
-        around = self._around
-        if around is None:
-            return self._before
-        while around is not None and around.has_ended:
-            around = around.parent
-        return None if around is None else around.id
+    def _outer_property(self) -> str | None:
+        """The value of the property for a thread that is in none of the topologies that it entered."""
+        outer = self._thread.inherited
+        if outer is None:
+            return self._thread.inherited_property
+        while outer is not None and outer.has_ended:
+            outer = outer.parent
+        return None if outer is None else outer.id
 
-    def _named(self, mark: str | None) -> Topology | None:
-        return next((topology for topology in tuple(self._crew._active) if topology.id == mark), None)
+    def _property(self) -> str | None:
+        return self._connection.context.getLocalProperty(PROPERTY)
+
+    def _by_id(self, id_: str | None) -> TopologyNode | None:
+        return next((topology for topology in self.all if topology.id == id_), None)

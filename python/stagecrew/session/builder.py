@@ -25,8 +25,10 @@ from stagecrew.errors import (
 )
 from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
 from stagecrew.listeners.listener import Listener
-from stagecrew.session.crew import Application, Crew
+from stagecrew.session.application import Application
+from stagecrew.session.crew import Crew
 from stagecrew.session.registration import checked, class_names, import_named, pickled
+from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
     from stagecrew.coordination.checkpoints import Checkpoint
@@ -262,8 +264,6 @@ def crew(spark: SparkSession) -> Crew:
         )
     made = Crew(context, facade)
     context._stagecrew = made  # type: ignore[attr-defined]
-    from stagecrew.recovery.job import running_job
-
     if (job := running_job()) is not None:
-        job.shown.tell()
+        job.show()
     return made

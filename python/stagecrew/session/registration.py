@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pyspark import cloudpickle
+from pyspark import SparkContext, cloudpickle
 
 from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
 from stagecrew.listeners.listener import Listener, Resource, ResourceFactory, listener_name, normalised, registering
+from stagecrew.partitions.report import Release
+from stagecrew.wire.frames import encode
 
-__all__ = ["checked", "class_names", "import_named", "pickled"]
+__all__ = ["checked", "class_names", "describe", "import_named", "pickled"]
 
 _log = logging.getLogger("stagecrew")
 
@@ -110,3 +113,52 @@ def _pickled(listener: Listener) -> bytes:
                 f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). Create "
                 f"such things in open(), which runs on the executor"
             ) from error
+
+
+def describe(
+    context: SparkContext,
+    topology: str,
+    name: str,
+    parent: str | None,
+    listeners: Sequence[Listener],
+    jvm_listeners: Sequence[str],
+    coordinated: bool = False,
+    release: Release = Release.NONE,
+) -> bytes:
+    """The description of a topology, as a frame for the driver and its executors."""
+    entries: list[dict[str, Any]] = [
+        {
+            "kind": "jvm",
+            "name": cls.rsplit(".", 1)[-1],
+            "target": cls,
+            "scope": "jvm",
+            "lifetime": "application",
+            "required": True,
+        }
+        for cls in jvm_listeners
+    ]
+    names = [listener_name(listener) for listener in listeners]
+    for i, listener in enumerate(listeners):
+        repeated = names[:i].count(names[i])
+        entries.append(
+            {
+                "kind": "pickle",
+                "name": f"{names[i]}#{repeated + 1}" if repeated else names[i],
+                "scope": listener.scope.value,
+                "lifetime": listener.lifetime.value,
+                "required": listener.required,
+                "blob": i,
+            }
+        )
+    body = {
+        "id": topology,
+        "name": name,
+        "parent": parent,
+        "executable": context.pythonExec,
+        "environment": {str(key): str(value) for key, value in context.environment.items()},
+        "files": list(context._python_includes or ()),
+        "listeners": [{"index": i, **entry} for i, entry in enumerate(entries)],
+        "coordinated": coordinated,
+        "release": release.value,
+    }
+    return encode("DESCRIPTION", topology=topology, body=json.dumps(body), blobs=pickled(listeners))

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final
 
-from stagecrew.coordination.binding import Owner, Threads
 from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.gateway import Gateway
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.instance import Owner, Threads
 from stagecrew.coordination.operators import Factory, Operators
 from stagecrew.errors import EvaluationEnded, RequestFailed, RequestTimeout
 from stagecrew.wire.frames import Frame, decode_all, encode

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO
 
 import pyspark.daemon
 
-import stagecrew
 from stagecrew.observability.error_summary import without_our_frames
 from stagecrew.worker import graceful_shutdown
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
@@ -143,7 +142,7 @@ class _Jar(zipimport.zipimporter):
 
 def _read_our_jar_once() -> None:
     # Not by name: a user's path may have it under another one, such as a link.
-    loader = getattr(stagecrew.__spec__, "loader", None)
+    loader = getattr(graceful_shutdown.__spec__, "loader", None)
     if not isinstance(loader, zipimport.zipimporter):
         return
     ours = [path for path in sys.path if os.path.isfile(path) and os.path.samefile(path, loader.archive)]

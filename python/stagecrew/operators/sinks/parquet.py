@@ -27,6 +27,7 @@ from stagecrew.files import (
     sync,
     write_whole,
 )
+from stagecrew.mounts import mounted
 from stagecrew.operators.commit_records import file_of
 from stagecrew.operators.sinks.staged import (
     fields_of,
@@ -37,7 +38,6 @@ from stagecrew.operators.sinks.staged import (
     write_empty,
     write_part,
 )
-from stagecrew.recovery.stores.filesystems import mounted
 
 if TYPE_CHECKING:
     from stagecrew.operators.commits import Message, Staging

@@ -21,8 +21,8 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
+from stagecrew.mounts import MOUNTS, filesystem, shared
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Operation, Replace, checked_key
-from stagecrew.recovery.stores.filesystems import MOUNTS, filesystem, shared
 from stagecrew.recovery.stores.requests import checked, conflict, ensured, other_format
 from stagecrew.recovery.stores.sessionfiles import SessionFile, alive, reap
 

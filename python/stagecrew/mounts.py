@@ -1,4 +1,4 @@
-"""On which file system a folder lies: locks of the operating system hold on one host only."""
+"""Mount points: whether a folder is on a file system that several machines may use. File locks hold on one host only."""
 
 from __future__ import annotations
 

@@ -1,0 +1,76 @@
+"""The application topology, with the coordinators that were given to the session builder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from stagecrew.coordination.checkpoints import NOTHING
+from stagecrew.coordination.operators import Factory, Operators
+from stagecrew.coordination.program_path import Place, Uses
+from stagecrew.errors import CoordinatorFailed
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.checkpoints import Checkpoint
+    from stagecrew.coordination.host import Host
+    from stagecrew.session.connection import PluginConnection
+
+__all__ = ["APPLICATION", "Application"]
+
+#: The id and the name of the application topology.
+APPLICATION: Final = "application"
+
+
+class Application:
+    """The topology that spans everything. Its coordinators are created before Spark starts."""
+
+    name = id = APPLICATION
+
+    def __init__(self, coordinators: Mapping[str, Factory] | None = None, restore: Checkpoint | None = None) -> None:
+        self.coordinators = dict(coordinators or {})
+        self.connection: PluginConnection | None = None
+        #: The place in the program outside of steps and topologies. It belongs to the thread that starts the session.
+        self.place = Place()
+        self.operators = Operators(
+            self,
+            lambda: 30.0 if self.connection is None else self.connection.close_timeout,
+            uses=Uses(self.place, is_application=True),
+        )
+        try:
+            for name, factory in self.coordinators.items():
+                try:
+                    self.operators.prepare(name, factory, restore or NOTHING)
+                except Exception as error:
+                    restored = "" if restore is None else f", or restored from checkpoint {restore.id}"
+                    raise CoordinatorFailed(
+                        f"the coordinator of operator {name!r} cannot be created{restored}: "
+                        f"{type(error).__name__}: {error}. Spark was not started"
+                    ) from error
+        except BaseException:
+            self.operators.close("the session did not start")
+            raise
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the session runs."""
+        return self.connection is not None and self.connection.running
+
+    def begin(self, connection: PluginConnection) -> None:
+        """Starts the coordinators: the session runs."""
+        self.connection = connection
+        if self.coordinators:
+            self.operators.begin(connection.host())
+
+    def host(self) -> Host:
+        """The host of its coordinators."""
+        assert self.connection is not None
+        return self.connection.host()
+
+    @property
+    def request_timeout(self) -> float:
+        """How long tasks wait for their coordinator, in seconds."""
+        assert self.connection is not None
+        return self.connection.request_timeout
+
+    def cancel_failed(self, cause: BaseException) -> None:
+        """Does nothing: a failed coordinator fails the tasks that use it, and other jobs of the application continue."""

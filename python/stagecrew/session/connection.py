@@ -1,0 +1,177 @@
+"""The connection of an application's Python to the plugin in the driver's JVM: every py4j call of the session is here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from stagecrew.conf import KEYS, parse_bytes, parse_seconds
+from stagecrew.errors import ConfigurationError, NotActive
+from stagecrew.session.reports import TopologyReport
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.channel import DriverChannel
+    from stagecrew.coordination.host import Host
+    from stagecrew.coordination.operators import Operators
+
+__all__ = ["PluginConnection"]
+
+#: The room that a frame needs beside the largest event, in bytes.
+_FRAME_OVERHEAD: Final = 3 << 20
+#: Executors may register during the first seconds of an application; after the first, the driver waits until none came for a while.
+_REGISTRATION_WINDOW: Final = 30.0
+_REGISTRATION_QUIET: Final = 3.0
+#: The driver gives executors their close timeout, and waits this much longer for their reports, in seconds.
+_REPORT_GRACE: Final = 5
+
+
+class PluginConnection:
+    """The plugin's driver part, as the session's Python sees it. Usable from any thread."""
+
+    def __init__(self, context: SparkContext, facade: Any) -> None:
+        self.context = context
+        self.facade = facade
+        self.close_timeout: float = facade.closeTimeoutMs() / 1000
+        self._channel: DriverChannel | None = None
+        self._channel_lock = threading.Lock()
+
+    @property
+    def running(self) -> bool:
+        """Whether the SparkContext has not stopped."""
+        return self.context._jsc is not None
+
+    def require_running(self) -> None:
+        """Raises `NotActive` after the SparkContext has stopped."""
+        if not self.running:
+            raise NotActive("the session of this crew has stopped; call stagecrew.crew(spark) with the new one")
+
+    @property
+    def request_timeout(self) -> float:
+        """How long a task waits for its coordinator, in seconds."""
+        return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
+
+    # -- Topologies
+
+    def register_application(self, description: bytes) -> None:
+        """Gives the application topology its listeners."""
+        self.facade.registerApplication(description)
+
+    def begin(self, name: str, description: bytes) -> None:
+        """Begins a topology. Raises `ConfigurationError` when the driver refuses it."""
+        try:
+            self.facade.begin(description)
+        except Py4JError as error:
+            java = getattr(error, "java_exception", None)
+            raise ConfigurationError(
+                f"topology {name!r} cannot begin: {java.getMessage() if java else error}"
+            ) from error
+
+    def end(self, topology: str, seconds: float) -> None:
+        """Ends a topology on all executors. Returns when they have closed it or reported what is still open."""
+        self.facade.end(topology, int(seconds * 1000))
+        # Waits in slices, so that Ctrl-C interrupts it.
+        deadline = time.monotonic() + seconds + _REPORT_GRACE
+        while not self.facade.awaitEnd(topology, 100) and time.monotonic() < deadline:
+            pass
+
+    def cancel(self, topology: str, reason: str) -> None:
+        """Cancels the jobs of a topology and stops its streaming queries. Does not wait."""
+        self.facade.cancel(topology, reason)
+        self.stop_queries(topology)
+
+    def stop_queries(self, topology: str) -> None:
+        """Stops the streaming queries of a topology. Does not wait."""
+        self.facade.stopQueries(topology)
+
+    def activity(self, topology: str) -> dict[str, list[Any]]:
+        """The running jobs, SQL executions and streaming queries of a topology."""
+        found: dict[str, list[Any]] = json.loads(self.facade.activity(topology))
+        return found
+
+    def reports(self) -> list[TopologyReport]:
+        """The reports of all topologies that the driver still knows, the application's first."""
+        return [TopologyReport.of(node) for node in json.loads(self.facade.report(""))["topologies"]]
+
+    def report(self, topology: str) -> TopologyReport | None:
+        """The report of one topology by its id; None when the driver does not know it, or no longer."""
+        found = json.loads(self.facade.report(topology))["topologies"]
+        return TopologyReport.of(found[0]) if found else None
+
+    # -- Shown in the UI only: a failure of these is suppressed
+
+    def send_last_statistics(self, operators: Operators) -> None:
+        """Sends the final statistics of a topology's coordinators. Call it before the topology ends."""
+        if (frame := operators.last_statistics()) is not None:
+            with contextlib.suppress(Py4JError):  # the session may have stopped; the exit must not fail for it
+                self.facade.statistics(frame)
+
+    def send_job_progress(self, body: str) -> None:
+        """Sends the progress of the stored job that this process runs."""
+        with contextlib.suppress(Exception):
+            self.facade.recovery(body)
+
+    # -- Executors and coordinators
+
+    def await_slots(self, wanted: int) -> int:
+        """Waits until `wanted` tasks can run at once, as long as executors may still register after the application's start.
+
+        Returns how many tasks can run at once, which may be fewer.
+        """
+        context = self.context
+        started = context.startTime / 1000
+        slots: int = self.facade.slots()
+        changed = time.monotonic()
+        while (
+            slots < wanted
+            and not str(context.master).startswith("local[")
+            and time.time() - started < _REGISTRATION_WINDOW
+        ):
+            time.sleep(0.1)
+            now = self.facade.slots()
+            if now != slots:
+                slots, changed = now, time.monotonic()
+            if slots and time.monotonic() - changed > _REGISTRATION_QUIET:
+                break
+        return slots
+
+    def host(self) -> Host:
+        """The host of this session's coordinators. The first call creates it, and a call after its channel broke."""
+        from stagecrew.coordination.channel import DriverChannel
+        from stagecrew.coordination.host import Host
+
+        with self._channel_lock:
+            if self._channel is not None and self._channel.is_broken:
+                self._channel.close()
+                self._channel = None
+            if self._channel is None:
+                limit = parse_bytes(self._setting("spark.stagecrew.event.maxSize"))
+                if limit + _FRAME_OVERHEAD > parse_bytes(self._setting("spark.stagecrew.channel.maxFrame")):
+                    raise ConfigurationError(
+                        f"spark.stagecrew.event.maxSize={self._setting('spark.stagecrew.event.maxSize')} does not fit "
+                        f"into spark.stagecrew.channel.maxFrame={self._setting('spark.stagecrew.channel.maxFrame')}, "
+                        f"in which events travel: set maxFrame at least 3 MiB larger than maxSize"
+                    )
+                ack_timeout = parse_seconds(self._setting("spark.stagecrew.ack.timeout"))
+                self._channel = DriverChannel(
+                    self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)
+                )
+            return self._channel.host
+
+    def drain(self) -> None:
+        """Closes all listeners before the SparkContext stops. Raises what py4j raises when the JVM is gone."""
+        self.facade.drain(int(self.close_timeout * 1000))
+
+    def close_channel(self) -> None:
+        """Closes the channel of the coordinators, if there is one."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _setting(self, key: str) -> str:
+        default = next(one.default for one in KEYS if one.name == key)
+        return str(self.context.getConf().get(key, default))

@@ -1,0 +1,40 @@
+"""The stored job that this process runs, as the session sees it. The recovery package sets it; the session never imports that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from stagecrew.operators.commit_log import CommitLog
+    from stagecrew.operators.commits import Committer
+
+__all__ = ["RunningJob", "running_job", "set_running_job"]
+
+_running: RunningJob | None = None
+
+
+class RunningJob(Protocol):
+    """A run of a stored job: it names the commits of its program and stores what was decided about them."""
+
+    id: str
+    attempt: int
+
+    def commit_id(self, name: str) -> str:
+        """The id of a commit at this place of the program, the same in every run."""
+
+    def commit_log(self, sink: Committer) -> CommitLog:
+        """The log of this sink's commits, in the job's store."""
+
+    def show(self) -> None:
+        """Shows the job's progress in the session that runs now, if one does."""
+
+
+def running_job() -> RunningJob | None:
+    """The job that this process runs, if it runs one."""
+    return _running
+
+
+def set_running_job(job: RunningJob | None) -> None:
+    """Makes `job` the job that this process runs; None when it runs none."""
+    global _running
+    _running = job
