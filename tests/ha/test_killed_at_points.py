@@ -40,7 +40,7 @@ DRIVER = {
     "the spec is marked": (r"Delete:specs/job/locks",),
     "the spec has no bytes": (r"discard .*specs",),
     "the spec is gone": (r"Delete:specs/job$",),
-    "clean": (r"Replace:jobs/job$",),
+    "clean": (r"Replace:jobs/job Delete:open/job",),
 }
 #: Of what ends a cancelled job: its driver, and the process that finishes what was decided.
 CANCELLED = {
