@@ -9,7 +9,6 @@ import threading
 import pyarrow.fs
 import pytest
 
-from modelstore import ModelServer
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import Place, Uses
@@ -28,7 +27,8 @@ from stagecrew.recovery.job import Job, current_job, set_current
 from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
-from unit_scopes import Keeping, Nowhere, Scope
+from support.model_store import ModelServer
+from support.operator_fakes import Keeping, Nowhere, Scope
 
 
 class Store:
