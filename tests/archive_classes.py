@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from crewtools import PLAIN
+from support.sessions import PLAIN
 
 #: What no local session loads, and the tests' other JVMs do.
 FURTHER = (

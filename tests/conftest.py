@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Spark's own files of this run stay in one folder."""
-    from crewtools import QUICK
+    from support.sessions import QUICK
 
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
@@ -41,7 +41,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session")
 def sessions() -> Iterator[object]:
     """Makes sessions; stops the last one at the end."""
-    from crewtools import Sessions
+    from support.sessions import Sessions
 
     made = Sessions()
     yield made
@@ -51,7 +51,7 @@ def sessions() -> Iterator[object]:
 @pytest.fixture(scope="session")
 def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real standalone cluster."""
-    from crewtools import standalone_cluster
+    from support.clusters import standalone_cluster
 
     with standalone_cluster(tmp_path_factory.mktemp("standalone")) as url:
         yield url
@@ -69,7 +69,7 @@ def master(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A jar with two JVM listeners of a user, and the file to which they write."""
-    from crewtools import compiled_listeners
+    from support.jvm_listeners import compiled_listeners
 
     folder = tmp_path_factory.mktemp("jvm")
     return compiled_listeners(folder), str(folder / "journal")
@@ -78,7 +78,7 @@ def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture
 def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
     """What they wrote since this test began."""
-    from crewtools import Journal
+    from support.journal import Journal
 
     Path(jvm_listeners[1]).unlink(missing_ok=True)
     return Journal(jvm_listeners[1])
@@ -87,6 +87,6 @@ def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
 @pytest.fixture
 def journal(tmp_path: Path) -> object:
     """Where the listeners of one test write."""
-    from crewtools import Journal
+    from support.journal import Journal
 
     return Journal(str(tmp_path / "journal"))

@@ -25,8 +25,9 @@ import psutil
 import pyarrow as pa
 
 import stagecrew
-from crewtools import base, eventually
 from stagecrew.operators.sinks import ParquetSink
+from support.sessions import base
+from support.waiting import eventually
 
 #: How often it is looked in the course of one part.
 SAMPLES = 20

@@ -28,7 +28,7 @@ import stagecrew
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import stored
+from support import spark_storage
 
 
 class NoOp(stagecrew.Listener):
@@ -326,8 +326,8 @@ class Driver:
         with around:
             wide._jdf.queryExecution().toRdd().count()
             seconds = time.perf_counter() - started
-        outputs = sum(stored.outputs(self.spark).values())
-        return {"seconds": seconds, "disk": stored.size(self.spark, self.folder), "outputs": outputs}
+        outputs = sum(spark_storage.outputs(self.spark).values())
+        return {"seconds": seconds, "disk": spark_storage.size(self.spark, self.folder), "outputs": outputs}
 
     def supersteps(self, count, size):
         """Seconds of each superstep of two tasks, with a number or an array of so many bytes."""

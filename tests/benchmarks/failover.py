@@ -15,8 +15,8 @@ import uuid
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from haprocesses import QUICK, Drivers, until
-from zookeeper import zookeeper
+from support.driver_processes import QUICK, Drivers, until
+from support.zookeeper import zookeeper
 
 MODULE = """
 import os, time

@@ -12,9 +12,10 @@ import urllib.request
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import stagecrew
-from crewtools import eventually, history_server
-from eventlogs import application, example, written
-from webpages import fetched
+from support.clusters import history_server
+from support.event_logs import application, example, written
+from support.waiting import eventually
+from support.web_pages import fetched
 
 COUNTS = (10, 100, 1000)
 PATHS = {

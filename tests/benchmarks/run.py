@@ -46,7 +46,7 @@ from failover import failover  # noqa: E402 (it lies in this folder)
 from pages import pages  # noqa: E402 (it lies in this folder)
 from stores import stores  # noqa: E402 (it lies in this folder)
 
-from postgres import postgresql  # noqa: E402 (it lies beside this folder)
+from support.postgres import postgresql  # noqa: E402 (it lies beside this folder)
 
 MASTER = "local-cluster[2,1,1024]"
 #: The Python that has Ray and Dask; `make bench` makes it.

@@ -18,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from zookeeper import zookeeper
+from support.zookeeper import zookeeper
 
 VALUE = b"v" * 200
 

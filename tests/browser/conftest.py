@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from webpages import launched, watched
+from support.web_pages import launched, watched
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,15 @@ from playwright.sync_api import Page
 from pyspark import cloudpickle
 
 import stagecrew
-from coordinators import rows as row_of
-from crewtools import Journal, Sessions, eventually, history_server, kill
-from drivers import driver
-from eventlogs import CLASS, application, example, listener, operator, state, topology, written
-from webpages import THEMES, dark, fetched, rows
+from support.clusters import history_server
+from support.coordination import rows as row_of
+from support.driver_scripts import driver
+from support.event_logs import CLASS, application, example, listener, operator, state, topology, written
+from support.journal import Journal
+from support.processes import kill
+from support.sessions import Sessions
+from support.waiting import eventually
+from support.web_pages import THEMES, dark, fetched, rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -13,8 +13,10 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Sessions, eventually, slots, together
-from webpages import THEMES, dark, fetched, rows
+from support.journal import Journal, together
+from support.sessions import Sessions, slots
+from support.waiting import eventually
+from support.web_pages import THEMES, dark, fetched, rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

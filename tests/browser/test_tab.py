@@ -16,8 +16,9 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Sessions, eventually
-from webpages import dark, rows
+from support.sessions import Sessions
+from support.waiting import eventually
+from support.web_pages import dark, rows
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Browser, Route
 
-from webpages import watched
+from support.web_pages import watched
 
 POLICY = {"Content-Security-Policy": "script-src 'self'"}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import stagecrew
-from crewtools import LOCAL, Recorder, Sessions, body
+from support.journal import Recorder, body
+from support.sessions import LOCAL, Sessions
 
 
 def test_a_topology_after_the_stop_of_its_session(sessions: Sessions, journal):

@@ -15,13 +15,15 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL_CLUSTER, alive, eventually, kill
-from hdfs import hdfs
-from objectstore import s3_server
-from places import Place, accepted, attempts, rows_of, telling
-from postgres import postgresql
-from stored import executors
+from support.coordination import executor_of_this_worker
+from support.hdfs import hdfs
+from support.postgres import postgresql
+from support.processes import alive, kill
+from support.s3 import s3_server
+from support.sessions import LOCAL_CLUSTER
+from support.sink_targets import Place, accepted, attempts, rows_of, telling
+from support.spark_storage import executors
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -17,21 +17,11 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import (
-    LOCAL,
-    LOCAL_CLUSTER,
-    Journal,
-    Recorder,
-    Sessions,
-    alive,
-    body,
-    eventually,
-    executor_wide,
-    free_master,
-    kill,
-    together,
-)
-from drivers import driver, java_processes
+from support.driver_scripts import driver, java_processes
+from support.journal import Journal, Recorder, body, executor_wide, together
+from support.processes import alive, kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, Sessions, free_master
+from support.waiting import eventually
 
 EIGHT = "local-cluster[1,8,1024]"
 

@@ -21,7 +21,10 @@ from pyspark import SparkContext
 from pyspark.sql.functions import lit, udf
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually, free_master
+from support.journal import Recorder, body
+from support.processes import alive
+from support.sessions import LOCAL_CLUSTER, Sessions, free_master
+from support.waiting import eventually
 
 TESTS = str(Path(__file__).parent.parent)
 SECRET = "correct-horse-battery-staple"
@@ -71,7 +74,7 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
     events.mkdir()
     (tmp_path / "log4j2.properties").write_text(DEBUG)
     script = f"""
-    from crewtools import *
+    from support.script_prelude import *
     import psutil, urllib.request
     journal = Journal({journal.path!r})
     listeners = [Recorder(journal, "app", password={SECRET!r})]
@@ -116,7 +119,7 @@ def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
     events = tmp_path / "events"
     events.mkdir()
     done = run(f"""
-    from crewtools import *
+    from support.script_prelude import *
     import json
     journal = Journal({journal.path!r})
     builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
@@ -184,7 +187,7 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
     """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
     master = free_master(where, request, sessions)
     done = run(f"""
-    from crewtools import base
+    from support.sessions import base
     import contextlib, stagecrew
     os.environ["PYSPARK_PYTHON"] = {bare_python!r}
     del os.environ["PYTHONPATH"]
@@ -231,7 +234,7 @@ def test_a_session_leaves_nothing(journal, where, request, sessions):
     """After a session no process, port or file of ours is left."""
     master = free_master(where, request, sessions)
     done = run(f"""
-    from crewtools import *
+    from support.script_prelude import *
     journal = Journal({journal.path!r})
     spark = stagecrew.configure(base({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
     import json
@@ -259,9 +262,9 @@ def test_twenty_sessions_leak_nothing(journal, tmp_path):
     script = f"""
     import os, sys
     sys.path.insert(0, {TESTS!r})
-    from crewtools import *
+    from support.script_prelude import *
     import psutil
-    from drivers import java_processes
+    from support.driver_scripts import java_processes
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     def once():
@@ -558,7 +561,7 @@ def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     assert "PYSPARK_PYTHON" not in os.environ
     done = run(
         f"""
-    from crewtools import *
+    from support.script_prelude import *
     import shutil
     assert shutil.which("python3") != sys.executable
     spark = stagecrew.configure(base({master!r})).getOrCreate()
@@ -585,7 +588,7 @@ def test_an_interpreter_that_is_a_script(tmp_path):
     wrapper.chmod(0o700)
     done = run(
         """
-    from crewtools import *
+    from support.script_prelude import *
     import psutil
     spark = stagecrew.configure(base("local[2]")).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)

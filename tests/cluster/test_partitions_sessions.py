@@ -17,10 +17,14 @@ import pytest
 from pyspark.sql import functions as f
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, base, eventually, kill, shuffle_service, together
-from drivers import driver, java_processes
-from stored import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
+from support.clusters import shuffle_service
+from support.coordination import executor_of_this_worker
+from support.driver_scripts import driver, java_processes
+from support.journal import Journal, together
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, base
+from support.spark_storage import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
+from support.waiting import eventually
 
 TWO = "local-cluster[2,1,1024]"
 
@@ -305,7 +309,7 @@ def after_an_executor_is_gone(spark, tmp_path):
 def test_a_driver_that_is_killed(tmp_path, journal):
     """After SIGKILL of the driver executors delete what topologies had finished, though a shuffle service would keep it."""
     script = """
-from stored import folders
+from support.spark_storage import folders
 from pathlib import Path
 builder = base("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
 for key, value in SETTINGS.items():
@@ -551,7 +555,7 @@ def test_a_users_own_shuffle_parts(tmp_path, journal):
     compiled(tmp_path, "Own", JAVA)
     script = f"""
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
-from stored import *
+from support.spark_storage import *
 from pathlib import Path
 for key, value in (
     ("spark.shuffle.sort.io.plugin.class", "Own$DataIO"),
@@ -662,7 +666,7 @@ def test_what_finishes_behind_the_end(tmp_path, journal):
     compiled(tmp_path, "Late", LATE)
     script = f"""
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
-from stored import *
+from support.spark_storage import *
 from pathlib import Path
 builder = base({{master!r}})
 for key, value in {{

@@ -13,7 +13,8 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL, standalone_cluster
+from support.clusters import standalone_cluster
+from support.sessions import LOCAL
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -13,7 +13,7 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import Journal
+from support.journal import Journal
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -24,7 +24,7 @@ HEAD = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import stagecrew
-from crewtools import *
+from support.script_prelude import *
 journal = Journal({journal!r})
 def held(spark, key):
     return sorted(os.path.basename(one) for one in spark.conf.get(key).split(","))

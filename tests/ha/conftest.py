@@ -10,7 +10,7 @@ import pytest
 @pytest.fixture(scope="session")
 def zookeeper() -> Iterator[object]:
     """A real ZooKeeper server, that nobody kills."""
-    from zookeeper import zookeeper
+    from support.zookeeper import zookeeper
 
     with zookeeper() as server:
         yield server

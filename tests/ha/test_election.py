@@ -10,14 +10,14 @@ import uuid
 
 import pytest
 
-from contending import Contending
-from crewtools import eventually
 from stagecrew.errors import LeadershipLost
 from stagecrew.recovery.election import Fenced, fence, leader_of
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check
-from zookeeper import Proxy
-from zookeeper import zookeeper as own_server
+from support.candidate_process import Contending
+from support.tcp_proxy import Proxy
+from support.waiting import eventually
+from support.zookeeper import zookeeper as own_server
 
 #: Seconds of a session at ZooKeeper.
 TIMEOUT = 3.0

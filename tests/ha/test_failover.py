@@ -14,15 +14,16 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive, standalone_cluster
-from hajobs import job_of, lines
-from haprocesses import LONG, QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT
-from webpages import fetched
+from support.cli import command
+from support.clusters import standalone_cluster
+from support.driver_processes import LONG, QUICK, campaign, until
+from support.example_jobs import job_of, lines
+from support.processes import alive
+from support.web_pages import fetched
 
 ODD = "a = b: c # d ! \\ é € 𝄞"
 SCRIPT = f"""
@@ -442,7 +443,7 @@ def test_a_driver_that_the_store_does_not_let_in(zookeeper, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_store_that_comes_later(tmp_path):
     """Drivers that are started before their store wait for it: when it comes one of them leads, and runs what is submitted then."""
-    from zookeeper import zookeeper
+    from support.zookeeper import zookeeper
 
     with zookeeper() as server:
         server.kill()
@@ -466,7 +467,7 @@ def test_a_store_that_comes_later(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_store_that_is_away(tmp_path):
     """ZooKeeper is killed while a job runs and comes back past the session: the job runs again under whoever leads then, to its end."""
-    from zookeeper import zookeeper
+    from support.zookeeper import zookeeper
 
     with zookeeper() as server, campaign(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
         out = tmp_path / "out"

@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from commands import command
-from hajobs import MODULE, job_of, lines
-from haprocesses import campaign, until
+from support.cli import command
+from support.driver_processes import campaign, until
+from support.example_jobs import MODULE, job_of, lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -11,11 +11,12 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive
-from hajobs import MODULE, job_of, lines
-from haprocesses import FAULT_POINTS, QUICK, campaign, until
-from zookeeper import Proxy, ensemble, tls_zookeeper
+from support.cli import command
+from support.driver_processes import FAULT_POINTS, QUICK, campaign, until
+from support.example_jobs import MODULE, job_of, lines
+from support.processes import alive
+from support.tcp_proxy import Proxy
+from support.zookeeper import ensemble, tls_zookeeper
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -6,11 +6,11 @@ import uuid
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive
-from hajobs import MODULE, job_of, lines
-from haprocesses import QUICK, campaign, point, until
 from stagecrew.errors import JobUnreadable
+from support.cli import command
+from support.driver_processes import QUICK, campaign, point, until
+from support.example_jobs import MODULE, job_of, lines
+from support.processes import alive
 
 #: Of a run, what it has written, or not, when it dies; and which runs stage the rows. That there is a result and the job is still
 #: running is no point: that is one write.

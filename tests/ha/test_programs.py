@@ -4,9 +4,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drawnprograms import programs
-from histories import history
 from stagecrew.coordination.program_path import Uses
+from support.job_program_histories import history
+from support.job_program_strategy import programs
 
 #: The errors that statements end a program by.
 ERRORS = {"raise": "ValueError: the program's own error", "nameless": "OperatorMisused: operator"}

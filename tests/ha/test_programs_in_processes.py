@@ -2,19 +2,18 @@
 
 import collections
 import json
-from pathlib import Path
+import zipfile
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-import haprograms
-import programs
-from drawnprograms import programs as drawn
-from haprocesses import QUICK, campaign, point
-from histories import history
+import support
 from stagecrew.recovery.specs import JobSpec
+from support.driver_processes import QUICK, campaign, point
+from support.job_program_histories import history
+from support.job_program_strategy import programs as drawn
 
 
 @pytest.mark.long
@@ -37,9 +36,12 @@ def test_programs_in_processes(tmp_path_factory, program, where, moment):
     mark = folder / "reached"
     with campaign(f"sqlite://{folder}/jobs.db", folder) as drivers:
         drivers.start(**point(mark, "run", "transact", moment, 1 + where * len(writes) // 1000))
-        files = [Path(module.__file__) for module in (programs, haprograms)]
+        archive = folder / "programs.zip"
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for name in ("__init__", "job_programs", "job_programs_on_spark"):
+                zipped.write(f"{support.__path__[0]}/{name}.py", f"support/{name}.py")
         arguments = {"folder": str(folder / "out"), "program": program}
-        drivers.submit(JobSpec.of_function("haprograms:run", arguments, QUICK, files), "job")
+        drivers.submit(JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK, [archive]), "job")
         result = drivers.result("job", 300)
         assert (result.state, result.reason, result.shown) == ("succeeded", "", expected.value), drivers.logs("job")
         assert mark.exists()

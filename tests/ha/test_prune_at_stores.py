@@ -7,11 +7,11 @@ import uuid
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.errors import JobUnknown
 from stagecrew.recovery.jobs import JobState, open_jobs
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
+from support.waiting import eventually
 
 SPEC = JobSpec("job.py", (), {}, {}, b"", 50)
 

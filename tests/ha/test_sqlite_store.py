@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.errors import (
     PossiblyInconsistentError,
     RecoveryMisused,
@@ -34,7 +33,8 @@ from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.sessionfiles import alive
 from stagecrew.recovery.stores.sqlite import FORMAT, SQLiteStore
-from storeprocess import StoreProcess
+from support.store_process import StoreProcess
+from support.waiting import eventually
 
 
 @pytest.fixture

@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from crewtools import eventually
-from modelstore import ModelServer
 from stagecrew.errors import PossiblyInconsistentError, RecoveryMisused, SessionLost, StoreConflict, StoreRefused
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import (
@@ -29,7 +27,9 @@ from stagecrew.recovery.stores.contract import (
     segment,
     text_of,
 )
-from storeprocess import StoreProcess
+from support.model_store import ModelServer
+from support.store_process import StoreProcess
+from support.waiting import eventually
 
 KINDS = ["sqlite", "zookeeper"]
 

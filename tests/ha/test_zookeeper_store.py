@@ -19,7 +19,6 @@ from kazoo.exceptions import NoAuthError
 from kazoo.protocol.serialization import Transaction
 from kazoo.security import OPEN_ACL_UNSAFE
 
-from crewtools import eventually
 from stagecrew.errors import (
     ConfigurationError,
     PossiblyInconsistentError,
@@ -33,8 +32,10 @@ from stagecrew.errors import (
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
-from zookeeper import Proxy, ensemble, tls_zookeeper
-from zookeeper import zookeeper as started
+from support.tcp_proxy import Proxy
+from support.waiting import eventually
+from support.zookeeper import ensemble, tls_zookeeper
+from support.zookeeper import zookeeper as started
 
 TIMEOUT = 4
 

@@ -15,35 +15,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from networks import other_host
-from objectstore import s3_server
-from postgres import postgresql
-from schedules import (
-    at_once,
-    failing_at_each_moment,
-    going_on_at_each_moment,
-    killed_at_each_moment,
-    raising_once,
-)
-from sinks import (
-    SCHEMA,
-    Driver,
-    Killed,
-    Tasks,
-    Trial,
-    connections_that_are_lost,
-    files_below,
-    first_commits_of_two_schemas,
-    iceberg,
-    late_at_each_moment,
-    looked_at_within,
-    lose,
-    other_schemas,
-    seeded,
-    undisturbed,
-    watch_files,
-    watch_transactions,
-)
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -55,7 +26,36 @@ from stagecrew.errors import (
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
-from zookeeper import Proxy
+from support.commit_schedules import (
+    at_once,
+    connections_that_are_lost,
+    failing_at_each_moment,
+    first_commits_of_two_schemas,
+    going_on_at_each_moment,
+    killed_at_each_moment,
+    late_at_each_moment,
+    looked_at_within,
+    lose,
+    other_schemas,
+    raising_once,
+    seeded,
+)
+from support.commit_trials import (
+    SCHEMA,
+    Driver,
+    Killed,
+    Tasks,
+    Trial,
+    files_below,
+    undisturbed,
+    watch_files,
+    watch_transactions,
+)
+from support.local_sinks import iceberg
+from support.network_namespaces import other_host
+from support.postgres import postgresql
+from support.s3 import s3_server
+from support.tcp_proxy import Proxy
 
 
 @pytest.fixture(scope="module")

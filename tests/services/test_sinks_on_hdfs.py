@@ -12,34 +12,26 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.webhdfs import WebHDFS
 
-from hdfs import hdfs
-from schedules import (
-    at_once,
-    failing_at_each_moment,
-    going_on_at_each_moment,
-    killed_at_each_moment,
-    raising_once,
-)
-from sinks import (
-    SCHEMA,
-    Driver,
-    Tasks,
-    Trial,
-    connections_that_are_lost,
-    files_below,
-    first_commits_of_two_schemas,
-    late_at_each_moment,
-    moved_into_another,
-    other_schemas,
-    seeded,
-    undisturbed,
-    watch_files,
-)
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ParquetSink, parquet
-from zookeeper import Proxy
+from support.commit_schedules import (
+    at_once,
+    connections_that_are_lost,
+    failing_at_each_moment,
+    first_commits_of_two_schemas,
+    going_on_at_each_moment,
+    killed_at_each_moment,
+    late_at_each_moment,
+    moved_into_another,
+    other_schemas,
+    raising_once,
+    seeded,
+)
+from support.commit_trials import SCHEMA, Driver, Tasks, Trial, files_below, undisturbed, watch_files
+from support.hdfs import hdfs
+from support.tcp_proxy import Proxy
 
 
 @pytest.fixture(scope="module")

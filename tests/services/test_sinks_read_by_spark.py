@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pyspark.errors import AnalysisException
 
-from sinks import Driver, Tasks, appended, parquet
+from support.commit_trials import Driver, Tasks
+from support.local_sinks import appended, parquet
 
 
 class Looking(Driver):

@@ -7,8 +7,8 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from objectstore import s3_server
 from stagecrew.operators.enumerators import Files, ParquetRowGroups
+from support.s3 import s3_server
 
 
 def test_a_uri_of_s3():

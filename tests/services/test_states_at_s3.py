@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from modelstore import ModelServer
-from objectstore import s3_server
 from stagecrew.errors import StateCorrupt, StateStorageError
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.storage import Reference, StateStorage
 from stagecrew.recovery.sweep import Report, sweep
+from support.model_store import ModelServer
+from support.s3 import s3_server
 
 
 def test_states_on_s3():

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     import stagecrew
-    from crewtools import Sessions
+    from support.sessions import Sessions
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ import pytest
 from pyspark import TaskContext, cloudpickle
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
+from support.journal import Journal
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -14,7 +14,8 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import OURS, Recorder, Sessions, base
+from support.journal import Recorder
+from support.sessions import OURS, Sessions, base
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -178,7 +179,7 @@ def test_a_jar_of_another_version(tmp_path):
                 data = data.replace(stagecrew.__version__.encode(), b"0.0.1")
             theirs.writestr(item, data)
     done = run(f"""
-    from crewtools import base
+    from support.sessions import base
     import stagecrew
     spark = base("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
     try:
@@ -205,7 +206,7 @@ def test_a_missing_jar(monkeypatch):
 def test_a_first_session_without_stagecrew(tmp_path):
     """In a process whose JVM was started by a plain session, a later session with stagecrew works all the same."""
     done = run("""
-    from crewtools import base
+    from support.sessions import base
     import stagecrew
     base("local[1]").getOrCreate().stop()
     spark = stagecrew.configure(base("local[1]")).getOrCreate()

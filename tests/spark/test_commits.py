@@ -16,16 +16,17 @@ from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import functions as f
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, eventually
-from drivers import driver
-from modelstore import ModelServer
-from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.run import _no_fault_of_its_own
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session.running_job import set_running_job
+from support.driver_scripts import driver
+from support.model_store import ModelServer
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.sink_targets import ROWS, Place, rows_of
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -120,8 +121,8 @@ def test_ctrl_c(cluster, place):
 
 DRIVER = """
 import os, signal
-from places import Place, ROWS, rows_of
-from sinks import Driver, Killed
+from support.sink_targets import Place, ROWS, rows_of
+from support.commit_trials import Driver, Killed
 
 class Kills(Driver):
     def moment(self, name, holds=False):

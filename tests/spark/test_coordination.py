@@ -11,7 +11,8 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, eventually
+from support.sessions import LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -15,9 +15,11 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from coordinators import Noting, executor_of_this_worker, rows, until_stop
-from crewtools import LOCAL_CLUSTER, eventually, kill
 from stagecrew.wire.serialization import WINDOW
+from support.coordination import Noting, executor_of_this_worker, rows, until_stop
+from support.processes import kill
+from support.sessions import LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

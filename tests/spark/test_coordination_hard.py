@@ -22,8 +22,9 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
-from coordinators import Noting, rows
-from crewtools import LOCAL, LOCAL_CLUSTER, base, eventually
+from support.coordination import Noting, rows
+from support.sessions import LOCAL, LOCAL_CLUSTER, base
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

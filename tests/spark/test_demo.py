@@ -12,9 +12,9 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from drivers import java_processes
-from postgres import postgresql
+from support.cli import command
+from support.driver_scripts import java_processes
+from support.postgres import postgresql
 
 FLIGHTS = 12_000
 

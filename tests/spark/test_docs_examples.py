@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from crewtools import QUICK
-from docs_blocks import blocks
+from support.docs_blocks import blocks
+from support.sessions import QUICK
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -39,7 +39,7 @@ def outcomes(tmp_path_factory):
         "SPARK_LOCAL_DIRS": str(temporary),
         "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK}",
     }
-    command = [sys.executable, str(ROOT / "tests/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
+    command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
     )

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import stagecrew
-from commands import command
+from support.cli import command
 
 
 def checks(ran) -> dict[str, dict[str, str]]:

@@ -15,7 +15,8 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWrite
 from pyspark.sql.functions import arrow_udf, broadcast, pandas_udf, udf, udtf
 
 import stagecrew
-from crewtools import Journal, Recorder, eventually
+from support.journal import Journal, Recorder
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

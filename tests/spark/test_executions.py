@@ -9,7 +9,9 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, Sessions, body, eventually
+from support.journal import Journal, Recorder, body
+from support.sessions import Sessions
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

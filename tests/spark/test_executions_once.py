@@ -9,7 +9,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL, Journal, Recorder, Sessions, eventually
+from support.journal import Journal, Recorder
+from support.sessions import LOCAL, Sessions
+from support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,10 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, OURS, STANDALONE, Recorder, Sessions, body, eventually, free_master, kill
+from support.journal import Recorder, body
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, OURS, STANDALONE, Sessions, free_master
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

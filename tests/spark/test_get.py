@@ -11,7 +11,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Recorder
+from support.journal import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

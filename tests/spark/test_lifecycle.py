@@ -14,7 +14,10 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, body, eventually, kill, slots, together
+from support.journal import Journal, Recorder, body, together
+from support.processes import kill
+from support.sessions import slots
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

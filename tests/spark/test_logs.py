@@ -12,7 +12,7 @@ from typing import Any
 from pyspark import TaskContext, cloudpickle
 
 import stagecrew
-from crewtools import Sessions
+from support.sessions import Sessions
 
 # Executors do not have this module: what it defines travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

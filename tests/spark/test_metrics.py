@@ -20,7 +20,10 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, Sessions, eventually, kill
+from support.journal import Journal, Recorder
+from support.processes import kill
+from support.sessions import Sessions
+from support.waiting import eventually
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,8 +16,22 @@ from pyspark import StorageLevel
 from pyspark.sql import functions as f
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
-from stored import blocks, cached, deaf, end_reaches_nobody, field, files, outputs, paths, plan, ran, tracker
+from support.journal import Journal
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.spark_storage import (
+    blocks,
+    cached,
+    deaf,
+    end_reaches_nobody,
+    field,
+    files,
+    outputs,
+    paths,
+    plan,
+    ran,
+    tracker,
+)
+from support.waiting import eventually
 
 
 @pytest.fixture(
@@ -564,7 +578,7 @@ def delete(spark, tmp_path, shuffles):
     """Deletes the files of these shuffles."""
     from pathlib import Path
 
-    from stored import folders
+    from support.spark_storage import folders
 
     for folder in folders(spark, tmp_path):
         for shuffle in shuffles:

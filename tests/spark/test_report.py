@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import eventually
-from eventlogs import listener, state, topology, written
 from stagecrew.cli import main
 from stagecrew.observability.event_log import read_event_log
+from support.event_logs import listener, state, topology, written
+from support.waiting import eventually
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -71,7 +71,7 @@ KILLED = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import stagecrew
-from crewtools import base
+from support.sessions import base
 builder = base("local[2]")
 for key, value in {conf!r}.items():
     builder = builder.config(key, value)

@@ -19,9 +19,10 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, kill
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
+from support.coordination import executor_of_this_worker
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -19,8 +19,11 @@ from pyspark import cloudpickle
 from pyspark.sql import functions as f
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually, kill
+from support.coordination import executor_of_this_worker
+from support.journal import Journal
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

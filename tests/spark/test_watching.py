@@ -22,13 +22,15 @@ from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import SparkSession
 
 import stagecrew
-from coordinators import rows
-from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
-from modelstore import ModelServer
 from stagecrew.cli import main
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.storage import StateStorage
+from support.coordination import rows
+from support.journal import Journal, Recorder, executor_wide
+from support.model_store import ModelServer
+from support.sessions import Sessions
+from support.waiting import eventually
 
 # Executors do not have this module: what it defines travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

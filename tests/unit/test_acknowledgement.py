@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 import pytest
 from pyspark import cloudpickle
 
-from crewtools import eventually
 from stagecrew.coordination import acknowledgement
 from stagecrew.coordination.acknowledgement import Acknowledgement
+from support.waiting import eventually
 
 ERROR = ValueError("over")
 

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import stagecrew
-from crewtools import free_port
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
 from stagecrew.observability.console import said
+from support.processes import free_port
 
 SECRET = "s3cret-of-the-test"
 

@@ -15,9 +15,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from jobsim import MemorySink
-from modelstore import ModelServer
-from sinks import SCHEMA, SINKS, Around, Tasks, files, iceberg, objects, parquet, small_disk, sqlite
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -38,6 +35,10 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
+from support.commit_trials import SCHEMA, Around, Tasks
+from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_disk, sqlite
+from support.model_store import ModelServer
+from support.simulated_jobs import MemorySink
 
 #: When the first commit of each test is decided: 2026-11-22 17:14:27 UTC.
 MONDAY = 1795367667.0

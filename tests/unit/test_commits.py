@@ -24,39 +24,6 @@ import pytest
 
 import stagecrew.operators.commit_log
 import stagecrew.operators.commits
-from schedules import (
-    at_once,
-    failing_at_each_moment,
-    going_on_at_each_moment,
-    going_on_behind_a_refusal,
-    killed_at_each_moment,
-    raising_once,
-)
-from sinks import (
-    SCHEMA,
-    SEED,
-    SINKS,
-    Around,
-    Driver,
-    Killed,
-    Tasks,
-    appended,
-    files,
-    first_commits_of_two_schemas,
-    iceberg,
-    late_at_each_moment,
-    like_hdfs,
-    looked_at_within,
-    moved_into_another,
-    objects,
-    other_schemas,
-    parquet,
-    remount,
-    seeded,
-    small_disk,
-    sqlite,
-    undisturbed,
-)
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -70,6 +37,33 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
+from support.commit_schedules import (
+    at_once,
+    failing_at_each_moment,
+    first_commits_of_two_schemas,
+    going_on_at_each_moment,
+    going_on_behind_a_refusal,
+    killed_at_each_moment,
+    late_at_each_moment,
+    looked_at_within,
+    moved_into_another,
+    other_schemas,
+    raising_once,
+    seeded,
+)
+from support.commit_trials import SCHEMA, SEED, Around, Driver, Killed, Tasks, undisturbed
+from support.local_sinks import (
+    SINKS,
+    appended,
+    files,
+    iceberg,
+    like_hdfs,
+    objects,
+    parquet,
+    remount,
+    small_disk,
+    sqlite,
+)
 
 
 def making(make, tmp_path):

@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from crewtools import eventually
-from modelstore import ModelServer, ModelStore
 from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
 from stagecrew.recovery.candidate import Contender
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
+from support.model_store import ModelServer, ModelStore
+from support.waiting import eventually
 
 TIMEOUT = 3.0
 

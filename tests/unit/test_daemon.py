@@ -13,8 +13,8 @@ import zipimport
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.worker import daemon, graceful_shutdown
+from support.waiting import eventually
 
 CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
 IGNORES = CATCHES.format(then="None")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import stagecrew
-from docs_blocks import blocks
 from stagecrew.conf import KEYS, table
+from support.docs_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -129,7 +129,7 @@ def test_no_machine_paths():
 
 def test_a_block_that_should_raise_and_does_not_is_noticed(tmp_path):
     """The runner of blocks fails a page whose marked block raises nothing, or another error."""
-    from docs_blocks import run_page
+    from support.docs_blocks import run_page
 
     page = tmp_path / "page.md"
     page.write_text("<!-- raises: ValueError -->\n```python\nx = 1\n```\n")

@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from modelstore import ModelServer, ModelStore
 from stagecrew.errors import (
     LeadershipLost,
     PossiblyInconsistentError,
@@ -43,6 +42,7 @@ from stagecrew.recovery.election import (
     leader_of,
 )
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace
+from support.model_store import ModelServer, ModelStore
 
 TIMEOUT = 3.0
 

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from handlesteps import CHANGES, ROOT, Killed, Schedule, Step, model_world, quick_folder, schedules, sqlite_world
 from stagecrew.errors import (
     HandleExists,
     HandleLocked,
@@ -21,6 +20,17 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.recovery.stores.contract import Create, Delete
+from support.handle_faults import (
+    CHANGES,
+    ROOT,
+    Killed,
+    Schedule,
+    Step,
+    model_world,
+    quick_folder,
+    schedules,
+    sqlite_world,
+)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from handlesteps import model_world, quick_folder, sqlite_world
-from handlesuite import *  # noqa: F403 (its tests are collected here)
+from support.handle_contract import *  # noqa: F403 (its tests are collected here)
+from support.handle_faults import model_world, quick_folder, sqlite_world
 
 
 @pytest.fixture(params=["model", "sqlite"])

@@ -9,7 +9,6 @@ import tracemalloc
 import pytest
 
 import stagecrew
-from crewtools import eventually
 from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
@@ -18,7 +17,8 @@ from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.supersteps import SuperstepCoordinator
 from stagecrew.wire.frames import encode
-from unit_scopes import Nowhere, Scope
+from support.operator_fakes import Nowhere, Scope
+from support.waiting import eventually
 
 
 class Asked(stagecrew.Coordinator):

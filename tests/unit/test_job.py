@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pyarrow.fs
 import pytest
 
-from modelstore import ModelServer
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import Place, Uses
@@ -30,7 +29,8 @@ from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
 from stagecrew.session.running_job import set_running_job
-from unit_scopes import Keeping, Nowhere, Scope
+from support.model_store import ModelServer
+from support.operator_fakes import Keeping, Nowhere, Scope
 
 
 class Store:

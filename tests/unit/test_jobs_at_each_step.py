@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import (
     JobExists,
     JobUnreadable,
@@ -23,6 +22,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
+from support.simulated_jobs import Killed, SimDriver, World, check, consistent
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 

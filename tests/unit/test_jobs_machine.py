@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError
 from stagecrew.recovery.election import HOLDER
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check
+from support.simulated_jobs import Killed, SimDriver, World, check, consistent
 
 WHICH = st.integers(0, 2)
 JOBS = 5

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from jobsim import Killed, SimDriver, World, check, consistent, driver_module, indexed
 from stagecrew.errors import (
     JobError,
     JobExists,
@@ -24,6 +23,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
+from support.simulated_jobs import Killed, SimDriver, World, check, consistent, driver_module, indexed
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 OTHER = JobSpec("job-0.py", ("otherwise",), {}, {}, b"", 50)

@@ -5,8 +5,6 @@ import time
 
 import pytest
 
-from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
-from modelstore import ModelServer
 from stagecrew.errors import (
     CheckpointFailed,
     CheckpointTimeout,
@@ -27,6 +25,8 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
+from support.model_store import ModelServer
+from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
 
 
 class Two:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobsim import World, check
+from support.simulated_jobs import World, check
 
 
 def history(seed):

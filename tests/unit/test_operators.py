@@ -8,12 +8,12 @@ import threading
 import pytest
 
 import stagecrew
-from crewtools import eventually
 from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.wire.frames import encode
-from unit_scopes import Nowhere
+from support.operator_fakes import Nowhere
+from support.waiting import eventually
 
 
 class Scope:

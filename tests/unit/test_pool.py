@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.coordination import pool as pool_module
 from stagecrew.coordination.async_calls import Background
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.pool import Pool, Timers
+from support.waiting import eventually
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import PLACE, Place, Uses, current_place, operator_of, unused
 from stagecrew.errors import OperatorMisused
-from unit_scopes import Keeping, Nowhere, Scope
+from support.operator_fakes import Keeping, Nowhere, Scope
 
 
 class At:

@@ -12,7 +12,6 @@ import pyarrow.fs
 import pytest
 from pyspark.errors import PySparkException
 
-from modelstore import ModelServer
 from stagecrew import Coordinator
 from stagecrew.errors import (
     CheckpointFailed,
@@ -34,6 +33,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.testing import CoordinatorHarness
+from support.model_store import ModelServer
 
 
 class Watched:

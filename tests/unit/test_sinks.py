@@ -13,11 +13,12 @@ import pyarrow.dataset
 import pyarrow.fs
 import pytest
 
-from sinks import SCHEMA, SEED, Driver, Killed, Tasks, files, iceberg, sqlite, undisturbed
 from stagecrew.errors import CommitFailed
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
+from support.commit_trials import SCHEMA, SEED, Driver, Killed, Tasks, undisturbed
+from support.local_sinks import files, iceberg, sqlite
 
 
 def land(sink, name):

@@ -10,10 +10,11 @@ import sqlite3
 import pyarrow as pa
 import pytest
 
-from sinks import SCHEMA, Driver, Tasks, appended, iceberg, objects, parquet, remount, small_disk, sqlite
 from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
+from support.commit_trials import SCHEMA, Driver, Tasks
+from support.local_sinks import appended, iceberg, objects, parquet, remount, small_disk, sqlite
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
 

@@ -136,7 +136,7 @@ class Runner:
         try:
             self.ground.stream(name, count, called)
         except Exception as error:
-            if "programs.Broken" not in f"{type(error).__module__}.{type(error).__name__}: {error}":
+            if "job_programs.Broken" not in f"{type(error).__module__}.{type(error).__name__}: {error}":
                 raise
             self.ground.stream(name, count, called)
         self.job.after_stream(name)

@@ -30,7 +30,7 @@ class StoreProcess:
 
     def _start(self, url, environment):
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, url],
+            [sys.executable, "-P", "-W", "error", __file__, url],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment},
         )  # fmt: skip
         self.pid = self._process.pid
@@ -113,5 +113,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / "python"), str(root / "tests")]
     main()

@@ -13,11 +13,12 @@ from pathlib import Path
 import pyarrow.fs
 import pyspark
 
-from crewtools import ends, eventually
+from support.processes import ends
+from support.waiting import eventually
 
 __all__ = ["hdfs"]
 
-JAR = Path(__file__).parents[1] / "build" / "hdfs.jar"
+JAR = Path(__file__).parents[2] / "build" / "hdfs.jar"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,9 @@ from typing import Any
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from crewtools import eventually, slots, together
+from support.journal import together
+from support.sessions import slots
+from support.waiting import eventually
 
 # Executors do not have the tests: what is defined here travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import psutil
 
-from crewtools import eventually
 from stagecrew.recovery.jobs import Jobs, open_jobs
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
+from support.waiting import eventually
 
 #: How long one waits for what a busy machine does slowly, in seconds.
 LONG = 120.0
 #: A folder for the PYTHONPATH of processes that are to be killed at a point.
-FAULT_POINTS = Path(__file__).with_name("faultpoints")
+FAULT_POINTS = Path(__file__).with_name("kill_points")
 #: What makes Spark start quickly.
 QUICK = {
     "spark.master": "local[1]",
@@ -171,9 +171,10 @@ class Drivers:
 
 
 def point(mark, role, what, moment="after", number=1, whom="self"):
-    """The environment in which the first who comes there is killed: who does `what`, a pattern, for the n-th time. See `faultpoints`."""
+    """The environment in which the first who comes there is killed: who does `what`, a pattern, for the n-th time. See `kill_points`."""
     given = {"role": role, "what": what, "moment": moment, "number": number, "whom": whom, "mark": str(mark)}
-    return {"PYTHONPATH": str(FAULT_POINTS), "STAGECREW_TEST_POINT": json.dumps(given)}
+    path = os.pathsep.join([str(FAULT_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(given)}
 
 
 @contextlib.contextmanager

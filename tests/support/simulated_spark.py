@@ -16,7 +16,6 @@ from pyspark import SparkContext, TaskContext
 from pyspark.sql import Row, SparkSession, functions
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
-from jobsim import Killed
 from stagecrew.coordination import operators
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operator import Operator
@@ -25,6 +24,7 @@ from stagecrew.session.crew import Crew
 from stagecrew.testing import harness
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
+from support.simulated_jobs import Killed
 
 #: Of the running thread: its turn, its task, and the local properties that Spark knows of it.
 HERE = threading.local()

@@ -7,8 +7,8 @@ import os
 from pyspark.sql import SparkSession
 
 import stagecrew
-from programs import Runner, Scope, Tally
 from stagecrew.operators.sinks import ParquetSink
+from support.job_programs import Runner, Scope, Tally
 
 
 class Ground:

@@ -1,10 +1,10 @@
-"""A draw of programs: see `programs`."""
+"""A draw of programs: see `job_programs`."""
 
 import itertools
 
 from hypothesis import strategies as st
 
-from programs import NAMED
+from support.job_programs import NAMED
 
 
 class Place:

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import psutil
 
-from crewtools import Journal, ends
+from support.journal import Journal
+from support.processes import ends
 
 __all__ = ["driver", "java_processes"]
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parents[1])
 
 HEAD = """
 import os, sys, threading, time, traceback
 sys.path.insert(0, {tests!r})
 import stagecrew
-from crewtools import *
+from support.script_prelude import *
 journal = Journal({journal!r})
 """
 

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from pyspark import TaskContext, cloudpickle
 from pyspark.sql import functions as f
 
-from crewtools import Journal
 from stagecrew.files import list_files
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
+from support.journal import Journal
 
 # Executors do not have the tests: what is defined here travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -29,7 +29,7 @@ ROWS = [(number, f"text {number}") for number in range(40)]
 class Place:
     """A sink, what is visible there, and what is left beside that.
 
-    For "postgresql" the server is that of `postgres`; for "s3" and "hdfs" a file system, as `objectstore` and `hdfs` yield it.
+    For "postgresql" the server is that of `postgresql`; for "s3" and "hdfs" a file system, as `s3_server` and `hdfs` yield it.
     """
 
     def __init__(self, name: str, folder: Path, server: Any = None) -> None:

@@ -10,7 +10,8 @@ import tempfile
 
 import pyarrow.fs
 
-from crewtools import ends, eventually, free_port
+from support.processes import ends, free_port
+from support.waiting import eventually
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Processes that find this on their PYTHONPATH are killed at one point of what they write. See `haprocesses.point`.
+"""Processes that find this on their PYTHONPATH are killed at one point of what they write. See `driver_processes.point`.
 
 `STAGECREW_TEST_POINT` says who (`submit`, `driver`, or `run`: the process of a run), at which write, and who dies of it: the one that
 writes, or the driver that started it. It happens once in all: the file `mark` is made then. With `STAGECREW_TEST_RUN_STORE` runs reach

@@ -15,7 +15,6 @@ import zlib
 import pyarrow as pa
 import pyarrow.fs
 
-from modelstore import ModelServer
 from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import driver as driver_module
@@ -30,6 +29,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.recovery.writes import PATIENCE
 from stagecrew.session.running_job import set_running_job
+from support.model_store import ModelServer
 
 SCHEMA = pa.schema([("id", pa.int64())])
 writes._PAUSE = 0.0  # no time passes but the world's own

@@ -2,8 +2,8 @@
 
 import textwrap
 
-from haprocesses import QUICK
 from stagecrew.recovery.specs import JobSpec
+from support.driver_processes import QUICK
 
 __all__ = ["job_of", "lines"]
 
@@ -87,7 +87,7 @@ MODULE = textwrap.dedent(
                 wait_for(folder, "go-stage")
             return [sink.stage(staging, 0, job.attempt, iter(rows.to_batches()))]
         def write():
-            report = commit(sink, job.decisions(sink), job.commit_id("table"), rows.schema, stage)
+            report = commit(sink, job.commit_log(sink), job.commit_id("table"), rows.schema, stage)
             mark(folder, "written")
             return report.rows
         return job.step("write", write)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from zookeeper import Proxy
+from support.tcp_proxy import Proxy
 
 __all__ = ["OtherHost", "other_host"]
 

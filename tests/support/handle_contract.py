@@ -10,7 +10,6 @@ import threading
 
 import pytest
 
-from handlesteps import LATE, ROOT
 from stagecrew.errors import (
     HandleExists,
     HandleLocked,
@@ -30,6 +29,7 @@ from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, segment
 from stagecrew.recovery.sweep import Report, sweep
 from stagecrew.recovery.writes import GENERATION
+from support.handle_faults import LATE, ROOT
 
 DEFINITE = [StoreUnavailable("away"), SessionLost("over"), StoreRefused("no"), LeadershipLost("another leads")]
 UNKNOWN = [PossiblyInconsistentError("lost"), RuntimeError("a bug of the client"), KeyboardInterrupt()]

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import threading
 
-from modelstore import ModelServer
 from stagecrew.errors import StoreConflict
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.storage import StateStorage
@@ -15,6 +14,7 @@ from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.recovery.sweep import sweep
 from stagecrew.recovery.writes import generation
+from support.model_store import ModelServer
 
 ROOT = "jobs"
 #: By this clock, every state is old.

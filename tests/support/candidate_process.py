@@ -18,11 +18,11 @@ class Contending:
     """What it says goes to a journal of its own. It ends with its `with`, however the test ends."""
 
     def __init__(self, url: str, folder: Path, name: str) -> None:
-        from crewtools import Journal
+        from support.journal import Journal
 
         self._journal = Journal(str(folder / name))
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, url, self._journal.path], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-W", "error", __file__, url, self._journal.path], stdin=subprocess.PIPE, text=True
         )
         self.name, self.pid = name, self._process.pid
 
@@ -56,12 +56,12 @@ class Contending:
 
 
 def main(url: str, path: str) -> None:
-    from crewtools import Journal
     from stagecrew.errors import LeadershipLost, SessionLost, StoreConflict, StoreError
     from stagecrew.recovery.candidate import Contender
     from stagecrew.recovery.election import Fenced, fence
     from stagecrew.recovery.stores import open_store
     from stagecrew.recovery.stores.contract import Create, Replace
+    from support.journal import Journal
 
     journal = Journal(path)
 
@@ -102,6 +102,7 @@ def main(url: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "python")]
+    root = Path(__file__).resolve().parents[2]
+    sys.path[:0] = [str(root / "python"), str(root / "tests")]
     main(*sys.argv[1:])
     os._exit(0)  # its writers go on

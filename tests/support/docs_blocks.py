@@ -1,4 +1,4 @@
-"""Runs the Python blocks of documentation pages, and the examples: `python docs_blocks.py FILE ...`.
+"""Runs the Python blocks of documentation pages, and the examples: `python -P docs_blocks.py FILE ...`.
 
 A page's blocks run in order in one namespace, as `__main__`. A comment before a block says what is special about it:
 `<!-- raises: NAME -->` (it must raise that error) or `<!-- norun: REASON -->`. Pages find a session `spark` and its `crew`,

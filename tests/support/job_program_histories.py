@@ -8,10 +8,6 @@ import re
 import pyarrow as pa
 import pyarrow.fs
 
-from jobsim import PLACES, Killed, MemorySink
-from modelstore import ModelServer
-from programs import Runner, Scope, Tally
-from sparksim import Dataset, Turns, process
 from stagecrew.errors import StagecrewError
 from stagecrew.recovery.election import HOLDER, Fenced, fence
 from stagecrew.recovery.jobs import Jobs
@@ -20,6 +16,10 @@ from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.session.running_job import set_running_job
+from support.job_programs import Runner, Scope, Tally
+from support.model_store import ModelServer
+from support.simulated_jobs import PLACES, Killed, MemorySink
+from support.simulated_spark import Dataset, Turns, process
 
 JOB = "job"
 #: A history that has not ended after this many runs never ends.

@@ -1,0 +1,1 @@
+"""What several test modules share: servers, processes, simulations, recorders and schedules of faults."""

@@ -1,0 +1,49 @@
+"""Processes and ports of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from pyspark import cloudpickle
+
+# Executors do not have the tests: what is defined in this module travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
+    """Ends a process that a test started, by its own id."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # before, or while, it is read
+        return False
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that a test's own Spark started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

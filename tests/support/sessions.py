@@ -1,0 +1,94 @@
+"""Sessions of the tests with real Spark: small and quick ones, one at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pyspark import SparkContext, cloudpickle
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+# Executors do not have the tests: what is defined in this module travels by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LOCAL = "local[2,4]"
+LOCAL_CLUSTER = "local-cluster[2,2,1024]"
+STANDALONE = "standalone"
+
+#: Where `make` keeps the archive of Spark's classes (archive_classes.py).
+ARCHIVE = Path(__file__).parents[2] / "build" / "spark-classes.jsa"
+
+#: The JVMs of short sessions do little but start: with one compiler, and without checking Spark's own classes anew, they
+#: do that in half the time. (`make demo`, the shim's suites and the benchmarks run as users' JVMs do.)
+PLAIN = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+
+#: The same, from the archive; a JVM that cannot use it says nothing and starts without.
+QUICK = f"{PLAIN} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
+
+
+def slots(master: str) -> int:
+    """How many tasks run at once on one of the masters."""
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(cluster[1]) * int(cluster[2])
+    return 2 if master.startswith("local[") else 4
+
+
+class Sessions:
+    """One session at a time in this process; asked for the same again, it is the same."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._spark: SparkSession | None = None
+
+    def get(
+        self, master: str, listeners: tuple[Any, ...] = (), jvm_listeners: tuple[str, ...] = (), **conf: Any
+    ) -> SparkSession:
+        key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
+        if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
+            self.stop()
+            # What a JVM is started with stays a default of later sessions: so it is started with nothing.
+            SparkContext._ensure_initialized()
+            builder = base(master)
+            for name, value in conf.items():
+                builder = builder.config(name.replace("__", "."), value)
+            self._spark = stagecrew.configure(builder, listeners=listeners, jvm_listeners=jvm_listeners).getOrCreate()
+            self._key = key
+        return self._spark
+
+    def stop(self) -> None:
+        spark, self._spark, self._key = self._spark, None, None
+        if spark is not None:
+            spark.stop()
+
+
+def free_master(name: str, request: Any, sessions: Sessions) -> str:
+    """The master for a driver of the test's own; the standalone cluster has all its cores free for it."""
+    if name != STANDALONE:
+        return name
+    sessions.stop()
+    return str(request.getfixturevalue("standalone"))
+
+
+def base(master: str) -> SparkSession.Builder:
+    """A builder for quiet and small sessions."""
+    return (
+        SparkSession.builder.master(master)
+        .appName("stagecrew tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.executor.extraJavaOptions", QUICK)
+        .config("spark.sql.warehouse.dir", os.path.join(os.environ["STAGECREW_TEST_FOLDER"], "warehouse"))
+    )
+
+
+#: In the paths of our frames, as tracebacks of workers and agents have them.
+OURS = f"{Path(stagecrew.jar_path()).name}/stagecrew/"
