@@ -68,7 +68,7 @@ def test_configure_again_with_the_plugin(sessions, journal):
     spark = sessions.get("local[1]", listeners=(mine,))
     assert stagecrew.is_active(spark)
     assert stagecrew.configure(base("local[1]"), listeners=[mine]).getOrCreate() is spark
-    with pytest.raises(stagecrew.ConfigurationError, match="not among them: late"):
+    with pytest.raises(stagecrew.ConfigurationError, match="it does not have: late"):
         stagecrew.configure(base("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
     with pytest.raises(stagecrew.ConfigurationError, match="takes SparkSession.builder"):
         stagecrew.configure(spark)

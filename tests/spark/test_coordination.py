@@ -275,7 +275,7 @@ def test_bad_input(cluster, crew_there, recording):
         late = operator.map(cluster.range(2), work, "id long")
     with pytest.raises(stagecrew.TopologyClosed, match="bind it inside"):
         operator.map(cluster.range(2), work, "id long")
-    with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
+    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
         topology.coordinate("o", recording)
     with pytest.raises(Exception, match="outside of topology 't': run the action inside its `with`"):
         late.collect()

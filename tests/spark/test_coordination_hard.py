@@ -736,7 +736,7 @@ def test_coordinators_of_the_session(sessions, made):
         with pytest.raises(stagecrew.OperatorMisused, match="no operator 'other', but 'counter'"):
             crew.operator("other")
         assert stagecrew.configure(base("local[2]"), coordinators={"counter": Counter}).getOrCreate() is not None
-        with pytest.raises(stagecrew.ConfigurationError, match="not among them: more"):
+        with pytest.raises(stagecrew.ConfigurationError, match="it does not have: more"):
             stagecrew.configure(base("local[2]"), coordinators={"more": Counter}).getOrCreate()
         made[0].context.fail(ValueError("gone"))
         with pytest.raises(Exception, match="topology 'application' failed: ValueError: gone"):

@@ -774,7 +774,7 @@ def test_bad_input(spark, crew):
     topology = crew.topology("t")
     with pytest.raises(stagecrew.TopologyError, match="topology.keep takes DataFrames and RDDs, and not int"):
         topology.keep(7)
-    with pytest.raises(stagecrew.TopologyClosed, match="'t' is new: keep datasets inside the `with`"):
+    with pytest.raises(stagecrew.TopologyClosed, match="'t' is new; keep datasets only inside its `with`"):
         topology.keep(spark.range(3))
 
 

@@ -207,7 +207,7 @@ def test_bad_input(cluster):
                 topology.splits(SPLITS, read, "id long", parallelism=wrong)
         with pytest.raises(Exception, match=r"yields pyarrow.RecordBatch objects, not list"):
             topology.splits([1], lambda split: [[1]], "id long", parallelism=1).collect()
-    with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
+    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
         topology.splits(SPLITS, read, "id long")
 
 

@@ -51,7 +51,7 @@ def test_a_module_that_is_missing_is_a_warning(caplog):
     import_named("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("the driver has no module 'no_such_module_here', of 'no_such_module_here:pool'")
+    assert first.startswith("the driver has no module 'no_such_module_here', which 'no_such_module_here:pool'")
     assert "'no_such_package.inner:pool'" in second
 
 

@@ -265,7 +265,7 @@ def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
     ("wrong", "text"),
     [
         ("m:orders", r"^listeners='m:orders' is a string; register instances: listeners=\[\.\.\.\]"),
-        (Pool("a"), r"^Pool stands alone; register a list: listeners=\[\.\.\.\]"),
+        (Pool("a"), r"^listeners is a single listener, Pool; register a list: listeners=\[\.\.\.\]"),
         (Pool, r"^Pool is a class; register an instance"),
         (pool, r"^pool is a resource that was not called"),
     ],
@@ -287,7 +287,7 @@ def test_no_listener_gets_into_the_options(started):
 
 def test_configure_refuses_a_session(monkeypatch):
     """It says that a builder is wanted, and why."""
-    with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, and this is a session that was built"):
+    with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, and this is a session, which already runs"):
         stagecrew.configure(SparkSession.__new__(SparkSession))
 
 
@@ -306,7 +306,7 @@ def connect_object(name: str) -> Any:
 def test_connect_is_refused():
     """A builder and a session of Spark Connect get the error that says what to change."""
     for call in (stagecrew.configure, stagecrew.crew):
-        with pytest.raises(UnsupportedSession, match=r"Spark Connect.*Take away SPARK_REMOTE.*give a master instead"):
+        with pytest.raises(UnsupportedSession, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
             call(connect_object("SparkSession"))
 
 
@@ -350,7 +350,7 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
     configured = stagecrew.configure(builder)
     with monkeypatch.context() as patched:
         patched.setattr(pyspark.SparkContext, "_active_spark_context", running)
-        with pytest.raises(NotActive, match=r"a SparkContext runs already, without stagecrew.*Stop this session"):
+        with pytest.raises(NotActive, match=r"a SparkContext already runs without stagecrew.*Stop this session"):
             configured.getOrCreate()
 
 
@@ -377,7 +377,7 @@ def test_checked_answers_what_it_was_given():
     [
         (Pool, r"^Pool is a class; register an instance: listeners=\[Pool\(\.\.\.\)\]"),
         (pool, r"^pool is a resource that was not called; register listeners=\[pool\(\.\.\.\)\]"),
-        ("m:orders", r"^'m:orders' is no stagecrew\.Listener; subclass Listener or decorate a generator with"),
+        ("m:orders", r"^'m:orders' is no stagecrew\.Listener; subclass Listener, or decorate a generator with"),
         (None, r"^None is no stagecrew\.Listener"),
         (int, r"^<class 'int'> is no stagecrew\.Listener"),
     ],
@@ -395,7 +395,7 @@ def test_what_is_no_listener(wrong, text, builder):
     [
         (
             Pool(lock=threading.Lock()),
-            ["listener 'Pool'", "its attribute 'lock' is a lock", "Create such things in open()"],
+            ["listener 'Pool'", "its attribute 'lock' is a lock", "Create such objects in open()"],
         ),
         (Pool(threading.Lock()), ["listener 'Pool'", "its attribute 'dsn' is a lock"]),
         (pool(threading.Lock()), ["listener 'pool'", "its argument 1 is a lock"]),
@@ -452,7 +452,7 @@ def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
     """What a user sees of it."""
     error = RuntimeError(text)
     error.java_exception = java
-    return session_builder._refusal(error)
+    return session_builder._as_our_error(error)
 
 
 def test_refusals_of_the_plugin():
@@ -478,7 +478,7 @@ def test_a_refusal_in_a_later_session():
     """PySpark shows Java's exceptions by errors of its own once a session has been: they are read too."""
     error = RuntimeError("pyspark's text")
     error._origin = JavaError("outer", JavaError("stagecrew refuses"))
-    assert str(session_builder._refusal(error)) == "stagecrew refuses"
+    assert str(session_builder._as_our_error(error)) == "stagecrew refuses"
 
 
 @pytest.mark.parametrize(("text", "same"), [("port in use", True), ("stagecrew refuses", False)])
@@ -500,10 +500,10 @@ def test_listeners_of_a_running_application_cannot_change():
     crew.already_has((pool("a"),), ["counter"])
     crew.already_has((), ())
     with pytest.raises(
-        ConfigurationError, match=r"not among them: pool, Pool\. Stop the session first, or use a topology"
+        ConfigurationError, match=r"it does not have: pool, Pool\. Stop the session first, or use a topology"
     ):
         crew.already_has((pool("a"), pool("b"), Pool()), ())
     with pytest.raises(
-        ConfigurationError, match=r"coordinators cannot change any more; not among them: other\. Stop the"
+        ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"
     ):
         crew.already_has((), ["counter", "other"])

@@ -287,7 +287,7 @@ def test_a_cell_that_starts_its_topology_again(crew):
     first = topology(crew, "notebook").start()
     with topology(crew, "inside"), pytest.raises(TopologyError) as refused:
         topology(crew, "notebook").start()
-    assert "'notebook' is active in this thread already" in str(refused.value)
+    assert "already in an active topology 'notebook'" in str(refused.value)
     assert "crew.close_all()" in str(refused.value)
     again = topology(crew, "notebook")
     with pytest.raises(TopologyError):
@@ -316,7 +316,7 @@ def test_a_thread_that_takes_part_does_not_start_it_again(crew):
     outer = topology(crew, "t").start()
 
     def again() -> bool:
-        with pytest.raises(TopologyError, match="is active in this thread already"):
+        with pytest.raises(TopologyError, match="this thread is already in an active topology"):
             topology(crew, "t").start()
         return True
 
@@ -378,7 +378,7 @@ def test_a_driver_that_forgot_the_topology(crew):
     """A normal exit raises nothing; only asking for the report says that there is none."""
     with topology(crew, "a") as a:
         pass
-    with pytest.raises(TopologyError, match="was forgotten"):
+    with pytest.raises(TopologyError, match="no longer knows it"):
         a.report  # noqa: B018
     assert (a.has_ended, marks(crew)) == (True, True)
 
