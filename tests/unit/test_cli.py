@@ -184,7 +184,7 @@ def test_doctor_fails_with_a_remedy(jar, tmp_path, monkeypatch):
     result = stagecrew_command("doctor")
     assert result.exit_code == 1
     assert "openjdk-17" in result.stdout
-    assert "first mend: Java" in result.stdout
+    assert "first fix: Java" in result.stdout
     assert "1 of 5 checks failed" in result.stdout
 
 

@@ -19,7 +19,7 @@ def test_a_policy_is_itself_or_its_name(release):
 @pytest.mark.parametrize("release", ["", "ALL", "shuffle", None, 3])
 def test_what_is_no_policy_is_refused(release):
     """By what it is, and what would be one."""
-    with pytest.raises(ConfigurationError, match=r"release=.* is no policy .* 'shuffles', 'all', 'none'"):
+    with pytest.raises(ConfigurationError, match=r"release=.* is no release policy; use one of 'shuffles', 'all', 'none'"):
         policy(release)
 
 
@@ -27,7 +27,7 @@ def test_datasets_are_known_by_what_the_jvm_has():
     """A DataFrame's `_jdf`, an RDD's `_jrdd`, and nothing else."""
     assert java_dataset(types.SimpleNamespace(_jdf="frame")) == "frame"
     assert java_dataset(types.SimpleNamespace(_jrdd="rdd")) == "rdd"
-    with pytest.raises(TopologyError, match="DataFrames and RDDs, and not list"):
+    with pytest.raises(TopologyError, match="DataFrames and RDDs, not list"):
         java_dataset([])
 
 

@@ -412,7 +412,7 @@ def test_doctor_checks_both(places, monkeypatch):
 
     found = {check.name: check for check in doctor.examine(None)}
     assert (found["Store"].status, found["State"].status) == ("ok", "ok")
-    assert "nobody leads" in found["Store"].found
+    assert "there is no leader" in found["Store"].found
     assert [path for path in (places / "state").rglob("*") if path.is_file()] == []
     monkeypatch.setenv("STAGECREW_STORE", "sqlite:///nowhere/at/all/jobs.db")
     monkeypatch.setenv("STAGECREW_STATE", str(places / "absent"))
