@@ -160,7 +160,8 @@ _POWERS: Final = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 def parse_seconds(text: str) -> float:
     """Parses a duration as Spark writes it. Returns seconds. A number without a unit is in milliseconds, as in Spark.
 
-    >>> parse_seconds("90s"), parse_seconds("1500ms"), parse_seconds("2m") (90.0, 1.5, 120.0)
+    >>> parse_seconds("90s"), parse_seconds("1500ms"), parse_seconds("2m")
+    (90.0, 1.5, 120.0)
     """
     match = _DURATION.fullmatch(text)
     if match is None:
@@ -171,7 +172,8 @@ def parse_seconds(text: str) -> float:
 def parse_bytes(text: str) -> int:
     """Parses a size as Spark writes it. Returns bytes.
 
-    >>> parse_bytes("64m") 67108864
+    >>> parse_bytes("64m")
+    67108864
     """
     match = _SIZE.fullmatch(text)
     if match is None:

@@ -133,7 +133,7 @@ def test_a_dataset_that_is_run_after_its_topology(spark, crew, pools):
         planned = spark.range(0, 2, 1, 2).mapInArrow(asking(orders), "a string")
         assert planned.count() == 2
     for text in (refused(planned.count), refused(collect, spark, asking(orders))):
-        assert "the action ran after topology 'gone' had closed, for which it was registered" in text
+        assert "it was registered for topology 'gone', and the action ran after that had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
         assert "the action ran after topology 'gone' had closed" in refused(planned.count)
 
@@ -188,7 +188,7 @@ def test_threads_with_and_without_wrap(spark, crew, pools):
             thread.start()
             thread.join(60)
     assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
-    assert "the action ran in a thread that is not in topology 't', for which it was registered" in str(
+    assert "it was registered for topology 't', and the action ran in a thread outside of that" in str(
         results["plain"]
     )
     assert "`topology.wrap(f)`" in str(results["plain"])

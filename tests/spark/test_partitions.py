@@ -769,7 +769,9 @@ def test_what_is_released_twice_or_unknown(spark, crew, tmp_path, before):
 
 def test_bad_input(spark, crew):
     """A policy that is none, a dataset that is none and a topology that has ended are refused by name."""
-    with pytest.raises(stagecrew.ConfigurationError, match="release='some' is no release policy.*'shuffles', 'all', 'none'"):
+    with pytest.raises(
+        stagecrew.ConfigurationError, match="release='some' is no release policy.*'shuffles', 'all', 'none'"
+    ):
         crew.topology("t", release="some")
     topology = crew.topology("t")
     with pytest.raises(stagecrew.TopologyError, match="topology.keep takes DataFrames and RDDs, not int"):

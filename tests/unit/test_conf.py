@@ -29,7 +29,9 @@ def test_durations(text, seconds):
 @pytest.mark.parametrize("text", ["", " ", "s", "-1s", "1.5s", "1 year", "5ss", "1s 2s", "0x10", "five", "5s\n5s"])
 def test_what_is_no_duration(text):
     """It is refused with the text itself and how to write one."""
-    with pytest.raises(ConfigurationError, match=r"is no duration; write a number with a unit \(ms, s, m, h, d\)") as raised:
+    with pytest.raises(
+        ConfigurationError, match=r"is no duration; write a number with a unit \(ms, s, m, h, d\)"
+    ) as raised:
         parse_seconds(text)
     assert repr(text) in str(raised.value)
 

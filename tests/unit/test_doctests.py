@@ -33,7 +33,7 @@ def test_the_examples_are_found():
     assert found >= {
         "stagecrew.conf",
         "stagecrew.wire.frames",
-        "stagecrew.listeners.listener",
+        "stagecrew.listeners.resource",
         "stagecrew.jar",
         "stagecrew.testing.resources",
         "stagecrew.testing.harness",

@@ -32,9 +32,11 @@ from stagecrew import (
 )
 from stagecrew.errors import ConfigurationError
 from stagecrew.listeners.identity import Identity, Registration
-from stagecrew.listeners.listener import decorates, listener_name, opened_value, registering, resolving
+from stagecrew.listeners.listener import decorates, listener_name
 from stagecrew.listeners.not_open import NotRegisteredError, explained
 from stagecrew.listeners.not_open import Task as TaskOf
+from stagecrew.listeners.resolution import resolving
+from stagecrew.listeners.resource import opened_value, registering
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 SECRET = "a-password-in-an-argument"
@@ -176,7 +178,7 @@ def test_a_reference_is_known_without_its_arguments():
 WORKER = """
 import json, pickle, sys
 from types import SimpleNamespace
-from stagecrew.listeners.listener import resolving
+from stagecrew.listeners.resolution import resolving
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.lifecycle import Lifecycle
 
@@ -266,7 +268,7 @@ def test_a_resource_in_a_function_travels_without_its_arguments():
     assert SECRET.encode() not in pickle.dumps(orders)
     arrived = pickle.loads(pickle.dumps(orders))
     assert repr(arrived) == repr(orders) == "<resource pool>"
-    with pytest.raises(ConfigurationError, match="resource 'pool' is only a reference here"):
+    with pytest.raises(ConfigurationError, match="this is only a reference to resource 'pool'"):
         arrived.open(CONTEXT)
     arrived.close(CONTEXT)
 
@@ -510,15 +512,15 @@ def test_get_outside_of_a_task():
     with pytest.raises(ResourceNotOpen) as never:
         pool("a").get()
     assert str(never.value) == (
-        "listener 'pool' is not open here: get() was called outside of a task, and listeners are open in tasks only. Call it in "
+        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. Call it in "
         "a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
         "`with stagecrew.testing.opened(pool, value=...)`."
     )
 
 
 ENRICH = Registration("topology 'enrich'", "enrich-1")
-THREAD = "the action ran in a thread that is not in topology 'enrich', for which it was registered"
-AFTER = "the action ran after topology 'enrich' had closed, for which it was registered"
+THREAD = "it was registered for topology 'enrich', and the action ran in a thread outside of that"
+AFTER = "it was registered for topology 'enrich', and the action ran after that had closed"
 INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes"])
 
 
@@ -528,7 +530,7 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
         ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
         ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
         ([], TaskOf(left=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
-        ([], TaskOf("t-1"), INNER, "topology 'inner' inside 'outer', in which this task runs, does not have it", "topology('inner',"),
+        ([], TaskOf("t-1"), INNER, "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',"),
         ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
         ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
         ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),

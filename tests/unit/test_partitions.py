@@ -19,7 +19,9 @@ def test_a_policy_is_itself_or_its_name(release):
 @pytest.mark.parametrize("release", ["", "ALL", "shuffle", None, 3])
 def test_what_is_no_policy_is_refused(release):
     """By what it is, and what would be one."""
-    with pytest.raises(ConfigurationError, match=r"release=.* is no release policy; use one of 'shuffles', 'all', 'none'"):
+    with pytest.raises(
+        ConfigurationError, match=r"release=.* is no release policy; use one of 'shuffles', 'all', 'none'"
+    ):
         policy(release)
 
 

@@ -287,7 +287,9 @@ def test_no_listener_gets_into_the_options(started):
 
 def test_configure_refuses_a_session(monkeypatch):
     """It says that a builder is wanted, and why."""
-    with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, and this is a session, which already runs"):
+    with pytest.raises(
+        ConfigurationError, match=r"takes SparkSession\.builder, and this is a session, which already runs"
+    ):
         stagecrew.configure(SparkSession.__new__(SparkSession))
 
 
@@ -503,7 +505,5 @@ def test_listeners_of_a_running_application_cannot_change():
         ConfigurationError, match=r"it does not have: pool, Pool\. Stop the session first, or use a topology"
     ):
         crew.already_has((pool("a"), pool("b"), Pool()), ())
-    with pytest.raises(
-        ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"
-    ):
+    with pytest.raises(ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"):
         crew.already_has((), ["counter", "other"])

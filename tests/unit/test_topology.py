@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
-from stagecrew.listeners.listener import LEFT, PROPERTY
+from stagecrew.listeners.resolution import LEFT, PROPERTY
 from stagecrew.session.builder import Crew
 from stagecrew.session.topology import Topology
 from stagecrew.wire.frames import decode_all

@@ -157,7 +157,7 @@ def test_a_resource_is_called_with_the_arguments_of_its_function(args, kwargs, w
 
     with pytest.raises(ConfigurationError) as raised:
         pool(*args, **kwargs)
-    assert str(raised.value) == f"resource 'pool' cannot be made: {what}. It takes: dsn, size"
+    assert str(raised.value) == f"resource 'pool' cannot be created: {what}. Its arguments: dsn, size"
 
 
 def test_a_resource_that_travels_is_not_looked_at_again():

@@ -11,7 +11,8 @@ from typing import Any
 from pyspark import SparkContext, cloudpickle
 
 from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
-from stagecrew.listeners.listener import Listener, Resource, ResourceFactory, listener_name, normalised, registering
+from stagecrew.listeners.listener import Listener, listener_name, normalised
+from stagecrew.listeners.resource import Resource, ResourceFactory, registering
 from stagecrew.partitions.report import Release
 from stagecrew.wire.frames import encode
 
