@@ -1,4 +1,4 @@
-"""MkDocs hooks: insert generated tables and files of the repository into pages, so that pages cannot differ from them."""
+"""MkDocs hooks: insert generated tables and repository files into pages, so that pages cannot differ from them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ LANGUAGES = {".py": "python", ".conf": "properties", ".properties": "properties"
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replaces `<!-- configuration-table -->` with the table of keys, and `<!-- file: PATH -->` with the text of the file."""
+    """Replaces `<!-- configuration-table -->` with the table of keys, and `<!-- file: PATH -->` with that file."""
     lines = []
     for line in markdown.split("\n"):
         if line == "<!-- configuration-table -->":

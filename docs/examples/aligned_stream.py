@@ -1,4 +1,4 @@
-"""A stream that reads two sources in step: the fast source waits when it is ahead of the slow one by more than the drift.
+"""A stream that reads two sources in step: the fast source waits if it is ahead of the slow one by more than the drift.
 
 Run it: `python aligned_stream.py`.
 """
@@ -32,7 +32,7 @@ class Merged(DataSource):
 class Reader(DataSourceStreamReader):
     """Decides how far the next batch reads each source: at the pace of the source, within the drift.
 
-    The reader does not store its position. Spark passes the start of the next batch, also after a restart from a checkpoint.
+    The reader does not store its position. Spark passes the start of each batch, also after a restart from a checkpoint.
     """
 
     def initialOffset(self):
@@ -52,7 +52,8 @@ class Reader(DataSourceStreamReader):
         return end
 
     def partitions(self, start, end):
-        return [InputPartition((source, start[source], end[source])) for source in SOURCES if end[source] > start[source]]
+        unread = [source for source in SOURCES if end[source] > start[source]]
+        return [InputPartition((source, start[source], end[source])) for source in unread]
 
     def read(self, partition):
         source, first, end = partition.value
@@ -61,7 +62,7 @@ class Reader(DataSourceStreamReader):
 
 
 def run(spark, folder, batches, enough):
-    """Continues from the checkpoint in the folder until there are enough rows. A repeated batch replaces its first result."""
+    """Continues from the checkpoint until there are enough rows. A repeated batch replaces its first result."""
 
     def keep(batch, number):
         batches[number] = [(row.source, row["at"]) for row in batch.collect()]

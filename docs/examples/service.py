@@ -1,4 +1,4 @@
-"""A service that handles 100 requests, each in its own topology: the shuffle files of a request are deleted when it ends.
+"""A service that handles 100 requests, each in a topology: the shuffle files of a request are deleted when it ends.
 
 Run it: `python service.py`, or `python service.py 1000` for more requests.
 """
