@@ -32,7 +32,7 @@ class Merged(DataSource):
 class Reader(DataSourceStreamReader):
     """Decides how far the next batch reads each source: at the pace of the source, within the drift.
 
-    The reader does not store its position. Spark passes the start of each batch, also after a restart from a checkpoint.
+    The reader stores no position. Spark passes the start of each batch, also after a restart from the checkpoint.
     """
 
     def initialOffset(self):

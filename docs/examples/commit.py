@@ -29,8 +29,8 @@ def main():
                 table = DatabaseSink(f"sqlite:///{database}", "distances")
                 written = topology.commit(distances, files, "2013 files", commit_log)
                 loaded = topology.commit(distances, table, "2013 table", commit_log)
-            rows = f"{written.rows} rows in files, {loaded.rows} in the table"
-            print(f"attempt {attempt}: {rows}, repeated: {loaded.repeated}")
+            summary = f"{written.rows} rows in files, {loaded.rows} in the table"
+            print(f"attempt {attempt}: {summary}, repeated: {loaded.repeated}")
         with sqlite3.connect(database) as connection:
             (rows, miles) = connection.execute("SELECT count(*), sum(miles) FROM distances").fetchone()
         assert spark.read.parquet(f"{folder}/distances").count() == rows == 16
