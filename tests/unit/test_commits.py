@@ -1,4 +1,4 @@
-"""Commits, without Spark: whatever dies, pauses, fails or goes on, a sink shows all rows once or none, and nothing is left."""
+"""The commit protocol, without Spark: whatever fails or pauses, a sink shows all rows once or none and leaves no file."""
 
 from __future__ import annotations
 
@@ -72,29 +72,29 @@ from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, Par
 from stagecrew.operators.sinks import parquet as parquet_module
 
 
-def making(make, tmp_path):
-    """Makes trials of that kind, each of a name of its own."""
+def trials_in(make, tmp_path):
+    """Returns a function that makes trials, each in a folder of the given name."""
 
-    def made(name):
+    def make_trial(name):
         (tmp_path / name).mkdir()
         return make(tmp_path / name)
 
-    return made
+    return make_trial
 
 
 LONG = [pytest.param(make, marks=pytest.mark.long) for make in (appended, objects, iceberg)]
 
 
 @pytest.fixture(params=[parquet, sqlite, *LONG], ids=lambda make: make.__name__)
-def shaken(request, tmp_path):
-    """Makes trials, for what takes long: three of the sinks in `make test-long`."""
-    return making(request.param, tmp_path)
+def make_slowly(request, tmp_path):
+    """Makes trials for slow tests. Three of the sinks run in `make test-long` only."""
+    return trials_in(request.param, tmp_path)
 
 
 @pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
 def make(request, tmp_path):
-    """Makes trials."""
-    return making(request.param, tmp_path)
+    """Makes trials of every sink."""
+    return trials_in(request.param, tmp_path)
 
 
 @pytest.fixture(params=SINKS, ids=lambda make: make.__name__)
@@ -102,45 +102,45 @@ def trial(request, tmp_path):
     return request.param(tmp_path)
 
 
-class Refusing(Around):
-    """A sink that never takes the rows."""
+class RefusingSink(Around):
+    """A sink that always refuses the rows."""
 
     def commit(self, staging, messages):
         raise CommitConflict("never")
 
 
-class Meanwhile(Around):
-    """A sink whose calls have something done before them, once."""
+class StepBefore(Around):
+    """A sink that runs a given function once before its method of the same name."""
 
     def __init__(self, sink, **steps):
         super().__init__(sink)
         self._steps = steps
 
     def __getattr__(self, name):
-        found, step = getattr(self._sink, name), self._steps.pop(name, None)
+        method, step = getattr(self._sink, name), self._steps.pop(name, None)
 
-        def called(*args):
+        def step_then_call(*args):
             if step is not None:
                 step()
-            return found(*args)
+            return method(*args)
 
-        return found if step is None else called
+        return method if step is None else step_then_call
 
 
-class Silent:
-    """Decisions that say this when they are told one of these states."""
+class FailingLog:
+    """A commit log that raises an error instead of writing one of the given states."""
 
     def __init__(self, commit_log, error, *states):
-        self._decisions, self._error, self._states, self.read = commit_log, error, states, commit_log.read
+        self._log, self._error, self._states, self.read = commit_log, error, states, commit_log.read
 
     def write(self, key, record, version):
         if record["state"] in self._states:
             raise self._error
-        return self._decisions.write(key, record, version)
+        return self._log.write(key, record, version)
 
 
-def test_once(trial):
-    """All rows are there, whatever attempts failed, were speculative or late; a repeat changes nothing and runs nothing."""
+def test_a_commit_writes_every_row_once(trial):
+    """Failed, speculative and late attempts add nothing. A repeat runs no task and changes nothing."""
     tasks = Tasks(1)
     report = trial.drive(Driver(), tasks)
     assert sorted(trial.visible()) == tasks.expected
@@ -150,15 +150,15 @@ def test_once(trial):
         with contextlib.suppress(Exception):
             zombie()
     assert trial.left() == []
-    again = trial.drive(Driver(), Tasks(2))
-    assert again.repeated
-    assert (again.rows, again.parts) == (40, 4)
+    repeat = trial.drive(Driver(), Tasks(2))
+    assert repeat.repeated
+    assert (repeat.rows, repeat.parts) == (40, 4)
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def test_no_rows(trial):
-    """A dataset without rows is committed too."""
+def test_a_dataset_without_rows_is_committed(trial):
+    """A repeat finds it done."""
     tasks = Tasks(1, rows=0)
     assert trial.drive(Driver(), tasks).rows == 0
     assert trial.visible() == []
@@ -166,25 +166,25 @@ def test_no_rows(trial):
     assert trial.left() == []
 
 
-#: Of the moments of a driver those of `make test`. They come in twos, before and after: the number is not even, so as to meet both.
-EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+#: Which moments of a driver are tested. They come in pairs, before and after a write, so the step is odd to meet both.
+MOMENTS = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 
 
-@EVERY
-def test_the_driver_is_killed_at_each_moment(shaken, every):
-    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
-    killed_at_each_moment(shaken, every)
+@MOMENTS
+def test_a_driver_can_be_killed_at_any_moment(make_slowly, every):
+    """Before or after each write. Readers see all rows or none. The next driver commits all rows and leaves no file."""
+    killed_at_each_moment(make_slowly, every)
 
 
-@EVERY
-def test_a_write_that_fails_at_each_moment(shaken, every):
-    """Once, before or after its effect: an error before the decision; behind it the driver goes on by itself."""
-    failing_at_each_moment(shaken, every)
+@MOMENTS
+def test_a_write_can_fail_at_any_moment(make_slowly, every):
+    """Once, before or after its effect. It is an error before the decision. After the decision the driver retries."""
+    failing_at_each_moment(make_slowly, every)
 
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
-    """How many moments a driver has to which nothing happens, of each sink."""
+    """The number of moments of an undisturbed driver, for each sink."""
     counted = {}
 
     def count(name, make):
@@ -196,22 +196,22 @@ def moments(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults(request, shaken, seed, moments):
-    """Drivers die, pause and go on at random, tasks write when nobody needs them."""
-    seeded(shaken("seeded"), seed, moments(request.node.callspec.id.split("-")[0], shaken))
+def test_random_faults(request, make_slowly, seed, moments):
+    """Drivers die, pause and continue at random, and tasks write late."""
+    seeded(make_slowly("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_slowly))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
-def test_random_faults_at_length(make, seeds):
-    """At least a hundred for each."""
+def test_many_random_faults(make, seeds):
+    """At least a hundred seeds for each sink."""
     count = len(undisturbed(make("undisturbed")))
     for seed in seeds:
         seeded(make(str(seed)), seed, count)
 
 
-def test_two_commits_at_once(trial):
-    """Both land, or one says that it cannot, and leaves nothing."""
+def test_two_commits_at_once_both_succeed_or_one_conflicts(trial):
+    """A commit that conflicts leaves no file."""
     conflicts = at_once(trial, "staged")
     if trial.make_sink.__qualname__.startswith("parquet"):
         assert len(conflicts) == 1
@@ -220,38 +220,39 @@ def test_two_commits_at_once(trial):
         assert not conflicts
 
 
-def test_a_folder_that_is_moved_into_another(tmp_path):
-    """As HDFS does. A driver that dies there has left its files in the other's folder: a repeat takes them away."""
+def test_a_folder_moved_into_an_existing_one_is_cleaned_up_by_a_repeat(tmp_path):
+    """HDFS moves a folder into an existing target. A driver that dies then leaves its files in the other's folder."""
     filesystem, target = like_hdfs(), str(tmp_path / "out" / "table")
 
     def make(name):
-        made = parquet(tmp_path)
-        made.make_sink, made.commit_log = (
+        trial = parquet(tmp_path)
+        trial.make_sink, trial.commit_log = (
             lambda: ParquetSink(target, filesystem=filesystem),
             FileCommitLog(tmp_path / name),
         )
-        return made
+        return trial
 
     moved_into_another(filesystem, target, make)
 
 
-def test_two_that_have_decided(make):
-    """Both land, or one says that it cannot, and leaves nothing."""
+def test_two_decided_commits_both_succeed_or_one_conflicts(make):
+    """Both have been decided before either is applied. A commit that conflicts leaves no file."""
     for number in range(3):
         trial = make(f"two-{number}")
-        one_only = trial.make_sink.__qualname__.startswith("parquet")
-        assert len(at_once(trial, "before commit")) == one_only
+        expected_conflicts = trial.make_sink.__qualname__.startswith("parquet")
+        assert len(at_once(trial, "before commit")) == expected_conflicts
 
 
-@EVERY
-def test_an_old_driver_goes_on(shaken, every):
-    """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(shaken, every)
+@MOMENTS
+def test_a_paused_driver_that_continues_changes_nothing(make_slowly, every):
+    """It pauses before or after any write and continues after another driver has committed or aborted."""
+    going_on_at_each_moment(make_slowly, every)
 
 
-@pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
-def test_an_old_driver_goes_on_behind_a_refusal(tmp_path, stays):
-    """One that pauses in its commit until another was refused, for a folder that is there, or gone again: it says so, and leaves nothing."""
+@pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
+def test_a_driver_paused_during_a_refusal_leaves_nothing(tmp_path, exists_later):
+    """It pauses in its commit until another driver was refused because the folder exists. It reports this and leaves no
+    file, whether the folder still exists or was removed."""
 
     def refuse(trial):
         folder = pathlib.Path(trial.make_sink()._path)
@@ -259,12 +260,12 @@ def test_an_old_driver_goes_on_behind_a_refusal(tmp_path, stays):
         (folder / "theirs").touch()
         return lambda: shutil.rmtree(folder)
 
-    going_on_behind_a_refusal(making(parquet, tmp_path), refuse, stays)
+    going_on_behind_a_refusal(trials_in(parquet, tmp_path), refuse, exists_later)
 
 
-@pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
-def test_an_old_driver_goes_on_behind_a_refusal_of_a_table(tmp_path, stays):
-    """The same, for a row that is there."""
+@pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
+def test_a_driver_paused_during_a_refusal_of_a_table_leaves_nothing(tmp_path, exists_later):
+    """The same as for a folder, for a row with a key that exists."""
 
     def unique(folder):
         trial = sqlite(folder)
@@ -272,21 +273,20 @@ def test_an_old_driver_goes_on_behind_a_refusal_of_a_table(tmp_path, stays):
         return trial
 
     def change(trial, text):
-        with contextlib.closing(
-            sqlite3.connect(pathlib.Path(trial.make_sink()._url.removeprefix("sqlite:///")))
-        ) as there:
-            there.execute(text)
-            there.commit()
+        path = pathlib.Path(trial.make_sink()._url.removeprefix("sqlite:///"))
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            database.execute(text)
+            database.commit()
 
     def refuse(trial):
         change(trial, "INSERT INTO target VALUES (7, 'there')")
         return lambda: change(trial, "DELETE FROM target WHERE text = 'there'")
 
-    going_on_behind_a_refusal(making(unique, tmp_path), refuse, stays)
+    going_on_behind_a_refusal(trials_in(unique, tmp_path), refuse, exists_later)
 
 
-def test_a_table_that_takes_the_rows_again(tmp_path):
-    """One driver is refused for a row, which is gone when another goes forward with the same, before the refusal is written: it is final."""
+def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
+    """A row conflicts with one driver. The row is removed before the refusal is written, and another driver resumes."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     outcome = []
 
@@ -298,18 +298,18 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
 
     change("CREATE UNIQUE INDEX one ON target (id)")
 
-    killed = Silent(trial.commit_log, CommitUnknown("it was killed"), "refused", "applied")
+    killed = FailingLog(trial.commit_log, CommitUnknown("it was killed"), "refused", "applied")
 
-    class Watching(Meanwhile):
+    class Watching(StepBefore):
         def done(self, commit_id):
-            found = self._sink.done(commit_id)
+            is_done = self._sink.done(commit_id)
             if trial.commit_log.read("c") and not outcome:
                 change("DELETE FROM target")
                 try:
                     outcome.append(resume(trial.make_sink(), killed, "c", sleep=lambda _: None))
                 except (CommitUnknown, CommitFailed) as error:
                     outcome.append(error)
-            return found
+            return is_done
 
     def run(staging):
         change("INSERT INTO target VALUES (7, 'there')")
@@ -317,7 +317,7 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
 
     with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
         commit(Watching(trial.make_sink()), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-    assert isinstance(outcome[0], CommitUnknown), "it is not known to be refused, and was"
+    assert isinstance(outcome[0], CommitUnknown), "the other driver must not know whether the commit is refused"
     assert trial.visible() == []
     assert trial.commit_log.read("c")[1]["state"] == "refused"
     assert trial.left() == []
@@ -326,8 +326,8 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
     trial.repeat_changes_nothing("c")
 
 
-def test_a_failure_aborts(trial):
-    """What the job raises comes through; nothing is visible, nothing left; the same id may be tried again."""
+def test_a_failed_job_aborts_its_commit(trial):
+    """The job's exception is raised, nothing is visible and no file is left. The same id can be used again."""
     tasks = Tasks(1)
 
     def fails(staging):
@@ -342,19 +342,19 @@ def test_a_failure_aborts(trial):
     assert sorted(trial.visible()) == tasks.expected
 
 
-def test_a_commit_that_raises_once(make):
-    """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
+def test_a_commit_that_raises_is_retried(make):
+    """Before or after its effect. If it keeps raising, a later driver completes it from the staged rows."""
     raising_once(make)
 
 
 @pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
-def test_a_schema_that_does_not_fit(make, tmp_path):
-    """It is said by the columns, before anything runs."""
+def test_a_schema_that_does_not_fit_is_refused(make, tmp_path):
+    """The error names the columns, and no task runs."""
     other_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
 
 
-def test_a_schema_that_fits(tmp_path):
-    """The order of columns, and how Arrow lays them out, are no difference."""
+def test_the_order_of_columns_does_not_matter(tmp_path):
+    """Neither does Arrow's memory layout of a column."""
     trial = appended(tmp_path)
     trial.drive(Driver(), Tasks(1), "first")
     other, sink = pa.schema([("text", pa.large_string()), ("id", pa.int64())]), trial.make_sink()
@@ -364,8 +364,8 @@ def test_a_schema_that_fits(tmp_path):
 
 
 @pytest.mark.parametrize("nullable", [True, False])
-def test_a_column_that_the_table_requires(tmp_path, nullable):
-    """A dataset whose column may be null is told before anything runs; one whose column is never null is taken."""
+def test_a_nullable_column_for_a_required_one_is_refused(tmp_path, nullable):
+    """The error is raised before any task runs. A column that is never null is accepted."""
     from pyiceberg.catalog import load_catalog
 
     trial = iceberg(tmp_path)
@@ -376,7 +376,7 @@ def test_a_column_that_the_table_requires(tmp_path, nullable):
     batch = pa.record_batch({"id": [7], "text": ["a"]}, schema=schema)
 
     def run(staging):
-        assert not nullable, "it was told"
+        assert not nullable, "a task ran"
         return [sink.stage(staging, 0, 1, iter([batch]))]
 
     with (
@@ -389,8 +389,8 @@ def test_a_column_that_the_table_requires(tmp_path, nullable):
     assert trial.left() == []
 
 
-def test_texts_for_numbers(tmp_path):
-    """SQLite would take them: what is staged there is of the columns' types, or the error says so, and nothing is left."""
+def test_text_in_an_integer_column_is_refused(tmp_path):
+    """SQLite would store it. The sink checks the types while it stages, and no row is left."""
     trial = sqlite(tmp_path)
     sink = trial.make_sink()
 
@@ -406,36 +406,36 @@ def test_texts_for_numbers(tmp_path):
     assert trial.left() == []
 
 
-def test_a_reader_within_a_transaction(tmp_path):
-    """It sees all rows or none."""
+def test_another_connection_sees_no_row_before_the_last_transaction_ends(tmp_path):
+    """It reads before the end of each of the sink's transactions."""
     looked_at_within(sqlite(tmp_path))
 
 
-def test_a_reader_while_files_are_added(tmp_path, monkeypatch):
-    """Before each thing that is written to the table's folder, and before the catalogue is told: it sees nothing."""
+def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch):
+    """A reader looks before and after each write to the table's folder, and before the catalogue's commit."""
     from pyiceberg.catalog.sql import SqlCatalog
     from pyiceberg.io.pyarrow import PyArrowFile
 
     trial, tasks, seen = iceberg(tmp_path), Tasks(1), []
     sink = trial.make_sink()
 
-    def looking(function):
-        def looks(*args, **kwargs):
+    def observed(function):
+        def call(*args, **kwargs):
             seen.append(trial.visible())
-            answer = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             if function is not commit_table:
                 seen.append(trial.visible())
-            return answer
+            return result
 
-        return looks
+        return call
 
     commit_table = SqlCatalog.commit_table
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        monkeypatch.setattr(PyArrowFile, "create", looking(PyArrowFile.create))
-        monkeypatch.setattr(SqlCatalog, "_write_metadata", staticmethod(looking(SqlCatalog._write_metadata)))
-        monkeypatch.setattr(SqlCatalog, "commit_table", looking(commit_table))
+        monkeypatch.setattr(PyArrowFile, "create", observed(PyArrowFile.create))
+        monkeypatch.setattr(SqlCatalog, "_write_metadata", staticmethod(observed(SqlCatalog._write_metadata)))
+        monkeypatch.setattr(SqlCatalog, "commit_table", observed(commit_table))
         return messages
 
     commit(sink, trial.commit_log, "c", SCHEMA, run)
@@ -446,19 +446,19 @@ def test_a_reader_while_files_are_added(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
-def test_first_commits_of_two_schemas(make, tmp_path, step):
-    """Both find nothing there: one lands, the other is told which commit has another schema."""
+def test_concurrent_first_commits_with_two_schemas_conflict(make, tmp_path, step):
+    """Both find an empty target. At most one succeeds. The other's error names the commit with another schema."""
 
-    def made(number):
+    def make_trial(number):
         (tmp_path / str(number)).mkdir()
         return make(tmp_path / str(number))
 
-    first_commits_of_two_schemas(made, itertools.count(2, step))
+    first_commits_of_two_schemas(make_trial, itertools.count(2, step))
 
 
 @pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
-def test_first_commits_of_two_schemas_while_one_goes_on(make, tmp_path):
-    """The error says which commit it is; when that one is given up, the other lands."""
+def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, tmp_path):
+    """The error names the running commit. After that commit has failed, the other schema is accepted."""
     trial = make(tmp_path)
     other_schema = pa.schema([("id", pa.int64())])
 
@@ -475,8 +475,8 @@ def test_first_commits_of_two_schemas_while_one_goes_on(make, tmp_path):
     assert trial.left() == []
 
 
-def test_decisions(tmp_path):
-    """Compare-and-set: who comes second is told; a write that finds itself there is done."""
+def test_a_commit_log_compares_versions(tmp_path):
+    """A write with an old version is refused. A file log accepts the repeat of its own successful write."""
     for make in (MemoryCommitLog, lambda: FileCommitLog(tmp_path / "log")):
         commit_log = make()
         assert commit_log.read("a/b") is None
@@ -490,8 +490,8 @@ def test_decisions(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["ä" * 200, " " * 84, "\U0001f600" * 200, "a" * 250, "a" * 251, "a/" * 100])
-def test_decisions_about_ids_of_any_length(tmp_path, key):
-    """Each id has a record of its own, whatever it is made of: also two that differ at their ends only."""
+def test_a_commit_log_accepts_ids_of_any_length(tmp_path, key):
+    """Each id has its own record, also if two ids differ only in their last character."""
     commit_log = FileCommitLog(tmp_path)
     for one in (key, f"{key[:-1]}b"):
         assert commit_log.read(one) is None
@@ -502,8 +502,8 @@ def test_decisions_about_ids_of_any_length(tmp_path, key):
     ]
 
 
-def test_decisions_of_before(tmp_path):
-    """A record that an older version wrote is found, and one of another id is not taken for its own."""
+def test_a_commit_log_reads_records_of_older_versions(tmp_path):
+    """The file of an id that differs only in case is not mistaken for its record."""
     (tmp_path / "a%2Fb.json").write_text('{"version": 3, "record": {"state": "decided"}}')
     commit_log = FileCommitLog(tmp_path)
     assert commit_log.read("a/b") == (3, {"state": "decided"})
@@ -513,8 +513,8 @@ def test_decisions_of_before(tmp_path):
         commit_log.read("A/b")
 
 
-def test_many_writers_of_decisions(tmp_path):
-    """Of many that write at once, one wins each version."""
+def test_one_of_many_concurrent_writers_wins(tmp_path):
+    """The others get `CommitSuperseded`, and no temporary file is left."""
     won = []
 
     def write(number):
@@ -539,21 +539,21 @@ def test_many_writers_of_decisions(tmp_path):
 
 @pytest.fixture
 def synced(monkeypatch):
-    """The files and folders that were brought to the disk so far, by the names that they had then."""
+    """The names of the files and folders that were fsynced, at the time of the call."""
     names, fsync = [], os.fsync
 
-    def noting(descriptor):
+    def record(descriptor):
         names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "fsync", record)
     return names
 
 
 @pytest.mark.parametrize("rows", [0, 40])
 @pytest.mark.parametrize("mode", ["create", "append"])
-def test_what_is_committed_has_reached_the_disk(tmp_path, synced, mode, rows):
-    """Each file, also one without rows, in the folder that appears; and each folder that was made, in the one that it is in."""
+def test_a_commit_is_fsynced(tmp_path, synced, mode, rows):
+    """That is each file, the folder that is renamed, and the parent of each new folder."""
     target, tasks = tmp_path / "new" / "er" / "table", Tasks(1, rows=rows)
     sink = ParquetSink(target, mode)
     commit(sink, MemoryCommitLog(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))
@@ -561,18 +561,18 @@ def test_what_is_committed_has_reached_the_disk(tmp_path, synced, mode, rows):
     moved = {name.rpartition("/")[2].partition(".json.")[0] for name in synced}
     assert {path.name.removesuffix(".json") for path in folder.iterdir()} <= moved
     assert [name for name in synced if name.endswith("-whole")]
-    for made in (tmp_path / "new", tmp_path / "new" / "er", target, folder):
-        assert str(made.parent) in synced
+    for created in (tmp_path / "new", tmp_path / "new" / "er", target, folder):
+        assert str(created.parent) in synced
 
 
-def test_the_folder_of_decisions_has_reached_the_disk(tmp_path, synced):
-    """With those that it is in."""
+def test_the_folder_of_a_commit_log_is_fsynced(tmp_path, synced):
+    """So are its new parent folders."""
     FileCommitLog(tmp_path / "new" / "er").write("c", {}, 0)
     assert {str(tmp_path), str(tmp_path / "new"), str(tmp_path / "new" / "er")} <= set(synced)
 
 
-def test_a_zombie_makes_no_folder(tmp_path):
-    """An attempt that stages for a run that is over fails, and leaves nothing."""
+def test_a_late_task_creates_no_folder(tmp_path):
+    """An attempt that stages for a run that has ended fails and leaves no file."""
     sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     sink.discard(staging, ())
@@ -581,31 +581,31 @@ def test_a_zombie_makes_no_folder(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_a_task_that_is_late(make):
-    """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
+def test_a_late_task_leaves_nothing(make):
+    """It pauses while it writes until the commit is done or abandoned. Nothing of it is visible or left."""
     late_at_each_moment(make)
 
 
-def test_a_task_that_fails_takes_back_what_it_wrote(tmp_path):
-    """Its own file only, and the error is its own."""
+def test_a_failed_task_removes_only_its_own_file(tmp_path):
+    """Its error is not replaced."""
     sink, staging = ObjectSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     assert sink.stage(staging, 0, 1, Tasks.batches([(1, "a")]))
 
     def broken():
         yield from Tasks.batches([(2, "b")])
-        raise FileNotFoundError("something else is not there")
+        raise FileNotFoundError("something else does not exist")
 
     with pytest.raises(FileNotFoundError, match="something else"):
         sink.stage(staging, 0, 2, broken())
     assert [name.rsplit("/", 1)[1] for name in files(tmp_path)] == ["_open", "part-00000-1.parquet"]
 
 
-class Broken:
-    """Parts of the system that fail in the n-th record that is written."""
+class DiskFault:
+    """A system call of the commit log that fails once, at its n-th call."""
 
     def __init__(self, monkeypatch, part, number, code):
-        self.left, self.code = number, code
+        self.remaining, self.code = number, code
         module, name = {"open": (os, "open"), "fsync": (os, "fsync"), "replace": (os, "replace")}.get(
             part, (stagecrew.operators.commit_log, "sync")
         )
@@ -614,8 +614,8 @@ class Broken:
 
     def __call__(self, *args, **kwargs):
         if sys._getframe(1).f_globals["__name__"] == "stagecrew.operators.commit_log":
-            self.left -= 1
-            if self.left == 0:
+            self.remaining -= 1
+            if self.remaining == 0:
                 raise OSError(self.code, os.strerror(self.code))
         return self.real(*args, **kwargs)
 
@@ -623,35 +623,35 @@ class Broken:
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("part", ["open", "fsync", "replace", "sync"])
-def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
-    """Each outcome has its name: where nothing was written nothing is visible or left, and a repeat brings all in each case."""
+def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
+    """A write that did not happen and an unknown outcome are different errors. A repeat completes the commit."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     with pytest.MonkeyPatch.context() as patch:
-        broken = Broken(patch, part, number, code)
+        fault = DiskFault(patch, part, number, code)
         unknown = part == "sync" or (part == "replace" and code == errno.EIO)
         try:
             report = commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda s: tasks.run(trial.make_sink(), s))
         except CommitUnknown:
             assert unknown
         except CommitFailed as error:
-            said = str(error)
+            message = str(error)
             assert not unknown
-            assert "could not be written" in said
-            assert os.strerror(code) in said
+            assert "could not be written" in message
+            assert os.strerror(code) in message
             assert trial.visible() == []
             assert trial.left() == []
         else:
-            assert number == 3  # that it was done is what could not be written
+            assert number == 3  # only the record that it is applied could not be written
             assert report.rows == 40
-        assert broken.left <= 0
+        assert fault.remaining <= 0
     assert not list((tmp_path / "log").glob(".*.tmp"))
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def test_a_writer_of_decisions_that_is_killed(tmp_path):
-    """In the middle of a record: nothing of it is read, and whoever writes next takes away what it left."""
+def test_a_killed_writer_of_the_commit_log_changes_no_record(tmp_path):
+    """Its unfinished file is never read. The next writer deletes it."""
     commit_log = FileCommitLog(tmp_path)
     commit_log.write("c", {"state": "open"}, 0)
     for moment in ("os.fsync", "os.replace"):
@@ -669,13 +669,13 @@ stagecrew.FileCommitLog({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
     assert (tmp_path / "other.json").stat().st_mode & 0o77 == 0
 
 
-def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
-    """Nobody decides for its run any more: nothing is left, and the error is the job's."""
+def test_a_failed_job_is_cleaned_up_if_its_abort_cannot_be_written(tmp_path, monkeypatch):
+    """No other driver can decide for this run, so the staged rows are deleted. The error is the job's."""
     trial = sqlite(tmp_path)
 
     def fails(staging):
         Tasks(1).run(trial.make_sink(), staging)
-        Broken(monkeypatch, "open", 1, errno.ENOSPC)
+        DiskFault(monkeypatch, "open", 1, errno.ENOSPC)
         raise ValueError("the job failed")
 
     with pytest.raises(ValueError, match="the job failed"):
@@ -683,15 +683,15 @@ def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
     assert trial.left() == []
 
 
-def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
-    """It is decided, and not known to be refused: what was staged stays, for a repeat, which finds out."""
+def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
+    """The record still says decided. The staged rows stay, and a repeat completes the commit."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
-    plain = trial.make_sink()
-    refusing = Meanwhile(Refusing(plain), commit=lambda: Broken(monkeypatch, "open", 1, errno.ENOSPC))
+    accepting = trial.make_sink()
+    refusing = StepBefore(RefusingSink(accepting), commit=lambda: DiskFault(monkeypatch, "open", 1, errno.ENOSPC))
     with pytest.raises(
         CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
     ):
-        commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(accepting, staging))
     assert trial.left() != []
     monkeypatch.undo()
     assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -701,14 +701,14 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def disk(tmp_path):
-    """A disk of 64 kB."""
+    """A disk of 64 KiB."""
     with small_disk(tmp_path / "small", "64k") as folder:
         yield folder
 
 
 @pytest.mark.long
-def test_decisions_on_a_full_disk(tmp_path, disk):
-    """It says so, nothing is visible, nothing left; when there is room again, the same commit lands."""
+def test_a_commit_log_on_a_full_disk_fails_the_commit(tmp_path, disk):
+    """Nothing is visible and no file is left. When the disk has room again, the same commit succeeds."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.commit_log = FileCommitLog(disk)
 
@@ -729,8 +729,8 @@ def test_decisions_on_a_full_disk(tmp_path, disk):
 
 
 @pytest.mark.long
-def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
-    """It is said before anything runs; what was decided there is read."""
+def test_a_commit_log_on_a_read_only_disk_fails_the_commit(tmp_path, disk):
+    """No task runs. Existing records are read."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.commit_log = FileCommitLog(disk)
     trial.drive(Driver(), tasks, "c")
@@ -742,16 +742,16 @@ def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
         FileCommitLog(disk / "below")
 
 
-def test_a_record_that_cannot_be_read(tmp_path):
-    """What was decided is not known then: nothing runs, and the error names the file."""
+def test_an_unreadable_record_fails_the_commit(tmp_path):
+    """The decision is unknown, so no task runs. The error names the file."""
     trial = sqlite(tmp_path)
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
     with pytest.raises(CommitUnknown, match="about commit 'c' cannot be read from .*c.json: JSONDecodeError"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
 
 
-def test_memory_keeps_what_is_not_over():
-    """Of commits that are over the last ones; a driver of one that was forgotten does not take a later record for its own."""
+def test_the_memory_log_forgets_only_ended_commits():
+    """It keeps the latest ended ones. A driver of a forgotten commit cannot overwrite a later record of the same id."""
     commit_log = MemoryCommitLog()
     old = commit_log.write("c", {"state": "open"}, 0)
     commit_log.write("pending", {"state": "decided"}, 0)
@@ -766,8 +766,8 @@ def test_memory_keeps_what_is_not_over():
         commit_log.write("c", {"state": "decided"}, old)
 
 
-def test_a_partitioned_table(tmp_path):
-    """It is refused before anything runs, and the error says what to take."""
+def test_a_partitioned_table_is_refused(tmp_path):
+    """No task runs, and the error names an alternative."""
     from pyiceberg.catalog import load_catalog
 
     trial = iceberg(tmp_path)
@@ -782,8 +782,8 @@ def test_a_partitioned_table(tmp_path):
     assert files(tmp_path / "warehouse") == [name for name in files(tmp_path / "warehouse") if "metadata" in name]
 
 
-def test_stores_are_known_through_fsspec_too():
-    """Its object stores rename no folders either."""
+def test_object_stores_of_fsspec_are_recognized():
+    """They cannot rename folders, so ParquetSink refuses them."""
 
     class Store(fsspec.AbstractFileSystem):
         protocol = ("s3", "s3a")
@@ -793,8 +793,8 @@ def test_stores_are_known_through_fsspec_too():
         ParquetSink("bucket/t", filesystem=through)
 
 
-def test_bad_input(tmp_path):
-    """Each says what to write."""
+def test_invalid_arguments_of_sinks_are_refused(tmp_path):
+    """Each error says what is accepted."""
     with pytest.raises(OperatorMisused, match="mode is 'create' or 'append', not 'overwrite'"):
         ParquetSink(tmp_path, mode="overwrite")
     with pytest.raises(OperatorMisused, match="sqlite:///file or postgresql"):
@@ -803,16 +803,16 @@ def test_bad_input(tmp_path):
         DatabaseSink("sqlite:///x", "t; DROP TABLE t")
 
 
-def test_a_password_is_not_shown():
-    """The url of a database is in no text of the sink."""
+def test_a_database_sink_does_not_show_its_password():
+    """No text of the sink contains it."""
     sink = DatabaseSink("postgresql://user:secret@host/db", "t")
     assert "secret" not in repr(sink)
     assert "secret" not in str(sink)
     assert sink.identity == "<table t of postgresql> in host=host dbname=db"
 
 
-def test_readers_of_parquet(tmp_path):
-    """What a commit leaves is a folder of Parquet files like any other."""
+def test_a_parquet_commit_is_an_ordinary_folder_of_parquet_files(tmp_path):
+    """PyArrow reads it without stagecrew."""
     ParquetSink(tmp_path / "t", compression="zstd")
     trial = parquet(tmp_path)
     trial.drive(Driver(), Tasks(1))
@@ -821,38 +821,38 @@ def test_readers_of_parquet(tmp_path):
     assert table.schema.equals(SCHEMA)
 
 
-def test_iceberg_behind_another_driver(tmp_path):
-    """Another driver does the same commit in between: the catalogue refuses ours, and nothing is added twice."""
+def test_iceberg_adds_nothing_twice_if_another_driver_commits_first(tmp_path):
+    """Another driver applies the same commit just before this one, so the catalogue refuses this one."""
     from pyiceberg.table import Table
 
     trial, tasks = iceberg(tmp_path), Tasks(1)
-    mine = trial.make_sink()
+    sink = trial.make_sink()
     do_commit = Table._do_commit
-    others = []
+    other_drivers = []
 
-    def behind(self, *args, **kwargs):
-        if not others:
-            others.append(1)
+    def after_another_driver(self, *args, **kwargs):
+        if not other_drivers:
+            other_drivers.append(1)
             trial.make_sink().commit(*committing)
         return do_commit(self, *args, **kwargs)
 
-    class Noting(Around):
-        """What is committed, for the other driver."""
+    class Recording(Around):
+        """Records the arguments of `commit` for the other driver."""
 
         def commit(self, staging, messages):
             committing[:] = staging, messages
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Table, "_do_commit", behind)
-                mine.commit(staging, messages)
+                patch.setattr(Table, "_do_commit", after_another_driver)
+                sink.commit(staging, messages)
 
     committing = []
-    commit(Noting(mine), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
-    assert others
+    commit(Recording(sink), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+    assert other_drivers
     assert sorted(trial.visible()) == tasks.expected
 
 
 def rename(sink, old, new):
-    """Changes the table so that it takes the rows no more, or takes them again."""
+    """Renames a column, so that the table refuses the rows, or accepts them again."""
     from pyiceberg.catalog import load_catalog
 
     with load_catalog("default", **sink._properties).load_table("db.target").update_schema() as update:
@@ -860,17 +860,17 @@ def rename(sink, old, new):
 
 
 @pytest.mark.parametrize("filesystem", [pyarrow.fs.LocalFileSystem(), like_hdfs()], ids=["local", "like hdfs"])
-def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkeypatch, filesystem):
-    """Another driver of the same commit renames what this one, which was refused, deletes: never half of it is visible."""
+def test_a_refused_folder_is_never_visible_in_part(tmp_path, monkeypatch, filesystem):
+    """Another driver of the same commit renames the folder that this driver, which was refused, is deleting."""
     trial, tasks, target = parquet(tmp_path), Tasks(1), tmp_path / "out" / "table"
     trial.make_sink = lambda: ParquetSink(str(target), filesystem=filesystem)
-    entered, goes_on, outcome = threading.Event(), threading.Event(), []
+    entered, released, outcome = threading.Event(), threading.Event(), []
     move = parquet_module.move
 
-    def held(on, source, destination):
+    def pausing_move(on, source, destination):
         if threading.current_thread() is other and destination == str(target):
             entered.set()
-            assert goes_on.wait(30)
+            assert released.wait(30)
         move(on, source, destination)
 
     def run():
@@ -881,26 +881,26 @@ def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkey
 
     other = threading.Thread(target=run)
 
-    def begins():
+    def start_other():
         other.start()
         assert entered.wait(30)
         target.mkdir()
         (target / "theirs").touch()
 
     def remove_slowly(on, folder):
-        """The first file is gone, and the rest is not, when the other goes on, and there is room again."""
-        if entered.is_set() and not goes_on.is_set() and "-whole" in folder and exists(on, folder):
+        """After the first file is deleted, the conflicting folder disappears and the other driver continues."""
+        if entered.is_set() and not released.is_set() and "-whole" in folder and exists(on, folder):
             on.delete_file(next(file for file in list_files(on, folder) if file.endswith(".parquet")))
             shutil.rmtree(target)
-            goes_on.set()
+            released.set()
             other.join(30)
         remove_folder(on, folder)
 
-    monkeypatch.setattr(parquet_module, "move", held)
+    monkeypatch.setattr(parquet_module, "move", pausing_move)
     monkeypatch.setattr(parquet_module, "remove_folder", remove_slowly)
     with pytest.raises(CommitConflict):
         commit(
-            Meanwhile(trial.make_sink(), commit=begins), trial.commit_log, "c", SCHEMA,
+            StepBefore(trial.make_sink(), commit=start_other), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
         )  # fmt: skip
     assert not other.is_alive()
@@ -913,57 +913,57 @@ def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkey
 
 
 @pytest.mark.parametrize("last", ["the other", "this one"])
-def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
-    """One is told that the table does not take the rows, the other that it does: what readers can see is never deleted."""
+def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, last):
+    """The table refuses the rows of one driver and accepts those of another driver of the same commit."""
     from pyiceberg.table import Table
 
     trial, tasks = iceberg(tmp_path), Tasks(1)
-    slow, entered, goes_on, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
+    slow, entered, released, outcome = trial.make_sink(), threading.Event(), threading.Event(), []
 
     def run():
-        """Goes forward from the record, and stands still when the catalogue is about to be told."""
+        """Resumes from the record and pauses just before the catalogue's commit."""
         try:
             outcome.append(resume(slow, killed, "c", sleep=lambda _: None))
         except (CommitFailed, CommitPending) as error:
             outcome.append(error)
 
-    killed = Silent(trial.commit_log, CommitUnknown("it was killed"), "applied")
+    killed = FailingLog(trial.commit_log, CommitUnknown("it was killed"), "applied")
     other = threading.Thread(target=run)
     do_commit = Table._do_commit
 
-    def held(self, *args, **kwargs):
+    def pausing_commit(self, *args, **kwargs):
         if threading.current_thread() is other and not entered.is_set():
             entered.set()
-            assert goes_on.wait(30)
+            assert released.wait(30)
         return do_commit(self, *args, **kwargs)
 
-    def begins():
+    def start_other():
         other.start()
         assert entered.wait(30)
         rename(slow, "text", "other")
 
-    def ends():
+    def release_other():
         rename(slow, "other", "text")
-        goes_on.set()
+        released.set()
         other.join(30)
 
-    # Behind the look whether it is done; or when it is refused, and nothing was deleted yet.
-    steps = {"commit": begins}
+    # The other driver continues after this one's check whether the commit is done, or after its refused `discard`.
+    steps = {"commit": start_other}
 
-    class Watching(Meanwhile):
+    class Watching(StepBefore):
         def done(self, commit_id):
-            found = self._sink.done(commit_id)
+            is_done = self._sink.done(commit_id)
             if entered.is_set() and last == "this one":
-                ends()
-            return found
+                release_other()
+            return is_done
 
         def discard(self, staging, kept):
             self._sink.discard(staging, kept)
             if entered.is_set() and last == "the other":
-                ends()
+                release_other()
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(CommitFailed):
-        patch.setattr(Table, "_do_commit", held)
+        patch.setattr(Table, "_do_commit", pausing_commit)
         commit(
             Watching(trial.make_sink(), **steps), trial.commit_log, "c", SCHEMA,
             lambda staging: tasks.run(trial.make_sink(), staging), sleep=lambda _: None,
@@ -977,7 +977,7 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
 
 
 def expire(trial, commit_id):
-    """The snapshot of a commit, as maintenance of the table does it when there is a later one."""
+    """Expires the snapshot of a commit after a later commit, as the table's maintenance does."""
     from pyiceberg.catalog import load_catalog
 
     trial.drive(Driver(), Tasks(2), "later")
@@ -992,11 +992,12 @@ def expire(trial, commit_id):
     assert not trial.make_sink().done(commit_id)
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["the same", "changed"])
-def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
-    """A driver dies when the catalogue knows of its commit, and the record does not: the table's own files say that it is done."""
-    trial, made = iceberg(tmp_path), making(iceberg, tmp_path)
-    dies = Driver(dies_at=undisturbed(made("undisturbed")).index("after commit") + 1)
+@pytest.mark.parametrize("fits", [True, False], ids=["same schema", "changed schema"])
+def test_an_iceberg_commit_is_found_done_after_its_snapshot_expired(tmp_path, fits):
+    """A driver dies after the catalogue's commit, before it writes the record. The table's own files show that the commit
+    is done."""
+    trial, make = iceberg(tmp_path), trials_in(iceberg, tmp_path)
+    dies = Driver(dies_at=undisturbed(make("undisturbed")).index("after commit") + 1)
     with pytest.raises(Killed):
         trial.drive(dies, Tasks(SEED, zombies=False), "c")
     expire(trial, "c")
@@ -1010,24 +1011,24 @@ def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
     assert trial.left() == []
 
 
-def test_an_iceberg_snapshot_that_expires_is_not_abandoned(tmp_path):
-    """A copy of the decisions, from before this one, and a snapshot that is gone: what the table shows stays, whoever cleans up."""
+def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
+    """The commit log is an older copy and the snapshot is gone, but the table still shows the files."""
     trial = iceberg(tmp_path)
-    restored(trial, Tasks(1))
+    commit_and_restore_old_log(trial, Tasks(1))
     expire(trial, "c")
     abandon(trial.make_sink(), trial.commit_log, "c")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
 
 
 @pytest.mark.parametrize("effect", ["before", "after"])
-def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
-    """What cannot be read of it is no refusal: nobody knows what was done, so that it is tried again."""
+def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatch, effect):
+    """It is not a refusal, because the outcome is unknown."""
     from pydantic import TypeAdapter
     from pyiceberg.catalog.sql import SqlCatalog
 
     trial, tasks, commit_table = iceberg(tmp_path), Tasks(1), SqlCatalog.commit_table
 
-    def answers(self, *args):
+    def unreadable(self, *args):
         monkeypatch.undo()
         if effect == "after":
             commit_table(self, *args)
@@ -1035,7 +1036,7 @@ def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        monkeypatch.setattr(SqlCatalog, "commit_table", answers)
+        monkeypatch.setattr(SqlCatalog, "commit_table", unreadable)
         return messages
 
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
@@ -1043,20 +1044,26 @@ def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
     assert trial.left() == []
 
 
-def test_a_refusal_that_is_not_written(trial):
-    """Where nobody knows whether a refusal is written, what was staged stays: another may go forward."""
+def test_a_refusal_with_an_unknown_outcome_deletes_nothing(trial):
+    """If it is unknown whether the refusal was written, the staged rows stay, because another driver may complete it."""
     tasks = Tasks(1)
 
-    silent = Silent(trial.commit_log, CommitUnknown("no answer"), "refused")
+    commit_log = FailingLog(trial.commit_log, CommitUnknown("no answer"), "refused")
     with pytest.raises(CommitUnknown):
-        commit(Refusing(trial.make_sink()), silent, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+        commit(
+            RefusingSink(trial.make_sink()),
+            commit_log,
+            "c",
+            SCHEMA,
+            lambda staging: tasks.run(trial.make_sink(), staging),
+        )
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def restored(trial, tasks):
-    """The decisions as they were when the commit, which is done, was not decided: a copy that was brought back."""
+def commit_and_restore_old_log(trial, tasks):
+    """Commits, then replaces the log by a copy from before the decision. Returns what the sink shows."""
     copy = MemoryCommitLog()
 
     def run(staging):
@@ -1070,10 +1077,10 @@ def restored(trial, tasks):
     return sorted(trial.visible()), trial.state()
 
 
-@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "at once"])
-def test_what_is_done_is_not_abandoned(trial, repeated):
-    """A copy of the decisions, from before this one: what the sink shows stays as it is, and is written down as done."""
-    before = restored(trial, Tasks(1))
+@pytest.mark.parametrize("repeated", [True, False], ids=["after a repeat", "at once"])
+def test_abandon_keeps_a_commit_that_is_done(trial, repeated):
+    """The log is a copy from before the decision. The sink's rows stay, and the record becomes applied."""
+    before = commit_and_restore_old_log(trial, Tasks(1))
     if repeated:
         assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert trial.commit_log.read("c")[1]["state"] == "applied"
@@ -1086,10 +1093,10 @@ def test_what_is_done_is_not_abandoned(trial, repeated):
     trial.repeat_changes_nothing("c")
 
 
-def test_a_copy_that_says_refused(tmp_path):
-    """The sink shows what a later run has done: of the numbers of the one that was refused nothing is reported."""
+def test_a_done_commit_whose_restored_record_is_refused(tmp_path):
+    """The sink shows a later run's rows, so the numbers of the refused run are not reported."""
     trial = sqlite(tmp_path)
-    restored(trial, Tasks(1))
+    commit_and_restore_old_log(trial, Tasks(1))
     version, record = trial.commit_log.read("c")
     trial.commit_log.write("c", record | {"state": "refused", "messages": [{"attempt": 1, "rows": 7}]}, version)
     for _ in range(2):
@@ -1099,8 +1106,8 @@ def test_a_copy_that_says_refused(tmp_path):
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repeats):
-    """Of a commit that is found done what the runs before it have staged is deleted, also by a later repeat."""
+def test_rows_staged_by_earlier_runs_are_deleted_with_a_restored_log(tmp_path, monkeypatch, repeats):
+    """A repeat that finds the commit done deletes the rows that earlier runs staged. A later repeat does so too."""
     trial, runs, delete = sqlite(tmp_path), [], DatabaseSink.discard
 
     def fails(staging):
@@ -1116,7 +1123,7 @@ def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repe
         patch.setattr(DatabaseSink, "discard", discard)
         with pytest.raises(RuntimeError):
             commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails, sleep=lambda _: None)
-        restored(trial, Tasks(1))
+        commit_and_restore_old_log(trial, Tasks(1))
         for _ in range(repeats - 1):
             assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert len(trial.left()) == 1
@@ -1124,8 +1131,8 @@ def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repe
     assert (trial.left(), sorted(trial.visible())) == ([], Tasks(1).expected)
 
 
-def test_decisions_behind_a_link(tmp_path, monkeypatch):
-    """A folder is taken as the system takes it, with its links."""
+def test_the_folder_of_a_commit_log_may_contain_links(tmp_path, monkeypatch):
+    """The path is resolved as the operating system does."""
     (tmp_path / "far" / "in").mkdir(parents=True)
     (tmp_path / "near").mkdir()
     (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "in")
@@ -1136,15 +1143,15 @@ def test_decisions_behind_a_link(tmp_path, monkeypatch):
     assert [folder.name for folder in (tmp_path / "near").iterdir()] == ["link"]
 
 
-def test_what_may_be_done_is_not_abandoned(trial):
-    """Where the sink does not say whether it is done, it is aborted, so that its job may end, and nothing is deleted."""
-    before = restored(trial, Tasks(1))
+def test_abandon_deletes_nothing_if_the_sink_is_unreachable(trial):
+    """The record becomes aborted so that the job can end. When the sink is reachable again, it becomes applied."""
+    before = commit_and_restore_old_log(trial, Tasks(1))
 
-    def away(*_):
-        raise CommitFailed("it is away")
+    def unreachable(*_):
+        raise CommitFailed("it is unreachable")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(trial.make_sink()), "done", away)
+        patch.setattr(type(trial.make_sink()), "done", unreachable)
         for _ in range(2):
             abandon(trial.make_sink(), trial.commit_log, "c")
     assert trial.commit_log.read("c")[1]["state"] == "aborted"
@@ -1154,24 +1161,26 @@ def test_what_may_be_done_is_not_abandoned(trial):
     assert (sorted(trial.visible()), trial.state()) == before
 
 
-def test_a_refusal_of_a_driver_that_lost_its_session(trial):
-    """The record stays decided then, though it is said to be another's: what was staged stays, and whoever goes on brings all."""
+def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
+    """The record stays decided, so the staged rows stay and a repeat completes the commit."""
     tasks = Tasks(1)
-    lost = Silent(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
+    lost = FailingLog(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
     with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
-        commit(Refusing(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
+        commit(
+            RefusingSink(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging)
+        )
     assert trial.commit_log.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
-    """Behind the decision nobody can say then whether it is done: what was staged stays, for a repeat."""
+def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
+    """After the decision it is unknown whether the commit is done, so the staged rows stay for a repeat."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
-    plain, decided = trial.make_sink(), []
+    reachable, decided = trial.make_sink(), []
 
-    class Gone(Around):
+    class Unreachable(Around):
         def commit(self, staging, messages):
             decided.append(1)
             raise CommitConflict("is there already")
@@ -1179,17 +1188,17 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
         def done(self, commit_id):
             if decided:
                 raise CommitFailed("the server is gone")
-            return plain.done(commit_id)
+            return reachable.done(commit_id)
 
     with pytest.raises(CommitPending, match="the sink does not say whether it is done: the server is gone"):
-        commit(Gone(plain), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
+        commit(Unreachable(reachable), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(reachable, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-class Away(Around):
-    """A sink that cannot be asked to delete so often."""
+class FailingDiscard(Around):
+    """A sink whose first calls of `discard` fail."""
 
     def __init__(self, sink, times):
         super().__init__(sink)
@@ -1202,52 +1211,53 @@ class Away(Around):
         self._sink.discard(staging, kept)
 
 
-@pytest.mark.parametrize("lands", [True, False], ids=["done", "failed"])
-def test_a_sink_that_is_away_for_a_moment_when_it_is_over(trial, lands):
-    """It is asked again, as often as for a commit: nothing is left."""
+@pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
+def test_cleanup_is_retried(trial, succeeds):
+    """As often as a commit, so nothing is left if the sink is unreachable only for a moment."""
     tasks, pauses = Tasks(SEED), []
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        if not lands:
+        if not succeeds:
             raise ValueError("the job failed")
         return messages
 
-    with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
-        commit(Away(trial.make_sink(), 3), trial.commit_log, "c", SCHEMA, run, sleep=pauses.append)
+    with contextlib.nullcontext() if succeeds else pytest.raises(ValueError, match="the job failed"):
+        commit(FailingDiscard(trial.make_sink(), 3), trial.commit_log, "c", SCHEMA, run, sleep=pauses.append)
     assert pauses == [0.2, 0.4, 0.8]
-    assert sorted(trial.visible()) == (tasks.expected if lands else [])
+    assert sorted(trial.visible()) == (tasks.expected if succeeds else [])
     assert trial.left() == []
 
 
-@pytest.mark.parametrize("lands", [True, False], ids=["done", "failed"])
-def test_a_sink_that_is_away_when_it_is_over(tmp_path, caplog, lands):
-    """The log says what stays, and how it goes away: by hand only what nobody sees. A repeat with the id deletes it."""
+@pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
+def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
+    """The warning says what is left and how to delete it. Only invisible rows may be deleted by hand. A repeat of the
+    commit deletes them."""
     trial, tasks, runs = sqlite(tmp_path), Tasks(SEED), []
 
     def run(staging):
         runs.append(staging.run)
         messages = tasks.run(trial.make_sink(), staging)
-        if not lands:
+        if not succeeds:
             raise ValueError("the job failed")
         return messages
 
-    with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
-        commit(Away(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
+    with contextlib.nullcontext() if succeeds else pytest.raises(ValueError, match="the job failed"):
+        commit(FailingDiscard(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
     assert trial.left() == [f"stagecrew_stage_{runs[0]}"]
-    [said] = [record.message for record in caplog.records if "could not be deleted" in record.message]
-    assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in said
-    assert runs[0] in said
-    assert ("delete them when the sink is back" in said) is not lands
+    [warning] = [record.message for record in caplog.records if "could not be deleted" in record.message]
+    assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in warning
+    assert runs[0] in warning
+    assert ("delete them when the sink is back" in warning) is not succeeds
     trial.drive(Driver(), Tasks(1), "c")
     assert sorted(trial.visible()) == tasks.expected
     assert trial.left() == []
 
 
-def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
-    """It is not asked again where it has taken long to say nothing."""
+def test_cleanup_is_not_retried_after_a_long_call(tmp_path, monkeypatch):
+    """A host that does not respond would delay the driver again."""
     trial, pauses = sqlite(tmp_path), []
-    sink = Away(trial.make_sink(), 9)
+    sink = FailingDiscard(trial.make_sink(), 9)
     monkeypatch.setattr(stagecrew.operators.commits, "_BRIEF", -1.0)
     commit(
         sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(trial.make_sink(), staging), sleep=pauses.append
@@ -1255,8 +1265,8 @@ def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
     assert (pauses, sink._times) == ([], 8)
 
 
-def test_an_id_of_another_sink(tmp_path):
-    """One id for two places: with decisions it is refused, and a table never takes another's commit for its own."""
+def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):
+    """The commit log refuses it. Without the log, a table does not find the other table's commit."""
     (tmp_path / "one").mkdir()
     trial = sqlite(tmp_path / "one")
     trial.drive(Driver(), Tasks(1), "c")
@@ -1304,23 +1314,31 @@ SECRET = "://me:very-secret@"
         lambda: [iceberg_at(uri=f"postgresql+psycopg2{SECRET}{host}/c?password=very-secret") for host in "ab"],
         lambda: [iceberg_at(uri="https://c", warehouse=name, token="very-secret") for name in "ab"],
         lambda: [
-            DatabaseSink(f"postgresql{SECRET}{where}", "t")
-            for where in ("a/db", "b/db", "a/other", "a:1/db", "a/db?options=-csearch_path%3Dx&sslpassword=very-secret")
+            DatabaseSink(f"postgresql{SECRET}{address}", "t")
+            for address in (
+                "a/db",
+                "b/db",
+                "a/other",
+                "a:1/db",
+                "a/db?options=-csearch_path%3Dx&sslpassword=very-secret",
+            )
         ],
-        lambda: [DatabaseSink("postgresql:///?" + what, "t") for what in ("host=a&password=very-secret", "service=x")],
+        lambda: [
+            DatabaseSink("postgresql:///?" + query, "t") for query in ("host=a&password=very-secret", "service=x")
+        ],
     ],
     ids=["s3", "s3-uri", "aws", "webhdfs", "names", "catalogues", "warehouses", "postgresql", "queries"],
 )
-def test_what_a_sink_is_known_by(sinks):
-    """Its store, catalogue or server too, so that one of the same name elsewhere is another; and no secret."""
-    known = [sink.identity for sink in sinks()]
-    assert len(set(known)) == len(known) > 1
-    assert known == [sink.identity for sink in sinks()]
-    assert "very-secret" not in f"{known} {[repr(sink) for sink in sinks()]}"
+def test_the_identity_of_a_sink_includes_its_server(sinks):
+    """Sinks with the same name in another store, catalogue or server are different. An identity contains no secret."""
+    identities = [sink.identity for sink in sinks()]
+    assert len(set(identities)) == len(identities) > 1
+    assert identities == [sink.identity for sink in sinks()]
+    assert "very-secret" not in f"{identities} {[repr(sink) for sink in sinks()]}"
 
 
-def test_an_id_of_a_sink_in_another_catalogue(tmp_path):
-    """The same table's name and the same decisions: it is not found done where it is not."""
+def test_a_commit_id_cannot_be_used_in_two_catalogues(tmp_path):
+    """The table's name and the commit log are the same, but the commit is not found done in the second catalogue."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
     one.drive(Driver(), Tasks(1), "c")
@@ -1330,8 +1348,8 @@ def test_an_id_of_a_sink_in_another_catalogue(tmp_path):
     assert two.visible() == []
 
 
-def test_an_id_of_a_sink_in_another_folder(tmp_path, monkeypatch):
-    """A path that is not absolute is one of the folder in which the driver runs."""
+def test_a_relative_path_is_resolved_in_the_working_directory(tmp_path, monkeypatch):
+    """The same relative path in another working directory is another sink."""
     commit_log, tasks = MemoryCommitLog(), Tasks(1)
     for make in (
         lambda: ParquetSink("t"),
@@ -1350,8 +1368,8 @@ def test_an_id_of_a_sink_in_another_folder(tmp_path, monkeypatch):
                 )
 
 
-def test_an_iceberg_sink_that_is_stored(tmp_path):
-    """Another driver reaches the catalogue with what was stored of it; a task is not told how to."""
+def test_a_pickled_iceberg_sink_reaches_its_catalogue(tmp_path):
+    """Another driver can use it. What tasks receive contains no credentials."""
     trial, tasks = iceberg(tmp_path), Tasks(1)
     sink = trial.make_sink()
     sink._properties["token"] = "very-secret"
@@ -1367,18 +1385,18 @@ def test_an_iceberg_sink_that_is_stored(tmp_path):
     assert pickle.loads(pickle.dumps(sink)).done("c")
 
 
-def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
-    """One id for two sinks without an identity: the second is not taken for done."""
+def test_a_commit_id_cannot_be_used_for_two_sinks_without_identity(tmp_path):
+    """The commit is not found done in the second sink."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     commit_log = MemoryCommitLog()
 
-    class Nameless(Around):
+    class Anonymous(Around):
         def __getattr__(self, name):
             if name == "identity":
                 raise AttributeError(name)
             return getattr(self._sink, name)
 
-    one, two = (Nameless(sqlite(tmp_path / name).make_sink()) for name in ("one", "two"))
+    one, two = (Anonymous(sqlite(tmp_path / name).make_sink()) for name in ("one", "two"))
     commit(one, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
     assert commit(one, commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     with pytest.raises(
@@ -1387,8 +1405,8 @@ def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
         commit(two, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))
 
 
-def test_rows_that_the_table_refuses(tmp_path):
-    """Behind the decision: it can never be, so that it is refused, and nothing is left; a repeat tries anew."""
+def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
+    """The commit is refused after its decision and no staged row is left. A repeat tries again."""
     path = tmp_path / "data.db"
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute('CREATE TABLE target (id INTEGER PRIMARY KEY, "text" TEXT)')
@@ -1406,27 +1424,27 @@ def test_rows_that_the_table_refuses(tmp_path):
     assert commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
 
 
-@pytest.mark.parametrize("what", ["view", "generated column"])
-def test_a_table_that_takes_no_rows(tmp_path, what):
-    """It is said before anything runs, and nothing is left."""
+@pytest.mark.parametrize("kind", ["view", "generated column"])
+def test_a_table_that_cannot_be_written_is_refused(tmp_path, kind):
+    """The error is raised before any task runs, and no file is left."""
     trial = sqlite(tmp_path)
     with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
-        if what == "view":
+        if kind == "view":
             database.execute("CREATE VIEW other AS SELECT * FROM target")
         else:
             database.execute("CREATE TABLE other (id INTEGER, \"text\" TEXT AS ('text ' || id))")
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
-    with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {what}"):
+    with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {kind}"):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert trial.left() == []
 
 
-def test_rows_that_were_lost(tmp_path):
-    """What was staged is counted when it is added: with fewer rows nothing is."""
+def test_lost_staged_rows_make_the_commit_pending(tmp_path):
+    """The sink counts the staged rows when it adds them. If there are fewer, it adds none."""
     trial = sqlite(tmp_path)
     sink = trial.make_sink()
 
-    def loses(staging):
+    def run_and_lose_a_row(staging):
         messages = Tasks(1).run(sink, staging)
         with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
             database.execute(f"DELETE FROM stagecrew_stage_{staging.run} WHERE id = 3")
@@ -1434,12 +1452,12 @@ def test_rows_that_were_lost(tmp_path):
         return messages
 
     with pytest.raises(CommitPending, match="10 rows were staged for table target, and 9 of them are there"):
-        commit(sink, trial.commit_log, "c", SCHEMA, loses, sleep=lambda _: None)
+        commit(sink, trial.commit_log, "c", SCHEMA, run_and_lose_a_row, sleep=lambda _: None)
     assert trial.visible() == []
 
 
-def test_discarding_leaves_other_runs_alone(tmp_path):
-    """What a run of before deletes is its own, also where another run of the commit has begun and staged nothing yet."""
+def test_discard_leaves_other_runs_alone(tmp_path):
+    """A run deletes only its own files, even if another run of the commit has begun and staged nothing yet."""
     sink = ObjectSink(tmp_path / "t")
     for run in ("one", "other"):
         sink.begin(Staging("c", run, SCHEMA))
@@ -1449,8 +1467,8 @@ def test_discarding_leaves_other_runs_alone(tmp_path):
     )
 
 
-def test_spark_hides_what_is_staged(tmp_path):
-    """Names that begin with an underscore are hidden, but for those with a = in them."""
+def test_spark_ignores_staged_files(tmp_path):
+    """Spark ignores names that begin with an underscore and contain no `=`."""
     for sink in (ParquetSink(tmp_path / "t", mode="append"), ParquetSink(tmp_path / "t" / "day=1")):
         sink.begin(Staging("c", "r", SCHEMA))
         (staged,) = [path.name for path in (tmp_path / "t").iterdir() if path.name.startswith("_")]
