@@ -1,4 +1,4 @@
-"""`Acknowledgement` creates its future on first use. Callers cannot tell it from a future that existed all along."""
+"""`Acknowledgement` creates its future on first use. Callers cannot distinguish it from one that existed before."""
 
 from __future__ import annotations
 

@@ -129,12 +129,12 @@ def agent(monkeypatch):
         """Waits until a listener writes a line with this prefix."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            for one in lines:
-                if one.startswith(line):
-                    return one
+            for written in lines:
+                if written.startswith(line):
+                    return written
             if select.select([reading], [], [], 0.1)[0]:
-                *whole, partial[0] = (partial[0] + os.read(reading, 1 << 16)).split(b"\n")
-                lines.extend(one.decode() for one in whole)
+                *complete, partial[0] = (partial[0] + os.read(reading, 1 << 16)).split(b"\n")
+                lines.extend(part.decode() for part in complete)
         raise AssertionError(f"no line begins with {line!r}, but there are {lines}")
 
     def read_frames() -> list[Any]:

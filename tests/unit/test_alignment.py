@@ -51,7 +51,7 @@ class Schedules(RuleBasedStateMachine):
         source = data.draw(st.sampled_from(sorted(self.positions)))
         self.report(source, self.positions[source])  # a request to read carries the position
         if self.group.allows(self.positions[source]):
-            live = [self.reported[one] for one in self.reported if self.now - self.reported_at[one] <= IDLE]
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             assert self.positions[source] + count <= min(live) + DRIFT + BATCH  # ahead by at most one batch
             self.positions[source] += count
             if not lost:
@@ -85,14 +85,14 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def slowest(self):
         if hasattr(self, "group"):
-            live = [self.reported[one] for one in self.reported if self.now - self.reported_at[one] <= IDLE]
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             assert self.group.slowest == min(live, default=None)
 
     @invariant()
     def the_slowest_may_read(self):
         """No source waits forever: if any source is live, the slowest may read."""
         if getattr(self, "reported", None):
-            live = [self.reported[one] for one in self.reported if self.now - self.reported_at[one] <= IDLE]
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             if live:
                 assert self.group.allows(min(live))
 
@@ -311,7 +311,7 @@ def test_no_split_is_given_more_than_the_drift_too_early(data):
     merged = EventTimeSplits(splits, lambda split: split[0], DRIFT)
     if data.draw(st.booleans()):
         merged.locations = lambda named: ["h"] if named[1][1] % 2 else []
-    unread = sorted(time for of in splits.values() for time, _ in of)
+    unread = sorted(time for numbered in splits.values() for time, _ in numbered)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         readers = Readers(harness, unread)
         while readers.tasks:

@@ -195,20 +195,20 @@ class Schedules(RuleBasedStateMachine):
                 self.readers[subtask].send("finish", source)
             self.deliver_all()
 
-    @rule(subtask=subtasks, how=st.sampled_from(["end", "fail", "lose a message", "reorder messages", "reset"]))
-    def disrupt(self, subtask, how):
-        if how == "reset":
+    @rule(subtask=subtasks, fault=st.sampled_from(["end", "fail", "lose a message", "reorder messages", "reset"]))
+    def disrupt(self, subtask, fault):
+        if fault == "reset":
             self.reset()
         elif (reader := self.readers.get(subtask)) is None:
             return
-        elif how == "end":
+        elif fault == "end":
             reader.send("end")
             self.deliver_all()
-        elif how == "fail":
+        elif fault == "fail":
             reader.evaluation.fail()
             reader.ended = True
             self.process_grants()
-        elif how == "lose a message":
+        elif fault == "lose a message":
             reader.outbox = reader.outbox[1:]
         else:
             reader.outbox.reverse()

@@ -76,8 +76,8 @@ def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
     """The coordinator is notified that the checkpoint is complete. Checkpoint ids must increase."""
     task = harness.evaluation(0)
     task.send("a")
-    taken = harness.checkpoint()
-    assert (taken.id, taken.states) == (1, {"operator/1": b"1 1"})
+    checkpoint = harness.checkpoint()
+    assert (checkpoint.id, checkpoint.states) == (1, {"operator/1": b"1 1"})
     assert harness.coordinator.calls == ["start", ("complete", 1)]
     assert harness.checkpoint(7).id == 7
     with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 7"):
@@ -97,8 +97,8 @@ def test_a_checkpoint_cuts_where_its_future_completes(harness):
         coordinator.send("after")
         seen.append(task.events())
 
-    taken = harness.checkpoint(meanwhile=meanwhile)
-    assert taken.states == {"operator/1": b"at the cut"}
+    checkpoint = harness.checkpoint(meanwhile=meanwhile)
+    assert checkpoint.states == {"operator/1": b"at the cut"}
     assert seen == [["before"]]
     assert task.events() == ["after"]
 
@@ -190,8 +190,8 @@ def test_a_checkpoint_waits_for_events_before_its_cut(harness):
     harness.coordinator.send("a")
     with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
         harness.checkpoint()
-    taken = harness.checkpoint(meanwhile=lambda: task.fail())
-    assert taken.states == {"operator/1": b"0 1"}
+    checkpoint = harness.checkpoint(meanwhile=lambda: task.fail())
+    assert checkpoint.states == {"operator/1": b"0 1"}
     # The coordinator is notified of the failure before the checkpoint is complete.
     assert harness.coordinator.calls == ["start", ("aborted", 1), ("failed", 1), ("complete", 2)]
 
@@ -222,21 +222,21 @@ def test_a_reset_starts_a_new_coordinator_from_the_checkpoint(harness):
     """Earlier evaluations are aborted and their events ignored. The old coordinator is closed."""
     task = harness.evaluation(0)
     task.send("a")
-    taken = harness.checkpoint()
+    checkpoint = harness.checkpoint()
     task.send("b")
     old = harness.coordinator
-    harness.reset(taken)
+    harness.reset(checkpoint)
     assert old.calls[-1] == "close"
     assert harness.coordinator is not old
     assert harness.coordinator.calls == [("restored", 1, b"1 1"), "start"]
     assert "reset" in task.poisoned
     task.send("from an old evaluation")
     assert harness.coordinator.handled == 1
-    again = harness.evaluation(0)
-    again.send("c")
+    restarted = harness.evaluation(0)
+    restarted.send("c")
     assert harness.checkpoint().states == {"operator/1": b"2 2"}
-    harness.reset(taken)
-    harness.reset(taken)
+    harness.reset(checkpoint)
+    harness.reset(checkpoint)
     harness.reset()
     assert harness.coordinator.calls == ["start"]
     assert harness.coordinator.handled == 0
@@ -285,8 +285,8 @@ def test_the_cut_is_exact():
                 for task in tasks:
                     arrived[task] += len(task.events())
 
-            taken = harness.checkpoint(meanwhile=meanwhile)
-            assert set(arrived.values()) == {int(taken.states["operator/1"])}
+            checkpoint = harness.checkpoint(meanwhile=meanwhile)
+            assert set(arrived.values()) == {int(checkpoint.states["operator/1"])}
             for task in tasks:
                 arrived[task] += len(task.events())
             assert set(arrived.values()) == {coordinator.sent}
@@ -375,12 +375,12 @@ def test_a_restored_coordinator_is_notified_when_a_subtask_begins_again():
     with CoordinatorHarness(Notes) as harness:
         harness.evaluation(subtask=0).finish()
         harness.evaluation(subtask=70)
-        taken = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
-        assert taken.subtasks == {"operator/1": 1 | 1 << 70}
-        harness.reset(taken)
+        checkpoint = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
+        assert checkpoint.subtasks == {"operator/1": 1 | 1 << 70}
+        harness.reset(checkpoint)
         assert next_evaluations(harness) == [0, 70]
         harness.reset()
         assert next_evaluations(harness) == []
     with CoordinatorHarness(Notes) as harness:
-        harness.reset(taken)
+        harness.reset(checkpoint)
         assert next_evaluations(harness) == [0, 70]

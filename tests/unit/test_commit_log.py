@@ -33,10 +33,10 @@ def test_a_commit_log_compares_versions(tmp_path):
 def test_a_commit_log_accepts_ids_of_any_length(tmp_path, key):
     """Each id has its own record, also if two ids differ only in their last character."""
     commit_log = FileCommitLog(tmp_path)
-    for one in (key, f"{key[:-1]}b"):
-        assert commit_log.read(one) is None
-        assert commit_log.write(one, {"id": one}, 0) == 1
-    assert [commit_log.read(one) for one in (key, f"{key[:-1]}b")] == [
+    for id_ in (key, f"{key[:-1]}b"):
+        assert commit_log.read(id_) is None
+        assert commit_log.write(id_, {"id": id_}, 0) == 1
+    assert [commit_log.read(id_) for id_ in (key, f"{key[:-1]}b")] == [
         (1, {"id": key}),
         (1, {"id": f"{key[:-1]}b"}),
     ]

@@ -301,18 +301,18 @@ def test_different_content_in_a_job(tmp_path, open_log, caplog):
     sink = MemorySink(str(tmp_path))
     commit_log = open_log(sink)
 
-    def again(content, writer, sink=sink):
+    def commit_again(content, writer, sink=sink):
         return commit(sink, open_log(sink), "c", SCHEMA, rows(sink), content=content, writer=writer)
 
     assert not commit(sink, commit_log, "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1)).repeated
     assert commit_log.read("c")[1] | {"job": "nightly", "attempt": 1} == commit_log.read("c")[1]
     for writer in (("nightly", 1), ("weekly", 2), None):
         with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
-            again("tuesday", writer)
+            commit_again("tuesday", writer)
     assert warnings(caplog) == []
-    assert again("monday", ("nightly", 1)).repeated
+    assert commit_again("monday", ("nightly", 1)).repeated
     assert warnings(caplog) == [], "a repeat in a job logs no warning"
-    assert again("tuesday", ("nightly", 2)).repeated
+    assert commit_again("tuesday", ("nightly", 2)).repeated
     [warning] = warnings(caplog)
     assert warning.startswith(
         "an earlier run of this job has decided commit 'c', and its rows stay. This run differs: "

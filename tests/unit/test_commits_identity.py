@@ -29,7 +29,7 @@ def test_object_stores_of_fsspec_are_recognized():
 
 
 def test_invalid_arguments_of_sinks_are_refused(tmp_path):
-    """Each error says what is accepted."""
+    """Each error names the accepted values."""
     with pytest.raises(OperatorMisused, match="mode is 'create' or 'append', not 'overwrite'"):
         ParquetSink(tmp_path, mode="overwrite")
     with pytest.raises(OperatorMisused, match="sqlite:///file or postgresql"):

@@ -35,7 +35,7 @@ def synced(monkeypatch):
 @pytest.mark.parametrize("rows", [0, 40])
 @pytest.mark.parametrize("mode", ["create", "append"])
 def test_a_commit_is_fsynced(tmp_path, synced, mode, rows):
-    """That is each file, the folder that is renamed, and the parent of each new folder."""
+    """Each file, even one without rows, the folder that is renamed, and the parent of each new folder are synced."""
     target, tasks = tmp_path / "new" / "er" / "table", Tasks(1, rows=rows)
     sink = ParquetSink(target, mode)
     commit(sink, MemoryCommitLog(), "c", SCHEMA, lambda staging: tasks.run(sink, staging))

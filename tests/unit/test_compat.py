@@ -26,12 +26,12 @@ def compare(compat, monkeypatch, tmp_path):
     """Compares invented outcomes. Each variation has one dict of outcomes for each run of the module."""
 
     def compare(off, on, opens=1, alone=None):
-        whole = {"off": list(off), "on": list(on), "on with a listener": list(on)}
+        with_module = {"off": list(off), "on": list(on), "on with a listener": list(on)}
         outcomes_alone = alone or {}
 
         def run_module(module, environment, folder, timeout, tests):
             name = environment["name"]
-            outcomes = outcomes_alone.get(name, {}) if tests else whole[name].pop(0)
+            outcomes = outcomes_alone.get(name, {}) if tests else with_module[name].pop(0)
             return compat.Run(dict(outcomes), {}, 1.0, opens, opens)
 
         monkeypatch.setattr(compat, "run_module", run_module)

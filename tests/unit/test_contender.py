@@ -237,16 +237,16 @@ def test_a_broken_connection_is_noticed_without_a_request(world):
 
 def test_a_slow_on_grant_is_followed_by_on_revoke(world):
     """Leadership that ends meanwhile is invalid at once. Another term begins only after `on_grant` has returned."""
-    begun, released, seen = threading.Event(), threading.Event(), []
+    entered, released, seen = threading.Event(), threading.Event(), []
 
     def granted(leadership):
         if leadership.term == 1:
-            begun.set()
+            entered.set()
             assert released.wait(20)
             seen.append(leadership.valid)
 
     contender = world.contender(granted=granted)
-    assert begun.wait(10)
+    assert entered.wait(10)
     leadership = world.wait_for_leadership(contender)
     world.stores[0].suspended = True
     assert not leadership.valid
@@ -261,10 +261,10 @@ def test_a_slow_on_grant_is_followed_by_on_revoke(world):
 
 def test_leadership_is_released_after_on_revoke(world):
     """A successor cannot lead while `on_revoke` runs, so the old leader's jobs have ended."""
-    begun, released = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def revoked(_term, _reason):
-        begun.set()
+        entered.set()
         assert released.wait(20)
 
     first = world.contender("a", revoked=revoked)
@@ -272,7 +272,7 @@ def test_leadership_is_released_after_on_revoke(world):
     second = world.contender("b")
     closing = threading.Thread(target=first.close)
     closing.start()
-    assert begun.wait(10)
+    assert entered.wait(10)
     assert not leadership.valid
     threading.Event().wait(0.1)  # time for a wrong call
     assert second.leadership is None
@@ -477,14 +477,14 @@ def test_a_callback_can_close_its_contender(world, callback):
 
 def test_close_during_on_grant_ends_leadership_at_once(world):
     """`on_revoke` is called after `on_grant` has returned, then leadership is released."""
-    begun, released = threading.Event(), threading.Event()
+    entered, released = threading.Event(), threading.Event()
 
     def granted(leadership):
-        begun.set()
+        entered.set()
         assert released.wait(20)
 
     contender = world.contender(granted=granted)
-    assert begun.wait(10)
+    assert entered.wait(10)
     leadership = contender.leadership
     closing = threading.Thread(target=contender.close)
     closing.start()

@@ -103,12 +103,12 @@ def test_messages_in_the_troubleshooting_table_are_in_the_code():
 def test_blocks_are_found_and_parse(page):
     """The block runner finds every Python block of a page, and each block parses."""
     text = page.read_text(encoding="utf-8")
-    found = blocks(text)
-    assert len(found) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
-    assert len([block for block in found if block.raises or block.norun]) == len(
+    page_blocks = blocks(text)
+    assert len(page_blocks) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
+    assert len([block for block in page_blocks if block.raises or block.norun]) == len(
         re.findall(r"^<!-- (?:raises|norun): ", text, re.MULTILINE)
     )
-    for block in found:
+    for block in page_blocks:
         ast.parse(block.code, str(page))
 
 

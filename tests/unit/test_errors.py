@@ -27,10 +27,10 @@ def drawn_tree() -> dict[str, str | None]:
 def test_the_drawing_matches_the_classes():
     """Every class is drawn below its first base, and the drawing has no other names."""
     classes = {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
-    real = {name: value.__bases__[0].__name__ for name, value in classes.items()}
+    actual = {name: value.__bases__[0].__name__ for name, value in classes.items()}
     roots = {"StagecrewError": "Exception", "TaskKilled": "BaseException"}
-    assert {name: parent or roots[name] for name, parent in drawn_tree().items()} == real
-    assert len(real) >= 17
+    assert {name: parent or roots[name] for name, parent in drawn_tree().items()} == actual
+    assert len(actual) >= 17
 
 
 def test_all_errors_are_public_and_sorted():

@@ -1,4 +1,4 @@
-"""State handles at each of their steps: whatever dies, fails, lags or interferes, each reference has a complete state."""
+"""State handles at each of their steps: whatever fails or interferes, every reference has a complete state."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ ACTIONS = {
 
 
 def race(folder, names, repeats=False):
-    """Returns a function that makes the worlds of a race. Their instances are warmed up, so only the race's steps remain."""
+    """Returns a function that makes the worlds of a race. Warmed-up instances take only the steps of the race."""
     numbers = iter(range(1_000_000))
 
     def make(schedule):
@@ -248,7 +248,7 @@ def test_each_schedule_of_two_actors(folder, names, switches):
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("names", [("add a", "sweep"), ("remove b", "add b"), ("replace b", "remove b")], ids=", ".join)
 def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
-    """Each reply is lost, so the store repeats its request. A write that was done and undone since is not done twice."""
+    """Each reply is lost, so the store repeats its request. A write that was done and undone is not done twice."""
 
     def check(world, schedule, ended):
         held = world.held()

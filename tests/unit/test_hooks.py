@@ -143,8 +143,8 @@ def test_the_executor_is_notified_before_and_after_a_hook(hook, milliseconds):
 def test_an_exception_of_open_is_raised_and_reported():
     """It is the user's own exception with a note that names the hook. The executor gets it with its traceback."""
     error = ZeroDivisionError("no database")
-    hooks, channel, topology, registered = create_hooks(Calls(open=raises(error)))
-    with pytest.raising(ZeroDivisionError) as raised:
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
+    with pytest.raises(ZeroDivisionError) as raised:
         hooks.open(topology, registered)
     assert raised.value is error
     assert error.__notes__ == ["raised by open of listener 'orders' (topology 'enrich', executor 7, host localhost)"]
@@ -186,7 +186,7 @@ def fail(message: str) -> None:
 def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
     """A required one fails its task, which shows the exception. Otherwise a warning names the listener."""
     hooks, _, topology, registered = create_hooks(Calls(open=raising(OSError("no database"))), required=required)
-    with pytest.raising(OSError, match="no database"):
+    with pytest.raises(OSError, match="no database"):
         hooks.open(topology, registered)
     if required:
         assert caplog.records == []
@@ -200,7 +200,7 @@ def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
 def test_a_kill_during_open_is_not_a_failure_of_the_listener(caplog):
     """The exception is raised, and no warning says that the listener is switched off."""
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(TaskKilled("SIGTERM"))), required=False)
-    with pytest.raising(TaskKilled):
+    with pytest.raises(TaskKilled):
         hooks.open(topology, registered)
     assert caplog.records == []
     assert channel.sent[-1][1]["outcome"] == "failed"
@@ -312,7 +312,7 @@ def test_the_users_timer_continues():
 def test_a_decorator_that_fails_to_enter_fails_the_task():
     """The task gets the user's exception with a note. The executor counts a failure of `decorate`."""
     hooks, channel, topology, registered = create_hooks(Calls(enter=raising(OSError("no context"))))
-    with pytest.raising(OSError, match="no context") as raised:
+    with pytest.raises(OSError, match="no context") as raised:
         hooks.enter(topology, registered, "task")
     assert raised.value.__notes__ == [
         "raised by decorate of listener 'orders' (topology 'enrich', executor 7, host localhost)"
@@ -411,7 +411,7 @@ def test_a_long_error_keeps_its_end():
     """The end of a traceback is the most useful part. Characters that are not valid in UTF-8 are replaced."""
     error = OSError("x" * 3 * ERROR_LENGTH + "\ud800 end")
     hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
-    with pytest.raising(OSError, match="end"):
+    with pytest.raises(OSError, match="end"):
         hooks.open(topology, registered)
     text = channel.sent[-1][1]["error"]
     assert len(text) == ERROR_LENGTH
@@ -421,8 +421,8 @@ def test_a_long_error_keeps_its_end():
 def test_a_long_message_keeps_its_first_line():
     """The executor gets the line that says what happened, and the end of the traceback."""
     error = OSError("refused\n" + "SELECT\n" * ERROR_LENGTH + "(see there)")
-    hooks, channel, topology, registered = create_hooks(Calls(open=raises(error)))
-    with pytest.raising(OSError, match="refused"):
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
+    with pytest.raises(OSError, match="refused"):
         hooks.open(topology, registered)
     text = channel.sent[-1][1]["error"]
     assert len(text) == ERROR_LENGTH
@@ -495,18 +495,18 @@ def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
     killed = 0
     before = signal.signal(signal.SIGALRM, kill)
     try:
-        for at in range(6000):
+        for number in range(6000):
             managers.clear()
             armed.append(True)
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + at % 60))
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 60))
                 lifecycle.begin(["t"], "task")
             except TaskKilled:
                 killed += 1
             armed.clear()
             signal.setitimer(signal.ITIMER_REAL, 0)
             lifecycle.end(None)
-            assert inside == [0], f"after {at} tasks"
+            assert inside == [0], f"after {number} tasks"
     finally:
         armed.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -535,7 +535,7 @@ def test_a_manager_in_c_code_is_exited_after_a_signal_in_its_entry():
     hooks, _, topology, registered = create_hooks(Decorates())
     before = signal.signal(signal.SIGALRM, kill)
     try:
-        with pytest.raising(TaskKilled) as raised:
+        with pytest.raises(TaskKilled) as raised:
             hooks.enter(topology, registered, "task")
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -555,7 +555,7 @@ def test_a_kill_at_the_start_of_a_hook_leaves_no_timer(monkeypatch):
 
     monkeypatch.setattr(signal, "setitimer", set_timer_then_kill)
     hooks, _, topology, registered = create_hooks(Calls())
-    with pytest.raising(TaskKilled):
+    with pytest.raises(TaskKilled):
         hooks.open(topology, registered)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before

@@ -42,10 +42,10 @@ def uses():
     numbers = iter(range(1 << 30))
 
     def make(count, factory, name="o"):
-        for at in range(count):
+        for index in range(count):
             number, binding = next(numbers), operators.add(name, factory, host)
             evaluate(host, binding, number)
-            if at % 500 == 0:
+            if index % 500 == 0:
                 report_statistics(host)
         report_statistics(host)
         return operators, host

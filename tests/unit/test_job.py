@@ -327,7 +327,7 @@ def test_a_step_whose_topology_is_not_open_is_an_error(stored, operators):
 
 
 def test_two_open_topologies_with_one_name_are_refused(stored, operators):
-    """Both have coordinators, and a later run could not tell them apart."""
+    """Both have coordinators, and a later run could not distinguish them."""
     operators.append(FakeOperators("load"))
     with pytest.raises(JobStepReused, match="two topologies named 'load'"):
         stored.run().step("a", lambda: 1)
