@@ -43,7 +43,7 @@ LONG = [pytest.param(make, marks=pytest.mark.long) for make in (appended, object
 
 
 @pytest.fixture(params=[parquet, sqlite, *LONG], ids=lambda make: make.__name__)
-def make_slowly(request, tmp_path):
+def make_for_slow_tests(request, tmp_path):
     """Makes trials for slow tests. Three of the sinks run in `make test-long` only."""
     return trials_in(request.param, tmp_path)
 
@@ -91,15 +91,15 @@ MOMENTS = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark
 
 
 @MOMENTS
-def test_a_driver_can_be_killed_at_any_moment(make_slowly, every):
+def test_a_driver_can_be_killed_at_any_moment(make_for_slow_tests, every):
     """Before or after each write. Readers see all rows or none. The next driver commits all rows and leaves no file."""
-    killed_at_each_moment(make_slowly, every)
+    killed_at_each_moment(make_for_slow_tests, every)
 
 
 @MOMENTS
-def test_a_write_can_fail_at_any_moment(make_slowly, every):
+def test_a_write_can_fail_at_any_moment(make_for_slow_tests, every):
     """Once, before or after its effect. It is an error before the decision. After the decision the driver retries."""
-    failing_at_each_moment(make_slowly, every)
+    failing_at_each_moment(make_for_slow_tests, every)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +116,9 @@ def moments(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults(request, make_slowly, seed, moments):
+def test_random_faults(request, make_for_slow_tests, seed, moments):
     """Drivers die, pause and continue at random, and tasks write late."""
-    seeded(make_slowly("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_slowly))
+    seeded(make_for_slow_tests("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_for_slow_tests))
 
 
 @pytest.mark.long
@@ -164,9 +164,9 @@ def test_two_decided_commits_both_succeed_or_one_conflicts(make):
 
 
 @MOMENTS
-def test_a_paused_driver_that_continues_changes_nothing(make_slowly, every):
+def test_a_paused_driver_that_continues_changes_nothing(make_for_slow_tests, every):
     """It pauses before or after any write and continues after another driver has committed or aborted."""
-    going_on_at_each_moment(make_slowly, every)
+    going_on_at_each_moment(make_for_slow_tests, every)
 
 
 @pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
