@@ -188,9 +188,7 @@ def test_threads_with_and_without_wrap(spark, crew, pools):
             thread.start()
             thread.join(60)
     assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
-    assert "it was registered for topology 't', and the action ran in a thread outside of that" in str(
-        results["plain"]
-    )
+    assert "it was registered for topology 't', and the action ran in a thread outside of that" in str(results["plain"])
     assert "`topology.wrap(f)`" in str(results["plain"])
 
 

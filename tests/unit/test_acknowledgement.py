@@ -1,4 +1,4 @@
-"""A future that comes into being when somebody looks: to whoever looks it is as one that was there from the beginning."""
+"""`Acknowledgement` creates its future on first use. Callers cannot distinguish it from one that existed before."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from stagecrew.coordination import acknowledgement
 from stagecrew.coordination.acknowledgement import Acknowledgement
 from support.waiting import eventually
 
-ERROR = ValueError("over")
+ERROR = ValueError("send failed")
 
 
-@pytest.mark.parametrize("looked", ["before", "after"])
+@pytest.mark.parametrize("first_use", ["before", "after"])
 @pytest.mark.parametrize("error", [None, ERROR])
-def test_it_is_a_future(error, looked):
-    """State, result, exception and callbacks, whether the first look was before or after it was settled."""
+def test_an_acknowledgement_behaves_like_a_future(error, first_use):
+    """State, result, exception and callbacks are the same whether it is first used before or after it is settled."""
     future = Acknowledgement()
     called = []
-    if looked == "before":
+    if first_use == "before":
         assert not future.done()
         future.add_done_callback(called.append)
     future.settle(error)
-    if looked == "after":
+    if first_use == "after":
         future.add_done_callback(called.append)
     assert isinstance(future, Future)
     assert future.done()
@@ -40,12 +40,12 @@ def test_it_is_a_future(error, looked):
     if error is None:
         assert future.result(0) is None
     else:
-        with pytest.raises(ValueError, match="over"):
+        with pytest.raises(ValueError, match="send failed"):
             future.result(0)
 
 
-def test_nothing_is_made_until_somebody_looks():
-    """That is what it is for."""
+def test_settling_an_unused_acknowledgement_creates_no_future():
+    """The future's state is created on first use only."""
     future = Acknowledgement()
     assert vars(future) == {}
     future.settle()
@@ -54,22 +54,22 @@ def test_nothing_is_made_until_somebody_looks():
     assert "_condition" in vars(future)
 
 
-def test_it_cannot_be_cancelled():
-    """What was sent is sent: an acknowledgement that comes later finds it as it was."""
+def test_an_acknowledgement_cannot_be_cancelled():
+    """The event is already sent, so `cancel` returns False and the acknowledgement can still be settled."""
     future = Acknowledgement()
     assert not future.cancel()
     future.settle()
     assert future.result(0) is None
 
 
-def test_what_no_future_has():
-    """An AttributeError that says so."""
+def test_an_unknown_attribute_raises_attribute_error():
+    """The error names the attribute."""
     with pytest.raises(AttributeError, match="no 'nonsense'"):
-        Acknowledgement().nonsense  # noqa: B018 (the look is the test)
+        Acknowledgement().nonsense  # noqa: B018 (the access is the test)
 
 
-def test_asyncio_waits_for_it():
-    """As for any other."""
+def test_asyncio_can_wait_for_an_acknowledgement():
+    """`asyncio.wrap_future` accepts it."""
 
     async def main():
         future = Acknowledgement()
@@ -80,47 +80,47 @@ def test_asyncio_waits_for_it():
 
 
 @pytest.fixture
-def during_the_look(monkeypatch):
-    """What a list has runs in another thread in the midst of each first look, which waits for its end for a while."""
-    todo, threads = [], []
+def during_creation(monkeypatch):
+    """A list of functions. Each first use pops one and runs it in another thread while the future is being created."""
+    functions, threads = [], []
 
-    def made():
-        while todo:
-            thread = threading.Thread(target=todo.pop())
+    def slow_future():
+        while functions:
+            thread = threading.Thread(target=functions.pop())
             threads.append(thread)
             thread.start()
-            thread.join(0.2)  # it should wait for this look, and not be over
+            thread.join(0.2)  # the thread should block until the future exists, so it does not end here
         return Future()
 
-    monkeypatch.setattr(acknowledgement, "Future", made)
-    yield todo
+    monkeypatch.setattr(acknowledgement, "Future", slow_future)
+    yield functions
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
 
 
-def test_two_first_looks_at_once(during_the_look):
-    """Both see the same: no callback is lost."""
+def test_two_threads_that_use_it_first_share_one_future(during_creation):
+    """No callback is lost."""
     future, called = Acknowledgement(), []
-    during_the_look.append(lambda: future.add_done_callback(lambda _: called.append("theirs")))
-    future.add_done_callback(lambda _: called.append("ours"))
-    eventually(lambda: len(future._done_callbacks) == 2, 10, "both have looked")
+    during_creation.append(lambda: future.add_done_callback(lambda _: called.append("other thread")))
+    future.add_done_callback(lambda _: called.append("this thread"))
+    eventually(lambda: len(future._done_callbacks) == 2, 10, "both callbacks are registered")
     future.settle()
-    assert sorted(called) == ["ours", "theirs"]
+    assert sorted(called) == ["other thread", "this thread"]
 
 
-def test_a_first_look_while_it_is_settled(during_the_look):
-    """The settlement is not lost, whichever comes first."""
+def test_settling_during_the_first_use_is_not_lost(during_creation):
+    """The future is done and its callback is called, whichever thread is first."""
     future, called = Acknowledgement(), []
-    during_the_look.append(future.settle)
+    during_creation.append(future.settle)
     future.add_done_callback(called.append)
     assert future.result(10) is None
     assert called == [future]
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError(), SystemExit(), ValueError()])
-def test_a_callback_that_raises(error, caplog):
-    """It is logged; who settles goes on with the next."""
+def test_an_exception_in_a_callback_is_logged(error, caplog):
+    """`settle` does not raise, so its caller continues."""
 
     def fails(_):
         raise error
@@ -132,20 +132,20 @@ def test_a_callback_that_raises(error, caplog):
     assert future.done()
 
 
-def test_one_that_its_receiver_settled(caplog):
-    """Who is not to settle it has done no harm to others."""
+def test_settling_a_future_that_the_receiver_completed_is_only_logged(caplog):
+    """A receiver that completes the future itself does not make `settle` raise."""
     future = Acknowledgement()
     future.set_result(None)
     future.settle()
     assert "could not be settled" in caplog.text
 
 
-@pytest.mark.parametrize("looked", [True, False])
-def test_it_does_not_travel(looked):
-    """As no future: a copy would never be done."""
+@pytest.mark.parametrize("used", [True, False])
+def test_an_acknowledgement_cannot_be_pickled_or_copied(used):
+    """A copy would never be settled. Other futures refuse this too."""
     future = Acknowledgement()
-    if looked:
+    if used:
         assert not future.done()
-    for travels in (pickle.dumps, cloudpickle.dumps, copy.copy):
+    for copies in (pickle.dumps, cloudpickle.dumps, copy.copy):
         with pytest.raises(TypeError, match="cannot be pickled"):
-            travels(future)
+            copies(future)
