@@ -280,7 +280,7 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("run-*")) == []
     assert launcher.prepare(JobSpec("a.py"), "..").parent.parent == tmp_path / "other"
     monkeypatch.setenv("SPARK_HOME", str(tmp_path / "absent"))
-    with pytest.raises(ConfigurationError, match="no program here"):
+    with pytest.raises(ConfigurationError, match="no executable file"):
         Launcher("sqlite:///x", "/y", tmp_path)
 
 

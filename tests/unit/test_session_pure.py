@@ -101,7 +101,7 @@ def test_a_missing_jar(monkeypatch, builder):
     """The error says how to get it, and it comes from `configure`, not when the session starts."""
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
-        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar .*reinstall it .*or run `make jar`"):
+        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"):
             call()
 
 
