@@ -246,7 +246,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
                 kill(executor_of_this_worker())
                 time.sleep(60)
         elif first and before == "none":
-            time.sleep(60)  # until it is killed, as its rows are old
+            time.sleep(240)  # Spark kills it, as its rows are old. If it ended before that, Spark would have taken a result.
 
     dataset = rows_of(cluster).mapInArrow(salted, "id long, text string").repartition(4, "id")
     dataset = dataset.mapInArrow(dies, dataset.schema)
