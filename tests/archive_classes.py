@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from support.sessions import PLAIN
+from support.sessions import PLAIN_JVM_OPTIONS
 
 #: What no local session loads, and the tests' other JVMs do.
 FURTHER = (
@@ -33,7 +33,7 @@ def main(path: str) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN_JVM_OPTIONS} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
     spark = (
         SparkSession.builder.master("local[2,4]")
         .config("spark.ui.showConsoleProgress", "false")

@@ -28,12 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Spark's own files of this run stay in one folder."""
-    from support.sessions import QUICK
+    from support.sessions import QUICK_JVM_OPTIONS
 
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
-    os.environ["SPARK_SUBMIT_OPTS"] = QUICK  # executors have it from `base`
-    os.environ["SPARK_LAUNCHER_OPTS"] = QUICK  # of the JVM that makes up the command of another one
+    os.environ["SPARK_SUBMIT_OPTS"] = QUICK_JVM_OPTIONS  # executors have it from `base`
+    os.environ["SPARK_LAUNCHER_OPTS"] = QUICK_JVM_OPTIONS  # of the JVM that makes up the command of another one
     # On a cluster Spark runs the python3 of the PATH, also for the planning of data sources on the driver: the tests' own.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 
@@ -69,10 +69,10 @@ def master(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A jar with two JVM listeners of a user, and the file to which they write."""
-    from support.jvm_listeners import compiled_listeners
+    from support.jvm_listeners import compile_jvm_listeners
 
     folder = tmp_path_factory.mktemp("jvm")
-    return compiled_listeners(folder), str(folder / "journal")
+    return compile_jvm_listeners(folder), str(folder / "journal")
 
 
 @pytest.fixture

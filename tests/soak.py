@@ -26,7 +26,7 @@ import pyarrow as pa
 
 import stagecrew
 from stagecrew.operators.sinks import ParquetSink
-from support.sessions import base
+from support.sessions import session_builder
 from support.waiting import eventually
 
 #: How often it is looked in the course of one part.
@@ -218,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("STAGECREW_TEST_FOLDER", folder)
-        builder = base("local-cluster[1,2,1024]")
+        builder = session_builder("local-cluster[1,2,1024]")
         # What Spark itself keeps of jobs that have ended reaches its bound early.
         for kept in (
             "spark.ui.retainedJobs",

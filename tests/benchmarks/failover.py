@@ -15,7 +15,7 @@ import uuid
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from support.driver_processes import QUICK, Drivers, until
+from support.driver_processes import QUICK_CONF, DriverProcesses, wait_until
 from support.zookeeper import zookeeper
 
 MODULE = """
@@ -45,14 +45,14 @@ def _failover(store, folder):
     from stagecrew.recovery.specs import JobSpec
 
     (folder / "bench_job.py").write_text(MODULE)
-    drivers = Drivers(store, folder)
+    drivers = DriverProcesses(store, folder)
     try:
         drivers.start()
         leader = drivers.leader()
         standby = drivers.start()
-        spec = JobSpec.of_function("bench_job:load", {"folder": str(folder)}, QUICK, [folder / "bench_job.py"])
+        spec = JobSpec.of_function("bench_job:load", {"folder": str(folder)}, QUICK_CONF, [folder / "bench_job.py"])
         drivers.submit(spec, "job")
-        until((folder / "times-1").exists, "the job runs")
+        wait_until((folder / "times-1").exists, "the job runs")
         killed = time.time()
         drivers.kill(leader)
         with drivers.jobs() as jobs:
@@ -61,8 +61,10 @@ def _failover(store, folder):
                 time.sleep(0.002)
                 info = jobs.leader()
             detected = time.time()
-            info = until(lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads")
-        until((folder / "times-2").exists, "the job runs again")
+            info = wait_until(
+                lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads"
+            )
+        wait_until((folder / "times-2").exists, "the job runs again")
         begun, task = map(float, (folder / "times-2").read_text().split())
         (folder / "go").touch()
         assert drivers.result("job").state == "succeeded"

@@ -14,7 +14,7 @@ from stagecrew.errors import LeadershipLost
 from stagecrew.recovery.election import Fenced, fence, leader_of
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check
-from support.candidate_process import Contending
+from support.candidate_process import CandidateProcess
 from support.tcp_proxy import Proxy
 from support.waiting import eventually
 from support.zookeeper import zookeeper as own_server
@@ -40,7 +40,7 @@ class Contest:
         self._stack.callback(self.observer.close)
 
     def begin(self, url=None):
-        process = self._stack.enter_context(Contending(url or self.url, self._folder, f"p{len(self.processes)}"))
+        process = self._stack.enter_context(CandidateProcess(url or self.url, self._folder, f"p{len(self.processes)}"))
         self.processes.append(process)
         eventually(lambda: process.said("begins"), 30, f"{process.name} begins")
         return process

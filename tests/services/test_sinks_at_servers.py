@@ -27,18 +27,18 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from support.commit_schedules import (
-    at_once,
-    connections_that_are_lost,
+    commit_that_raises,
+    concurrent_commits,
+    disconnect,
     failing_at_each_moment,
     first_commits_of_two_schemas,
-    going_on_at_each_moment,
     killed_at_each_moment,
-    late_at_each_moment,
-    looked_at_within,
-    lose,
-    other_schemas,
-    raising_once,
-    seeded,
+    late_task_at_each_moment,
+    lost_connections,
+    mismatched_schemas,
+    random_history,
+    resume_at_each_moment,
+    rows_appear_at_once,
 )
 from support.commit_trials import (
     SCHEMA,
@@ -47,7 +47,7 @@ from support.commit_trials import (
     Tasks,
     Trial,
     files_below,
-    undisturbed,
+    moments_without_faults,
     watch_files,
     watch_transactions,
 )
@@ -146,15 +146,15 @@ def test_once(make):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(make, seed):
     """Drivers die, pause and go on at random."""
-    seeded(make(seed), seed, len(undisturbed(make("undisturbed"))))
+    random_history(make(seed), seed, len(moments_without_faults(make("undisturbed"))))
 
 
 @pytest.mark.long
 def test_random_faults_at_length(make):
     """At least a hundred for each."""
-    count = len(undisturbed(make("undisturbed")))
+    count = len(moments_without_faults(make("undisturbed")))
     for seed in range(100, 210):
-        seeded(make(seed), seed, count)
+        random_history(make(seed), seed, count)
 
 
 #: Of the moments of a driver those of `make test`. They come in twos, before and after.
@@ -176,18 +176,18 @@ def test_a_write_that_fails_at_each_moment(make, every):
 @EVERY
 def test_an_old_driver_goes_on(make, every):
     """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(make, every)
+    resume_at_each_moment(make, every)
 
 
 def test_a_commit_that_raises_once(make):
     """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
-    raising_once(make)
+    commit_that_raises(make)
 
 
 def test_two_that_have_decided(make):
     """Both land, when both commit at the same time."""
     for number in range(3):
-        assert at_once(make(number), "before commit") == []
+        assert concurrent_commits(make(number), "before commit") == []
 
 
 @pytest.mark.parametrize("how", ["dies_at", "raises_at"])
@@ -277,13 +277,13 @@ def test_a_record_with_sql_in_it(server, tmp_path):
 
 def test_two_at_once(make):
     """Both land."""
-    assert at_once(make(0), "staged") == []
+    assert concurrent_commits(make(0), "staged") == []
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 def test_a_task_that_is_late(make, moments):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
-    late_at_each_moment(make, moments)
+    late_task_at_each_moment(make, moments)
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["some", "all"])
@@ -310,7 +310,7 @@ def test_connections_to_a_store_that_are_lost(s3, tmp_path, moments):
             made.make_sink = lambda: ObjectSink(path, through)
             return made
 
-        connections_that_are_lost(make, proxy, moments)
+        lost_connections(make, proxy, moments)
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
     """Before anything runs: it is said so. Behind the decision: what was staged stays, and a repeat goes on. Nothing is told of passwords."""
     proxy, trial = catalogue
     tasks = Tasks(1)
-    lose(proxy)
+    disconnect(proxy)
     with pytest.raises(CommitFailed, match="table db.target cannot be loaded: OperationalError") as failed:
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert server.password not in str(failed.value)
@@ -346,7 +346,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        lose(proxy)
+        disconnect(proxy)
         return messages
 
     with pytest.raises(CommitPending, match="table db.target cannot be loaded: OperationalError") as pending:
@@ -581,12 +581,12 @@ def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, is
 
 def test_a_schema_that_does_not_fit(make, request):
     """It is said by the columns, before anything runs."""
-    other_schemas(make(0), "" if "postgresql" in request.node.name else "int64")
+    mismatched_schemas(make(0), "" if "postgresql" in request.node.name else "int64")
 
 
 def test_a_reader_within_a_transaction(server, tmp_path):
     """It sees all rows or none."""
-    looked_at_within(at_postgresql(server, tmp_path, 0))
+    rows_appear_at_once(at_postgresql(server, tmp_path, 0))
 
 
 def test_types_that_do_not_fit(server, tmp_path):

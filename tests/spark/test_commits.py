@@ -21,10 +21,10 @@ from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job, set_current
 from stagecrew.recovery.run import _no_fault_of_its_own
 from stagecrew.recovery.storage import StateStorage
-from support.driver_scripts import driver
+from support.driver_scripts import driver_script
 from support.model_store import ModelServer
 from support.sessions import LOCAL, LOCAL_CLUSTER
-from support.sink_targets import ROWS, Place, rows_of
+from support.sink_targets import ROWS, SinkTarget, rows_of
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -35,7 +35,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def place(request, tmp_path):
     (tmp_path / "sink").mkdir()
-    return Place(request.param, tmp_path / "sink")
+    return SinkTarget(request.param, tmp_path / "sink")
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_ctrl_c(cluster, place):
 
 DRIVER = """
 import os, signal
-from support.sink_targets import Place, ROWS, rows_of
+from support.sink_targets import SinkTarget, ROWS, rows_of
 from support.commit_trials import Driver, Killed
 
 class Kills(Driver):
@@ -129,9 +129,9 @@ class Kills(Driver):
         if self.moments == {at}:
             os.kill(os.getpid(), signal.SIGKILL)
 
-place = Place.__new__(Place)
+place = SinkTarget.__new__(SinkTarget)
 place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({folder!r}), {conf!r}
-spark = stagecrew.configure(base({master!r})).getOrCreate()
+spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 watcher = Kills()
 sink = place.sink()
 decisions = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
@@ -163,7 +163,7 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
     """A driver that dies by SIGKILL; another brings all rows, once, and leaves nothing; when it repeats that nothing changes."""
     sessions.stop()
     (tmp_path / "sink").mkdir()
-    place = Place(name, tmp_path / "sink")
+    place = SinkTarget(name, tmp_path / "sink")
 
     def script(moment: int) -> str:
         values = {
@@ -176,12 +176,12 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
         return text
 
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    with driver(tmp_path / "one", journal, "local[2]", script(at)) as process:
+    with driver_script(tmp_path / "one", journal, "local[2]", script(at)) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         assert process.returncode == -signal.SIGKILL
     assert place.visible() in ([], ROWS)
-    with driver(tmp_path / "two", journal, "local[2]", script(0)) as process:
+    with driver_script(tmp_path / "two", journal, "local[2]", script(0)) as process:
         assert process.wait(120) == 0
     again, repeat = journal.read(event="done")
     assert again["repeated"] == (at >= 6)  # behind the write of the decision

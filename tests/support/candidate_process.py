@@ -11,10 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["Contending"]
+__all__ = ["CandidateProcess"]
 
 
-class Contending:
+class CandidateProcess:
     """What it says goes to a journal of its own. It ends with its `with`, however the test ends."""
 
     def __init__(self, url: str, folder: Path, name: str) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import stagecrew
 
-__all__ = ["command"]
+__all__ = ["run_stagecrew"]
 
 _ROOT = str(Path(stagecrew.__file__).parent.parent)
 
 
-def command(
+def run_stagecrew(
     *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `stagecrew ARGUMENTS` with every Python warning an error.

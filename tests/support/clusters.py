@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pyspark
 
-from support.processes import ends, free_port
-from support.sessions import QUICK
+from support.processes import free_port, terminate
+from support.sessions import QUICK_JVM_OPTIONS
 from support.waiting import eventually
 
 
-def started(folder: Path, name: str, *arguments: str, jar: str = "", **variables: str) -> subprocess.Popen[bytes]:
+def start_spark_process(
+    folder: Path, name: str, *arguments: str, jar: str = "", **variables: str
+) -> subprocess.Popen[bytes]:
     """A process of Spark's own, with a jar on its class path; its output goes to a file of this name."""
     jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
     environment = {
@@ -36,7 +38,7 @@ def started(folder: Path, name: str, *arguments: str, jar: str = "", **variables
         for p in ("java.lang", "java.net", "java.nio", "java.util", "sun.nio.ch")
     ]
     with open(folder / f"{name}.log", "wb") as log:
-        command = ["java", "-Xmx256m", *QUICK.split(), *options, "-cp", jars, *arguments]
+        command = ["java", "-Xmx256m", *QUICK_JVM_OPTIONS.split(), *options, "-cp", jars, *arguments]
         return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
@@ -46,7 +48,9 @@ def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
     port = free_port()
     settings = {"spark.shuffle.service.enabled": "true", "spark.shuffle.service.port": str(port)}
     properties = [f"-D{key}={value}" for key, value in settings.items()]
-    service = started(folder, "shuffle service", *properties, "org.apache.spark.deploy.ExternalShuffleService")
+    service = start_spark_process(
+        folder, "shuffle service", *properties, "org.apache.spark.deploy.ExternalShuffleService"
+    )
 
     def listens() -> bool:
         with socket.socket() as connection:
@@ -56,7 +60,7 @@ def shuffle_service(folder: Path) -> Iterator[dict[str, str]]:
         eventually(listens, 60, "the shuffle service listens")
         yield settings
     finally:
-        ends(service)
+        terminate(service)
 
 
 @contextlib.contextmanager
@@ -70,7 +74,9 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
         **settings,
     }
     properties = [f"-D{key}={value}" for key, value in settings.items()]
-    server = started(folder, f"history-{port}", *properties, "org.apache.spark.deploy.history.HistoryServer", jar=jar)
+    server = start_spark_process(
+        folder, f"history-{port}", *properties, "org.apache.spark.deploy.history.HistoryServer", jar=jar
+    )
     base = f"http://127.0.0.1:{port}"
 
     def answers() -> bool:
@@ -84,7 +90,7 @@ def history_server(folder: Path, logs: Path, jar: str = "", **settings: str) -> 
         eventually(answers, 60, "the History Server answers")
         yield base
     finally:
-        ends(server)
+        terminate(server)
 
 
 @contextlib.contextmanager
@@ -99,7 +105,7 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
     (node / "of_the_node.py").write_text("NAME = 'here'\n")
 
     def start(name: str, *arguments: str) -> None:
-        running.append(started(folder, name, *arguments, PYTHONPATH=str(node)))
+        running.append(start_spark_process(folder, name, *arguments, PYTHONPATH=str(node)))
 
     port = free_port()
     url = f"spark://127.0.0.1:{port}"
@@ -126,4 +132,4 @@ def standalone_cluster(folder: Path, workers: int = 2, cores: int = 2) -> Iterat
         yield url
     finally:
         for process in reversed(running):
-            ends(process)
+            terminate(process)

@@ -21,7 +21,17 @@ from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, Commit
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import CommitReport, commit
 from stagecrew.operators.sinks import parquet as parquet_module
-from support.commit_trials import SCHEMA, SEED, Around, Driver, Killed, Tasks, Trial, undisturbed, watch_transactions
+from support.commit_trials import (
+    SCHEMA,
+    SEED,
+    Driver,
+    Killed,
+    SinkWrapper,
+    Tasks,
+    Trial,
+    moments_without_faults,
+    watch_transactions,
+)
 from support.tcp_proxy import Proxy
 
 Make = Callable[[str], Trial]
@@ -32,7 +42,7 @@ def killed_at_each_moment(make: Make, every: int = 1) -> None:
 
     A repeat behind that changes nothing.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
         trial, driver, tasks = make(f"killed-{moment}"), Driver(dies_at=moment), Tasks(SEED)
         with pytest.raises(Killed):
@@ -48,7 +58,7 @@ def failing_at_each_moment(make: Make, every: int = 1) -> None:
 
     Behind it the driver itself goes on, and brings all. Where an abort is written, nothing is left; a repeat brings all in each case.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
         trial, driver, tasks = make(f"failing-{moment}"), Driver(raises_at=moment), Tasks(SEED)
         if moment <= names.index("before commit"):
@@ -65,7 +75,7 @@ def failing_at_each_moment(make: Make, every: int = 1) -> None:
         _all_once(trial, tasks, driver)
 
 
-def raising_once(make: Make) -> None:
+def commit_that_raises(make: Make) -> None:
     """A commit that raises before it does anything, or when all is done: it is tried again, and all is there once.
 
     When it raises for good, what was staged stays, and a later driver goes on with it.
@@ -88,7 +98,7 @@ def raising_once(make: Make) -> None:
             _all_once(trial, tasks)
 
 
-class Raises(Around):
+class Raises(SinkWrapper):
     """A sink whose commit raises so often, before or after its effect."""
 
     def __init__(self, sink: Any, effect: str, times: int) -> None:
@@ -104,12 +114,12 @@ class Raises(Around):
         self._sink.commit(staging, messages)
 
 
-def going_on_at_each_moment(make: Make, every: int = 1) -> None:
+def resume_at_each_moment(make: Make, every: int = 1) -> None:
     """An old driver that pauses, and goes on when a new one has committed, or aborted: it changes nothing, and leaves nothing.
 
     Where it has decided nobody can abort any more; where it has not it fails, with all staged as another has taken over.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
         decided = moment > names.index("before commit") - 1  # the moment before is that behind the decision's write
         for ends in ("commits",) if decided else ("commits", "aborts"):
@@ -157,12 +167,12 @@ def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> I
     assert not thread.is_alive()
 
 
-def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
+def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
     """An old driver that pauses in its commit until a new one was refused: it says so, changes nothing and leaves nothing.
 
     `refuse` puts something in the way, and answers what takes it away: before the old one goes on, or behind it.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     seen = 0
     for moment in range(names.index("before commit") + 1, names.index("after commit") + 1):
         trial, old, tasks = make(f"refused-{moment}"), Driver(pauses_at=moment), Tasks(SEED, zombies=False)
@@ -187,7 +197,7 @@ def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[],
     assert seen > 1
 
 
-def at_once(trial: Trial, moment: str) -> list[Any]:
+def concurrent_commits(trial: Trial, moment: str) -> list[Any]:
     """Two commits to one place, neither of which goes on there before the other has come: both land, or one is told of a conflict.
 
     Nothing is left. `moment` is one before any is done, such as "staged". Gives the conflicts.
@@ -225,7 +235,7 @@ def _all_once(trial: Trial, tasks: Tasks, driver: Driver | None = None) -> None:
     assert trial.left() == []
 
 
-def seeded(trial: Trial, seed: int, moments: int) -> None:
+def random_history(trial: Trial, seed: int, moments: int) -> None:
     """A random story: drivers die, pause and go on, tasks write when nobody needs them; at its end all is there, once.
 
     An undisturbed driver has so many moments. Who comes behind others deletes what they left first, and has some more.
@@ -274,7 +284,7 @@ def seeded(trial: Trial, seed: int, moments: int) -> None:
 _CLEANING = 6
 
 
-def late_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
+def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
     """A task that pauses at each of its writes and batches, until its commit is over: it leaves nothing, and shows nothing.
 
     `make` makes a trial of that name.
@@ -390,7 +400,7 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
         assert landed[1:] == ["again"]
 
 
-def looked_at_within(trial: Trial) -> None:
+def rows_appear_at_once(trial: Trial) -> None:
     """Another connection looks before the end of each transaction of a database: it sees nothing before the last one ends."""
     sink, tasks, seen = trial.make_sink(), Tasks(1), []
     within = sink._within
@@ -419,16 +429,16 @@ class _Losing(Driver):
         super().moment(name, holds)
         if self.moments == self._at:
             self.lost = True
-            lose(self._proxy)
+            disconnect(self._proxy)
 
 
-def lose(proxy: Proxy) -> None:
+def disconnect(proxy: Proxy) -> None:
     """Connections end, and new ones are refused, until it is told again which port is behind it."""
     proxy._to = 1
     proxy.cut()
 
 
-def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
+def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
     """At each call to the file system: a clear error, never half is visible; a repeat brings all, once, and leaves nothing.
 
     `make` makes trials whose sinks go through the proxy, and whose eyes do not.
@@ -476,7 +486,7 @@ def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moment
             return
 
 
-def other_schemas(trial: Trial, known: str = "int64") -> None:
+def mismatched_schemas(trial: Trial, known: str = "int64") -> None:
     """Columns that are missing, or of another type: it is said by name before anything runs, nothing is visible, nothing left."""
     trial.drive(Driver(), Tasks(1), "first")
     for fields, problem in (
@@ -493,7 +503,7 @@ def other_schemas(trial: Trial, known: str = "int64") -> None:
     assert trial.left() == []
 
 
-def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
+def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
     """Two commits make one folder; the rename of the second moves into it, and its driver dies: its repeat says conflict, nothing is left.
 
     `make` makes a trial of mode "create" with decisions of that name, whose table is `folder`.

@@ -92,7 +92,7 @@ class Watched:
         return called
 
 
-class Around:
+class SinkWrapper:
     """A sink whose calls can be changed."""
 
     def __init__(self, sink: Any) -> None:
@@ -202,7 +202,7 @@ class Trial:
 SEED = 4
 
 
-def undisturbed(trial: Trial) -> list[str]:
+def moments_without_faults(trial: Trial) -> list[str]:
     """The moments of a driver to which nothing happens, and whose tasks are those of the seed `SEED`."""
     driver = Driver()
     trial.drive(driver, Tasks(SEED, zombies=False))

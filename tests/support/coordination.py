@@ -17,7 +17,7 @@ import stagecrew
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Noting(stagecrew.Coordinator):
+class RecordingCoordinator(stagecrew.Coordinator):
     """Notes the calls of its lifecycle in their order, the events of each evaluation in theirs, and knows who lives."""
 
     def __init__(self, context: stagecrew.CoordinatorContext, made: list[Any]) -> None:
@@ -61,18 +61,18 @@ class Noting(stagecrew.Coordinator):
         return [event for events in tuple(self.events.values()) for event in events]
 
 
-def rows(*values: Any) -> pa.RecordBatch:
+def batch_of(*values: Any) -> pa.RecordBatch:
     """A batch of one column `a`."""
     return pa.record_batch({"a": pa.array(values, pa.int64())})
 
 
-def until_stop(gateway: Any) -> None:
+def wait_for_stop(gateway: Any) -> None:
     """Waits in a task for the event "stop", and takes those before it."""
     for event in gateway.events(timeout=60):
         if event == "stop":
             break
 
 
-def executor_of_this_worker() -> int:
+def executor_pid() -> int:
     """The executor's JVM: its Python daemon is this worker's parent."""
     return psutil.Process(os.getppid()).ppid()

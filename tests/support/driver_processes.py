@@ -17,11 +17,11 @@ from stagecrew.recovery.stores import open_store
 from support.waiting import eventually
 
 #: How long one waits for what a busy machine does slowly, in seconds.
-LONG = 120.0
+LONG_TIMEOUT = 120.0
 #: A folder for the PYTHONPATH of processes that are to be killed at a point.
-FAULT_POINTS = Path(__file__).with_name("kill_points")
+KILL_POINTS = Path(__file__).with_name("kill_points")
 #: What makes Spark start quickly.
-QUICK = {
+QUICK_CONF = {
     "spark.master": "local[1]",
     "spark.ui.enabled": "false",
     "spark.driver.memory": "512m",
@@ -29,12 +29,12 @@ QUICK = {
 }
 
 
-def until(condition, what, seconds=LONG):
+def wait_until(condition, what, seconds=LONG_TIMEOUT):
     """Waits until the condition answers something true, and answers that."""
     return eventually(condition, seconds, what)
 
 
-class Drivers:
+class DriverProcesses:
     """Processes of `stagecrew driver` for one store, and their jobs."""
 
     def __init__(self, store, folder):
@@ -58,7 +58,7 @@ class Drivers:
             )  # fmt: skip
         self.running.append(process)
         if wait:
-            until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver campaigns")
+            wait_until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver campaigns")
         return process
 
     def leader(self):
@@ -69,7 +69,7 @@ class Drivers:
                 info = jobs.leader()
             return info and next((one for one in self.running if one.pid == info.pid and one.poll() is None), None)
 
-        return until(found, "somebody leads")
+        return wait_until(found, "somebody leads")
 
     def jobs(self):
         return open_jobs(self.store, str(self.state))
@@ -82,9 +82,9 @@ class Drivers:
         with self.jobs() as jobs:
             return jobs.read(job)[0]
 
-    def result(self, job, seconds=LONG):
+    def result(self, job, seconds=LONG_TIMEOUT):
         """How it has ended, when it is clean."""
-        until(lambda: self.record(job).clean, f"job {job} is at its end: {self.logs(job)}", seconds)
+        wait_until(lambda: self.record(job).clean, f"job {job} is at its end: {self.logs(job)}", seconds)
         with self.jobs() as jobs:
             return jobs.result(job)
 
@@ -95,18 +95,18 @@ class Drivers:
             with self.jobs() as jobs:
                 return jobs.process(job)
 
-        return until(found, f"a process runs {job}")["pid"]
+        return wait_until(found, f"a process runs {job}")["pid"]
 
     def killed(self, process):
         """A driver has died of a point."""
-        assert process.wait(LONG) == -signal.SIGKILL
+        assert process.wait(LONG_TIMEOUT) == -signal.SIGKILL
         self.running.remove(process)
 
     def kill(self, process):
         """SIGKILL to a driver alone: what it started lives on."""
         self._remember()
         process.send_signal(signal.SIGKILL)
-        process.wait(LONG)
+        process.wait(LONG_TIMEOUT)
         self.running.remove(process)
 
     def _remember(self):
@@ -158,7 +158,9 @@ class Drivers:
             process.send_signal(signal.SIGCONT)
             process.terminate()
         for process in self.running:
-            assert process.wait(LONG) == 0, [path.read_text()[-3000:] for path in self.folder.glob("driver-*.log")]
+            assert process.wait(LONG_TIMEOUT) == 0, [
+                path.read_text()[-3000:] for path in self.folder.glob("driver-*.log")
+            ]
         self.running.clear()
 
         def gone():
@@ -167,21 +169,21 @@ class Drivers:
             ]
 
         with contextlib.suppress(psutil.NoSuchProcess):
-            until(gone, "every process that a driver started has ended", 60)
+            wait_until(gone, "every process that a driver started has ended", 60)
 
 
-def point(mark, role, what, moment="after", number=1, whom="self"):
+def kill_point(mark, role, what, moment="after", number=1, whom="self"):
     """The environment in which the first who comes there is killed: who does `what`, a pattern, for the n-th time. See `kill_points`."""
     given = {"role": role, "what": what, "moment": moment, "number": number, "whom": whom, "mark": str(mark)}
-    path = os.pathsep.join([str(FAULT_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(KILL_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(given)}
 
 
 @contextlib.contextmanager
-def campaign(store, folder):
+def campaigning_drivers(store, folder):
     """Drivers over a store, with a folder `out` that jobs write to; closed at the end."""
     (folder / "out").mkdir()
-    drivers = Drivers(store, folder)
+    drivers = DriverProcesses(store, folder)
     try:
         yield drivers
     finally:

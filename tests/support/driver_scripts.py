@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from support.journal import Journal
-from support.processes import ends
+from support.processes import terminate
 
-__all__ = ["driver", "java_processes"]
+__all__ = ["driver_script", "java_processes"]
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -38,7 +38,7 @@ def java_processes(pid: int | None = None) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
+def driver_script(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
     """A driver of its own; ended at the end with all that it started."""
     path = tmp_path / "driver.py"
     path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
@@ -55,7 +55,7 @@ def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterat
         raise
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        ends(process)
+        terminate(process)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["application", "example", "state", "topology", "written"]
+__all__ = ["application", "example_events", "state", "topology", "write_log"]
 
 BEGAN = 1_767_250_800_000  # 2026-01-01 07:00 UTC
 CLASS = "org.apache.spark.stagecrew.StagecrewState"
 
 
-def written(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", ended: bool = True) -> str:
+def write_log(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", ended: bool = True) -> str:
     """A log as Spark writes it, with these events of ours in it. Answers the application's id."""
     start = {"App Name": name or app, "App ID": app, "Timestamp": BEGAN, "User": "me"}
     parts = ("JVM Information", "Spark Properties", "Hadoop Properties", "System Properties", "Metrics Properties")
@@ -88,7 +88,7 @@ def topology(id_: str, name: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def example() -> list[dict[str, Any]]:
+def example_events() -> list[dict[str, Any]]:
     """A nightly job: it has run, and something runs. What has closed has nothing that lives or waits."""
     error = 'Traceback (most recent call last):\n  File "pools.py", line 12, in open\nConnectionRefusedError: [Errno 111] Connection refused'
 

@@ -3,9 +3,9 @@
 import textwrap
 
 from stagecrew.recovery.specs import JobSpec
-from support.driver_processes import QUICK
+from support.driver_processes import QUICK_CONF
 
-__all__ = ["job_of", "lines"]
+__all__ = ["job_spec", "recorded_lines"]
 
 MODULE = textwrap.dedent(
     '''
@@ -198,14 +198,14 @@ MODULE = textwrap.dedent(
 )
 
 
-def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
+def job_spec(function, drivers, conf=(), max_attempts=10, **arguments):
     """A job of this file's module, which lies nowhere but in the job."""
     path = drivers.folder / "ha_jobs.py"
     path.write_text(MODULE)
     spec = JobSpec.of_function(
         f"ha_jobs:{function}",
         {"folder": str(drivers.folder / "out"), **arguments},
-        QUICK | dict(conf),
+        QUICK_CONF | dict(conf),
         [path],
         max_attempts,
     )
@@ -213,6 +213,6 @@ def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
     return spec
 
 
-def lines(drivers, name):
+def recorded_lines(drivers, name):
     path = drivers.folder / "out" / name
     return path.read_text().split() if path.exists() else []

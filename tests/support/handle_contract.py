@@ -29,7 +29,7 @@ from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, segment
 from stagecrew.recovery.sweep import Report, sweep
 from stagecrew.recovery.writes import GENERATION
-from support.handle_faults import LATE, ROOT
+from support.handle_faults import FAR_FUTURE, ROOT
 
 DEFINITE = [StoreUnavailable("away"), SessionLost("over"), StoreRefused("no"), LeadershipLost("another leads")]
 UNKNOWN = [PossiblyInconsistentError("lost"), RuntimeError("a bug of the client"), KeyboardInterrupt()]
@@ -681,7 +681,7 @@ class TestSweep:
             entry = world.looking.read(GENERATION)
             world.looking.transact(Replace(GENERATION, value, entry.version))
             with pytest.raises(error, match=GENERATION):
-                sweep(world.looking, world.storage, [ROOT], 0, lambda: LATE)
+                sweep(world.looking, world.storage, [ROOT], 0, lambda: FAR_FUTURE)
             with pytest.raises(error, match=GENERATION):
                 handles.add("b", b"1")
         assert len(world.files()) == 1

@@ -18,14 +18,14 @@ from support.model_store import ModelServer
 
 ROOT = "jobs"
 #: By this clock, every state is old.
-LATE = 1e12
+FAR_FUTURE = 1e12
 
 
 class Killed(BaseException):
     """The process died here; nothing that it does has an effect any more."""
 
 
-class Stepped:
+class Instrumented:
     """A store or a storage that calls `moment(method, when)` before and after each of its methods.
 
     `half` is the middle of a state's write, and `lost`, if `repeats`, that of a transaction whose answer was lost: it is then
@@ -65,7 +65,7 @@ class Stepped:
         return result
 
 
-class Step:
+class FaultAtStep:
     """A moment that counts, and at one of them kills, or raises what `error(method, when)` answers."""
 
     def __init__(self, at=0, error=None):
@@ -114,7 +114,7 @@ class World:
     def handles(self, moment=None, root=ROOT, repeats=False):
         store, storage = self.session(), self.storage
         if moment is not None:
-            store, storage = Stepped(store, moment, repeats), Stepped(storage, moment)
+            store, storage = Instrumented(store, moment, repeats), Instrumented(storage, moment)
         return StateHandleStore(store, storage, root)
 
     def files(self):
@@ -130,8 +130,8 @@ class World:
     def sweep(self, moment=None, grace=0, roots=(ROOT,)):
         store, storage = self.looking, self.storage
         if moment is not None:
-            store, storage = Stepped(store, moment), Stepped(storage, moment)
-        return sweep(store, storage, roots, grace, clock=lambda: LATE)
+            store, storage = Instrumented(store, moment), Instrumented(storage, moment)
+        return sweep(store, storage, roots, grace, clock=lambda: FAR_FUTURE)
 
     def clean(self):
         """Nothing is left but what is referred to, and that is whole."""
@@ -254,7 +254,7 @@ class _Actor:
             self._thread.join(30)
 
 
-def schedules(make, check, switches=None):
+def explore_schedules(make, check, switches=None):
     """Every order in which two actors can take their steps, or those with so many switches between them.
 
     `check` is called after each step that may have changed something, and at the end. Answers how many orders there are.
@@ -277,7 +277,7 @@ def schedules(make, check, switches=None):
                     left -= 1
                 last = order[choice]
                 actor = running[last]
-                changes = actor.at[0] in CHANGES
+                changes = actor.at[0] in MUTATING_METHODS
                 actor.step()
                 if changes:
                     check(world, schedule, False)
@@ -293,4 +293,4 @@ def schedules(make, check, switches=None):
 
 
 #: The methods after which something may be otherwise.
-CHANGES = ("transact", "write", "discard")
+MUTATING_METHODS = ("transact", "write", "discard")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.fs
 import pyspark
 
-from support.processes import ends
+from support.processes import terminate
 from support.waiting import eventually
 
 __all__ = ["hdfs"]
@@ -51,4 +51,4 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
             gc.collect()  # files that were given up are written when they are collected: while there is a server
             web.session.close()
     finally:
-        ends(process)
+        terminate(process)

@@ -19,7 +19,7 @@ from stagecrew.recovery.stores.contract import Create, Replace
 from support.job_programs import Runner, Scope, Tally
 from support.model_store import ModelServer
 from support.simulated_jobs import PLACES, Killed, MemorySink
-from support.simulated_spark import Dataset, Turns, process
+from support.simulated_spark import Dataset, ThreadScheduler, process
 
 JOB = "job"
 #: A history that has not ended after this many runs never ends.
@@ -88,7 +88,7 @@ class World:
         """One run of the job, which ends it, or is lost."""
         run = self.jobs.start(JOB, self.jobs.read(JOB), self.jobs.claim(JOB))
         session = self.server.session()
-        self.turns = turns = Turns(seed, kill)
+        self.turns = turns = ThreadScheduler(seed, kill)
         try:
             claim = Jobs(Fenced(session, fence(self.term)), self.storage, lambda: 0.0).take(run, {})
             claimed = Claimed(session, self.storage, self.term, run, claim)

@@ -89,7 +89,7 @@ class Recorder(stagecrew.Listener):
             )
 
 
-def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
+def recording_body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
     """A function for mapPartitions that writes down that it ran, and passes its input on."""
 
     def run(rows: Any) -> Iterator[Any]:
@@ -107,7 +107,7 @@ def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable
     return run
 
 
-def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
+def rendezvous(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
     """A function for mapPartitions that ends when so many tasks run it, and the file `until` exists."""
 
     def run(rows: Any) -> Iterator[Any]:

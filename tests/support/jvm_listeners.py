@@ -28,7 +28,7 @@ public class %s implements stagecrew.TopologyListener {
 """
 
 
-def compiled_listeners(folder: Path) -> str:
+def compile_jvm_listeners(folder: Path) -> str:
     """A jar of a user with two JVM listeners: `Noting`, and `Failing`, whose open throws."""
     sources = []
     for name, statement in (("Noting", ""), ("Failing", 'throw new IllegalStateException("no such pool");')):

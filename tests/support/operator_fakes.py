@@ -3,7 +3,7 @@
 import stagecrew
 
 
-class Nowhere:
+class DroppingWire:
     """A way to executors that drops all."""
 
     def send(self, executor, frame):
@@ -17,7 +17,7 @@ class Nowhere:
         pass
 
 
-class Scope:
+class FakeTopology:
     """A topology without Spark."""
 
     name = id = "load"
@@ -27,7 +27,7 @@ class Scope:
         raise cause
 
 
-class Keeping(stagecrew.Coordinator):
+class TextCoordinator(stagecrew.Coordinator):
     """Has a text as its state."""
 
     def __init__(self, context, made):

@@ -23,7 +23,7 @@ def free_port() -> int:
         return port
 
 
-def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
+def terminate(process: subprocess.Popen[Any], seconds: float = 10) -> None:
     """Ends a process that a test started, by its own id."""
     if process.poll() is None:
         process.terminate()
@@ -34,7 +34,7 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
             process.wait()
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:

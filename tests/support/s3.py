@@ -10,7 +10,7 @@ import tempfile
 
 import pyarrow.fs
 
-from support.processes import ends, free_port
+from support.processes import free_port, terminate
 from support.waiting import eventually
 
 
@@ -40,5 +40,5 @@ def s3_server():
             f"s3://test:very-secret@bucket/states?endpoint_override=http%3A%2F%2F127.0.0.1%3A{port}&region=us-east-1",
         )
     finally:
-        ends(process)
+        terminate(process)
         log.close()

@@ -25,10 +25,14 @@ ARCHIVE = Path(__file__).parents[2] / "build" / "spark-classes.jsa"
 
 #: The JVMs of short sessions do little but start: with one compiler, and without checking Spark's own classes anew, they
 #: do that in half the time. (`make demo`, the shim's suites and the benchmarks run as users' JVMs do.)
-PLAIN = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+PLAIN_JVM_OPTIONS = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
 
 #: The same, from the archive; a JVM that cannot use it says nothing and starts without.
-QUICK = f"{PLAIN} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
+QUICK_JVM_OPTIONS = (
+    f"{PLAIN_JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
+)
 
 
 def slots(master: str) -> int:
@@ -53,7 +57,7 @@ class Sessions:
             self.stop()
             # What a JVM is started with stays a default of later sessions: so it is started with nothing.
             SparkContext._ensure_initialized()
-            builder = base(master)
+            builder = session_builder(master)
             for name, value in conf.items():
                 builder = builder.config(name.replace("__", "."), value)
             self._spark = stagecrew.configure(builder, listeners=listeners, jvm_listeners=jvm_listeners).getOrCreate()
@@ -66,7 +70,7 @@ class Sessions:
             spark.stop()
 
 
-def free_master(name: str, request: Any, sessions: Sessions) -> str:
+def master_with_free_cores(name: str, request: Any, sessions: Sessions) -> str:
     """The master for a driver of the test's own; the standalone cluster has all its cores free for it."""
     if name != STANDALONE:
         return name
@@ -74,7 +78,7 @@ def free_master(name: str, request: Any, sessions: Sessions) -> str:
     return str(request.getfixturevalue("standalone"))
 
 
-def base(master: str) -> SparkSession.Builder:
+def session_builder(master: str) -> SparkSession.Builder:
     """A builder for quiet and small sessions."""
     return (
         SparkSession.builder.master(master)
@@ -85,10 +89,10 @@ def base(master: str) -> SparkSession.Builder:
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.driver.bindAddress", "127.0.0.1")
-        .config("spark.executor.extraJavaOptions", QUICK)
+        .config("spark.executor.extraJavaOptions", QUICK_JVM_OPTIONS)
         .config("spark.sql.warehouse.dir", os.path.join(os.environ["STAGECREW_TEST_FOLDER"], "warehouse"))
     )
 
 
 #: In the paths of our frames, as tracebacks of workers and agents have them.
-OURS = f"{Path(stagecrew.jar_path()).name}/stagecrew/"
+PACKAGE_IN_JAR = f"{Path(stagecrew.jar_path()).name}/stagecrew/"

@@ -418,7 +418,7 @@ class SimProcess(Actor):
         self.dead = True
 
 
-def consistent(world):
+def assert_consistent(world):
     """What holds at any time: a job that may run again has all that it needs; of one that is clean nothing is left but its end."""
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
     records, unreadable = jobs.all()
@@ -431,10 +431,10 @@ def consistent(world):
             assert jobs.result(job).state == record.state
         assert record.state.is_terminal or not record.clean
         assert not (record.clean and f"specs/{job}" in world.server.entries)
-    indexed(world.server.entries)
+    assert_indexes_match(world.server.entries)
 
 
-def indexed(entries):
+def assert_indexes_match(entries):
     """After each transaction, the index of open jobs and that of ended ones are as the records say. A job that was pruned
     has left nothing but states, and a result that is marked."""
     open_, ended = set(), collections.Counter()
@@ -461,7 +461,7 @@ def indexed(entries):
             assert f"jobs/{key.split('/')[1]}" in entries
 
 
-def check(world, jobs):
+def assert_final_state(world, jobs):
     """What must hold at the end of a history."""
     entries = world.server.entries
     for job in world.names:

@@ -30,7 +30,7 @@ HERE = threading.local()
 TYPES = {"long": LongType(), "string": StringType()}
 
 
-class Turns:
+class ThreadScheduler:
     """The threads of one process, which run one at a time; all end at the point of this number."""
 
     def __init__(self, seed, kill=None):

@@ -26,7 +26,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS = [(number, f"text {number}") for number in range(40)]
 
 
-class Place:
+class SinkTarget:
     """A sink, what is visible there, and what is left beside that.
 
     For "postgresql" the server is that of `postgresql`; for "s3" and "hdfs" a file system, as `s3_server` and `hdfs` yield it.
@@ -157,7 +157,7 @@ class Offered(dict[str, Any]):
         return super().items()
 
 
-def telling(
+def recording_sink(
     sink: Any,
     journal: Journal,
     before: Callable[..., None] | None = None,
@@ -197,7 +197,7 @@ def telling(
     return sink
 
 
-def accepted(spark: Any, journal: Journal) -> set[int]:
+def accepted_attempts(spark: Any, journal: Journal) -> set[int]:
     """The attempts among those that told of themselves whose results Spark took."""
     context = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
@@ -209,7 +209,7 @@ def accepted(spark: Any, journal: Journal) -> set[int]:
     return found
 
 
-def attempts(visible: list[tuple[int, str]]) -> dict[int, set[int]]:
+def attempts_by_partition(visible: list[tuple[int, str]]) -> dict[int, set[int]]:
     """Which attempts wrote the rows of each partition of `rows_of`, or of what was told."""
     found: dict[int, set[int]] = {}
     for number, text in visible:

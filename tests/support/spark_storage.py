@@ -13,7 +13,7 @@ from typing import Any
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from support.journal import together
+from support.journal import rendezvous
 from support.sessions import slots
 from support.waiting import eventually
 
@@ -23,23 +23,23 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 _FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
 
 
-def executors(spark: SparkSession) -> list[str]:
+def executor_ids(spark: SparkSession) -> list[str]:
     """Those that Spark has now; none in a local master."""
     ids = spark.sparkContext._jsc.sc().getExecutorIds()
     return [ids.apply(i) for i in range(ids.size())]
 
 
-def folders(spark: SparkSession, path: Path) -> set[str]:
+def block_folders(spark: SparkSession, path: Path) -> set[str]:
     """Where its executors keep blocks. All of them run a task at once to say so."""
     context = spark.sparkContext
     local = context.master.startswith("local[")
-    here = [] if local else eventually(lambda: executors(spark), 60, "an executor comes")
+    here = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor comes")
     key = (context.applicationId, frozenset(here))
     if key not in _FOLDERS:
         many = slots(context.master)
         if context.master.startswith("local-cluster"):  # of which an executor may have left
             many = many * len(here) // int(context.master[14 : context.master.index(",")])
-        meet = together(str(path / uuid.uuid4().hex), "where", many)
+        meet = rendezvous(str(path / uuid.uuid4().hex), "where", many)
 
         def where(rows: Any) -> Any:
             list(meet(rows))
@@ -49,22 +49,24 @@ def folders(spark: SparkSession, path: Path) -> set[str]:
     return _FOLDERS[key]
 
 
-def files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
+def shuffle_files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
     """The names of shuffle files, or of others, on the disks of its executors."""
     return sorted(file.name for file in paths(spark, path, pattern))
 
 
 def paths(spark: SparkSession, path: Path, pattern: str) -> list[Path]:
     """Files on the disks of its executors."""
-    return [file for folder in folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
+    return [file for folder in block_folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
 
 
 def size(spark: SparkSession, path: Path) -> int:
     """How many bytes shuffle files take on the disks of its executors."""
-    return sum(file.stat().st_size for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
+    return sum(
+        file.stat().st_size for folder in block_folders(spark, path) for file in Path(folder).glob("*/shuffle_*")
+    )
 
 
-def field(of: Any, name: str) -> Any:
+def private_field(of: Any, name: str) -> Any:
     """A private field of an object of the JVM."""
     found = of.getClass().getDeclaredField(name)
     found.setAccessible(True)
@@ -73,10 +75,10 @@ def field(of: Any, name: str) -> Any:
 
 def tracker(spark: SparkSession) -> Any:
     """Spark's MapOutputTracker."""
-    return field(spark.sparkContext._jsc.sc().dagScheduler(), "mapOutputTracker")
+    return private_field(spark.sparkContext._jsc.sc().dagScheduler(), "mapOutputTracker")
 
 
-def outputs(spark: SparkSession) -> dict[int, int]:
+def map_outputs(spark: SparkSession) -> dict[int, int]:
     """How many outputs of each shuffle the tracker has; none that has none."""
     of = tracker(spark)
     shuffles = of.shuffleStatuses().keysIterator()
@@ -89,7 +91,7 @@ def outputs(spark: SparkSession) -> dict[int, int]:
 
 
 @contextlib.contextmanager
-def deaf(spark: SparkSession) -> Iterator[None]:
+def without_spark_events(spark: SparkSession) -> Iterator[None]:
     """The driver's crew hears no event of Spark's meanwhile, as when the bus drops them all."""
     bus = spark.sparkContext._jsc.sc().listenerBus()
     (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.BusListener")]
@@ -100,29 +102,29 @@ def deaf(spark: SparkSession) -> Iterator[None]:
         bus.addToManagementQueue(listener)
 
 
-def end_reaches_nobody(crew: Any, topology: str) -> None:
+def forget_executors(crew: Any, topology: str) -> None:
     """No executor will be told that the topology ends."""
-    one = field(field(crew.facade, "crew"), "topologies").apply(topology)
+    one = private_field(private_field(crew.facade, "crew"), "topologies").apply(topology)
     one.executors().clear()
     one.holders().clear()
 
 
-def cached(spark: SparkSession) -> set[int]:
+def cached_rdds(spark: SparkSession) -> set[int]:
     """The datasets of which the SparkContext says that they have blocks. Spark may clean those that nobody holds."""
     return {info.id() for info in spark.sparkContext._jsc.sc().getRDDStorageInfo() if info.numCachedPartitions() > 0}
 
 
-def blocks(spark: SparkSession) -> list[str]:
+def cached_blocks(spark: SparkSession) -> list[str]:
     """The blocks of cached datasets by the driver's BlockManagerMaster itself, each as often as there are executors with it."""
     found = []
-    for status in field(spark.sparkContext._jsc.sc().dagScheduler(), "blockManagerMaster").getStorageStatus():
+    for status in private_field(spark.sparkContext._jsc.sc().dagScheduler(), "blockManagerMaster").getStorageStatus():
         names = status.rddBlocks().keysIterator()
         while names.hasNext():
             found.append(names.next().name())
     return sorted(found)
 
 
-def plan(dataset: Any) -> str:
+def executed_plan(dataset: Any) -> str:
     """The plan by which its last action ran."""
     return str(dataset._jdf.queryExecution().executedPlan().toString())
 
@@ -142,7 +144,7 @@ def dropped_events(spark: SparkSession) -> int:
     return sum(counters.get(name).getCount() for name in counters.keySet() if name.endswith("numDroppedEvents"))
 
 
-def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:
+def run_and_count_tasks(spark: SparkSession, run: Any) -> tuple[Any, int]:
     """What this answers, and how many tasks Spark ran for it."""
     context = spark.sparkContext
     group = uuid.uuid4().hex

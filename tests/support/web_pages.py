@@ -10,7 +10,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright
 
-__all__ = ["THEMES", "dark", "fetched", "launched", "rows", "watched"]
+__all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
 
 THEMES = ("light", "dark")
 ARGUMENTS = [
@@ -24,13 +24,13 @@ ARGUMENTS = [
 ]
 
 
-def launched(playwright: Playwright) -> Browser:
+def launch_browser(playwright: Playwright) -> Browser:
     """Debian's Chromium."""
     return playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
 
 
 @contextlib.contextmanager
-def watched(browser: Browser) -> Iterator[Page]:
+def checked_page(browser: Browser) -> Iterator[Page]:
     """A page on which nothing may go wrong: no error, no dialog, no violation of the content security policy."""
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     page = context.new_page()
@@ -57,12 +57,12 @@ def watched(browser: Browser) -> Iterator[Page]:
     assert wrong == [], wrong  # pytest does not explain asserts of this module
 
 
-def dark(page: Page, theme: str = "dark") -> None:
+def set_theme(page: Page, theme: str = "dark") -> None:
     """Switches to one of Spark's themes, as its own button does."""
     page.evaluate("theme => document.documentElement.setAttribute('data-bs-theme', theme)", theme)
 
 
-def rows(page: Page, table: str) -> list[dict[str, str]]:
+def table_rows(page: Page, table: str) -> list[dict[str, str]]:
     """The cells of each row by their header, as a reader sees them."""
     # Behind the header that is sorted by stands an arrow.
     names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
@@ -72,7 +72,7 @@ def rows(page: Page, table: str) -> list[dict[str, str]]:
     ]
 
 
-def fetched(url: str) -> Any:
+def fetch_json(url: str) -> Any:
     """The JSON there."""
     with urllib.request.urlopen(url, timeout=60) as response:
         return json.load(response)

@@ -35,7 +35,7 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
-from support.commit_trials import SCHEMA, Around, Tasks
+from support.commit_trials import SCHEMA, SinkWrapper, Tasks
 from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_disk, sqlite
 from support.model_store import ModelServer
 from support.simulated_jobs import MemorySink
@@ -148,7 +148,7 @@ def test_what_a_repeat_finishes_is_a_warning(tmp_path, caplog):
     """A commit that is decided, and not done, is finished by a repeat with the same content alone: the warning says so."""
     trial = sqlite(tmp_path)
 
-    class Away(Around):
+    class Away(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 
@@ -504,7 +504,7 @@ def test_a_message_that_names_a_path(make, tmp_path, name):
     victim.mkdir()
     (victim / "theirs").write_text("theirs")
 
-    class Dies(Around):
+    class Dies(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 

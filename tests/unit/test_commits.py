@@ -38,20 +38,20 @@ from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
 from support.commit_schedules import (
-    at_once,
+    commit_that_raises,
+    concurrent_commits,
     failing_at_each_moment,
     first_commits_of_two_schemas,
-    going_on_at_each_moment,
-    going_on_behind_a_refusal,
     killed_at_each_moment,
-    late_at_each_moment,
-    looked_at_within,
-    moved_into_another,
-    other_schemas,
-    raising_once,
-    seeded,
+    late_task_at_each_moment,
+    mismatched_schemas,
+    random_history,
+    rename_into_existing_folder,
+    resume_after_refusal,
+    resume_at_each_moment,
+    rows_appear_at_once,
 )
-from support.commit_trials import SCHEMA, SEED, Around, Driver, Killed, Tasks, undisturbed
+from support.commit_trials import SCHEMA, SEED, Driver, Killed, SinkWrapper, Tasks, moments_without_faults
 from support.local_sinks import (
     SINKS,
     appended,
@@ -96,14 +96,14 @@ def trial(request, tmp_path):
     return request.param(tmp_path)
 
 
-class Refusing(Around):
+class Refusing(SinkWrapper):
     """A sink that never takes the rows."""
 
     def commit(self, staging, messages):
         raise CommitConflict("never")
 
 
-class Meanwhile(Around):
+class Meanwhile(SinkWrapper):
     """A sink whose calls have something done before them, once."""
 
     def __init__(self, sink, **steps):
@@ -183,7 +183,7 @@ def moments(tmp_path_factory):
 
     def count(name, make):
         if name not in counted:
-            counted[name] = len(undisturbed(make("undisturbed")))
+            counted[name] = len(moments_without_faults(make("undisturbed")))
         return counted[name]
 
     return count
@@ -192,21 +192,21 @@ def moments(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults(request, shaken, seed, moments):
     """Drivers die, pause and go on at random, tasks write when nobody needs them."""
-    seeded(shaken("seeded"), seed, moments(request.node.callspec.id.split("-")[0], shaken))
+    random_history(shaken("seeded"), seed, moments(request.node.callspec.id.split("-")[0], shaken))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
 def test_random_faults_at_length(make, seeds):
     """At least a hundred for each."""
-    count = len(undisturbed(make("undisturbed")))
+    count = len(moments_without_faults(make("undisturbed")))
     for seed in seeds:
-        seeded(make(str(seed)), seed, count)
+        random_history(make(str(seed)), seed, count)
 
 
 def test_two_commits_at_once(trial):
     """Both land, or one says that it cannot, and leaves nothing."""
-    conflicts = at_once(trial, "staged")
+    conflicts = concurrent_commits(trial, "staged")
     if trial.make_sink.__qualname__.startswith("parquet"):
         assert len(conflicts) == 1
         assert "is there already" in str(conflicts[0])
@@ -226,7 +226,7 @@ def test_a_folder_that_is_moved_into_another(tmp_path):
         )
         return made
 
-    moved_into_another(filesystem, target, make)
+    rename_into_existing_folder(filesystem, target, make)
 
 
 def test_two_that_have_decided(make):
@@ -234,13 +234,13 @@ def test_two_that_have_decided(make):
     for number in range(3):
         trial = make(f"two-{number}")
         one_only = trial.make_sink.__qualname__.startswith("parquet")
-        assert len(at_once(trial, "before commit")) == one_only
+        assert len(concurrent_commits(trial, "before commit")) == one_only
 
 
 @EVERY
 def test_an_old_driver_goes_on(shaken, every):
     """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(shaken, every)
+    resume_at_each_moment(shaken, every)
 
 
 @pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
@@ -253,7 +253,7 @@ def test_an_old_driver_goes_on_behind_a_refusal(tmp_path, stays):
         (folder / "theirs").touch()
         return lambda: shutil.rmtree(folder)
 
-    going_on_behind_a_refusal(making(parquet, tmp_path), refuse, stays)
+    resume_after_refusal(making(parquet, tmp_path), refuse, stays)
 
 
 @pytest.mark.parametrize("stays", [pytest.param(True, marks=pytest.mark.long), False], ids=["there", "gone"])
@@ -276,7 +276,7 @@ def test_an_old_driver_goes_on_behind_a_refusal_of_a_table(tmp_path, stays):
         change(trial, "INSERT INTO target VALUES (7, 'there')")
         return lambda: change(trial, "DELETE FROM target WHERE text = 'there'")
 
-    going_on_behind_a_refusal(making(unique, tmp_path), refuse, stays)
+    resume_after_refusal(making(unique, tmp_path), refuse, stays)
 
 
 def test_a_table_that_takes_the_rows_again(tmp_path):
@@ -338,13 +338,13 @@ def test_a_failure_aborts(trial):
 
 def test_a_commit_that_raises_once(make):
     """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
-    raising_once(make)
+    commit_that_raises(make)
 
 
 @pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
 def test_a_schema_that_does_not_fit(make, tmp_path):
     """It is said by the columns, before anything runs."""
-    other_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
+    mismatched_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
 
 
 def test_a_schema_that_fits(tmp_path):
@@ -402,7 +402,7 @@ def test_texts_for_numbers(tmp_path):
 
 def test_a_reader_within_a_transaction(tmp_path):
     """It sees all rows or none."""
-    looked_at_within(sqlite(tmp_path))
+    rows_appear_at_once(sqlite(tmp_path))
 
 
 def test_a_reader_while_files_are_added(tmp_path, monkeypatch):
@@ -577,7 +577,7 @@ def test_a_zombie_makes_no_folder(tmp_path):
 
 def test_a_task_that_is_late(make):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
-    late_at_each_moment(make)
+    late_task_at_each_moment(make)
 
 
 def test_a_task_that_fails_takes_back_what_it_wrote(tmp_path):
@@ -830,7 +830,7 @@ def test_iceberg_behind_another_driver(tmp_path):
             trial.make_sink().commit(*committing)
         return do_commit(self, *args, **kwargs)
 
-    class Noting(Around):
+    class Noting(SinkWrapper):
         """What is committed, for the other driver."""
 
         def commit(self, staging, messages):
@@ -990,7 +990,7 @@ def expire(trial, commit_id):
 def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
     """A driver dies when the catalogue knows of its commit, and the record does not: the table's own files say that it is done."""
     trial, made = iceberg(tmp_path), making(iceberg, tmp_path)
-    dies = Driver(dies_at=undisturbed(made("undisturbed")).index("after commit") + 1)
+    dies = Driver(dies_at=moments_without_faults(made("undisturbed")).index("after commit") + 1)
     with pytest.raises(Killed):
         trial.drive(dies, Tasks(SEED, zombies=False), "c")
     expire(trial, "c")
@@ -1165,7 +1165,7 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
     trial, tasks = sqlite(tmp_path), Tasks(1)
     plain, decided = trial.make_sink(), []
 
-    class Gone(Around):
+    class Gone(SinkWrapper):
         def commit(self, staging, messages):
             decided.append(1)
             raise CommitConflict("is there already")
@@ -1182,7 +1182,7 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
     assert trial.left() == []
 
 
-class Away(Around):
+class Away(SinkWrapper):
     """A sink that cannot be asked to delete so often."""
 
     def __init__(self, sink, times):
@@ -1366,7 +1366,7 @@ def test_an_id_of_another_sink_that_does_not_say_which_it_is(tmp_path):
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     commit_log = MemoryCommitLog()
 
-    class Nameless(Around):
+    class Nameless(SinkWrapper):
         def __getattr__(self, name):
             if name == "identity":
                 raise AttributeError(name)

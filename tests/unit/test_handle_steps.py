@@ -21,14 +21,14 @@ from stagecrew.errors import (
 )
 from stagecrew.recovery.stores.contract import Create, Delete
 from support.handle_faults import (
-    CHANGES,
+    MUTATING_METHODS,
     ROOT,
+    FaultAtStep,
     Killed,
     Schedule,
-    Step,
+    explore_schedules,
     model_world,
     quick_folder,
-    schedules,
     sqlite_world,
 )
 
@@ -87,7 +87,7 @@ def enumerated(folder, case, error, made=model_world):
     for at in range(1, 200):
         world = fresh(folder, at, made)
         before = world.held()
-        step = Step(at, error)
+        step = FaultAtStep(at, error)
         raised = None
         try:
             attempt(case, world, step)
@@ -249,7 +249,7 @@ def test_each_schedule_of_two(folder, names, switches):
             assert ("half" in held) == (not first.result)
         assert world.clean() == held
 
-    count = schedules(race(folder, names), check, switches)
+    count = explore_schedules(race(folder, names), check, switches)
     assert count > 10
 
 
@@ -269,7 +269,7 @@ def test_each_schedule_when_the_store_repeats(folder, names, switches):
                 assert world.actors[0].result is True
             assert world.clean() == held
 
-    schedules(race(folder, names, repeats=True), check, switches)
+    explore_schedules(race(folder, names, repeats=True), check, switches)
 
 
 def test_an_add_that_the_store_repeats_after_all_was_removed(folder):
@@ -385,7 +385,9 @@ class Machine(RuleBasedStateMachine):
                 self.arrives(who)
                 self.actors[who].step()
 
-    @rule(who=WHO, kind=st.sampled_from(["definite", "not done", "done", "late"]), where=st.sampled_from(CHANGES))
+    @rule(
+        who=WHO, kind=st.sampled_from(["definite", "not done", "done", "late"]), where=st.sampled_from(MUTATING_METHODS)
+    )
     def fail(self, who, kind, where):
         """The next call to this method fails, or its answer is lost."""
         actor = self.actors.get(who)

@@ -28,7 +28,7 @@ from stagecrew.recovery.progress import JobProgress
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
 from support.model_store import ModelServer
-from support.operator_fakes import Keeping, Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
 class Store:
@@ -180,13 +180,13 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
     again, and has not the state of one that a skipped step bound. That of a use outside of steps goes on."""
 
     def program(job, fail):
-        made, host = [], Host(Nowhere(), 1 << 20, 30.0)
-        operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+        made, host = [], Host(DroppingWire(), 1 << 20, 30.0)
+        operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
         operators.name_operator("o")
         monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
 
         def bind(text=""):
-            id_ = operators.add("o", lambda context: Keeping(context, made), host)
+            id_ = operators.add("o", lambda context: TextCoordinator(context, made), host)
             (mine,) = (one.instance.coordinator for one in operators._bindings.values() if one.id == id_)
             found, mine.text = mine.text, mine.text + text
             return found
@@ -246,15 +246,15 @@ def real(monkeypatch):
 
     class Real:
         def __init__(self):
-            self.operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+            self.operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
-            self.host = Host(Nowhere(), 1 << 20, 30.0)
+            self.host = Host(DroppingWire(), 1 << 20, 30.0)
             monkeypatch.setattr(job_module, "_open_operators", lambda: [self.operators])
             made.append(self)
 
         def bind(self, text="", name=None):
             """Returns the text that the coordinator begins with, and adds to it."""
-            id_ = self.operators.add("o", lambda context: Keeping(context, []), self.host, name)
+            id_ = self.operators.add("o", lambda context: TextCoordinator(context, []), self.host, name)
             (mine,) = (one.instance.coordinator for one in self.operators._bindings.values() if one.id == id_)
             found, mine.text = mine.text, mine.text + text
             return found

@@ -22,7 +22,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent
+from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
@@ -99,8 +99,8 @@ def test_at_each_write(moment, what, cancel):
         if at.operations is None:
             break
         reached += 1
-        consistent(world)
-        check(world, world.settle())
+        assert_consistent(world)
+        assert_final_state(world, world.settle())
     assert reached > 25
 
 
@@ -134,7 +134,7 @@ def test_the_schedule_of_the_seed():
     assert two.jobs.read("job-0")[0].clean  # by 2, which did not run it
     assert len(world.processes) == 1
     assert two.jobs.submit(SPEC, "job-0") == "job-0"  # resubmitted: the same job, which has ended
-    check(world, two.jobs)
+    assert_final_state(world, two.jobs)
 
 
 def test_a_run_of_the_old_leader_does_not_decide():
@@ -148,7 +148,7 @@ def test_a_run_of_the_old_leader_does_not_decide():
     old.act()
     assert (old.code, world.ran) == (75, [])
     jobs = world.settle()
-    check(world, jobs)
+    assert_final_state(world, jobs)
     assert jobs.read("job-0")[0].run > 1
 
 
@@ -171,7 +171,7 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run(tmp_path):
     assert not files.exists()
     [process] = world.processes
     assert (process.term, process.run.number) == (world.drivers[-1].tending._term, 1)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
     assert world.over == {("job-0", 0): "succeeded"}
 
 
@@ -293,7 +293,7 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
             stream.write(b"half")
     else:
         world.filesystem.delete_file(state)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
     jobs = session_of(world)
     assert "specs/bad" in world.server.entries
     with pytest.raises(JobUnreadable, match="'bad'"):
@@ -376,7 +376,7 @@ def test_a_storage_that_is_full_for_a_while(where, monkeypatch):
     assert (process.code, left) == (0, [0])
     record, _ = session_of(world).read("job-0")
     assert (record.state, record.run) == ("succeeded", 1)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
 
 
 @pytest.mark.parametrize("what", ["jobs/job-0/steps/", "jobs/job-0/commits/", "jobs/job-0/claim", "results/job-0"])
@@ -408,7 +408,7 @@ def test_a_store_that_does_not_answer_for_a_while(what, moment):
     assert (process.code, left) == (0, [])
     record, _ = session_of(world).read("job-0")
     assert (record.state, record.run) == ("succeeded", 1)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
 
 
 def test_a_storage_that_is_full(monkeypatch):
@@ -419,4 +419,4 @@ def test_a_storage_that_is_full(monkeypatch):
         patch.setattr(StateStorage, "write", full)
         session_of(world).submit(SPEC, "job-0")
     assert session_of(world).names() == []
-    check(world, world.settle())
+    assert_final_state(world, world.settle())

@@ -13,7 +13,7 @@ from stagecrew.recovery.election import HOLDER
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent
+from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
 WHICH = st.integers(0, 2)
 JOBS = 5
@@ -256,10 +256,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def whole(self):
-        consistent(self.world)
+        assert_consistent(self.world)
 
     def teardown(self):
-        check(self.world, self.world.settle())
+        assert_final_state(self.world, self.world.settle())
 
 
 TestJobsUnderAnything = Machine.TestCase

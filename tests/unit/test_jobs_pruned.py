@@ -23,7 +23,15 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent, driver_module, indexed
+from support.simulated_jobs import (
+    Killed,
+    SimDriver,
+    World,
+    assert_consistent,
+    assert_final_state,
+    assert_indexes_match,
+    driver_module,
+)
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 OTHER = JobSpec("job-0.py", ("otherwise",), {}, {}, b"", 50)
@@ -74,7 +82,7 @@ def ended(seed, until="clean"):
 
     def done(operations):
         real(operations)
-        indexed(world.server.entries)  # after each single transaction
+        assert_indexes_match(world.server.entries)  # after each single transaction
 
     world.server.done = done
     driver = life(world, until)
@@ -309,7 +317,7 @@ def test_a_result_that_cannot_be_deleted(monkeypatch, caplog):
             assert world.states() == set()
         else:
             life(world)
-            consistent(world)
+            assert_consistent(world)
             assert len(world.states()) == 1
 
 
@@ -456,14 +464,14 @@ def test_at_each_write_of_a_prune(by, moment, fault):
             assert removed(world)
             break
         reached += 1
-        consistent(world)
+        assert_consistent(world)
         was_removed = removed(world)
         found = list(jobs_of(world).prune(50.0))
         assert [one.removed for one in found] == ([] if was_removed else [True])
         assert removed(world)
         jobs_of(world).sweep(0.0, lambda: 1e12)
         assert world.states() == set()
-        check(world, world.settle())
+        assert_final_state(world, world.settle())
         assert world.lives["job-0"] == 1
     assert reached >= 3
 
@@ -560,12 +568,12 @@ def test_any_two_that_meet(one, moment, until):
             world.server.fault = world.server.looks = quiet
             if not at.met:
                 break
-            consistent(world)
+            assert_consistent(world)
             begun = moment != "at a read" or number > len(ENTRIES)
             if (one, other, until, begun) == (prunes, lives_again, "clean", True):
                 assert world.lives["job-0"] == 1, "the job that was submitted meanwhile is there"
             digests = [record.digest for record, _ in jobs_of(world).all()[0].values()]
-            check(world, world.settle(submit=digests != [OTHER.digests[0]]))
+            assert_final_state(world, world.settle(submit=digests != [OTHER.digests[0]]))
 
 
 def test_a_submit_that_meets_a_whole_life():
@@ -594,4 +602,4 @@ def test_a_submit_that_meets_a_whole_life():
     submits(world)
     assert met == ["its id is taken", "the job ends"]
     assert jobs_of(world).read("job-0")[0].state == "submitted"
-    check(world, world.settle())
+    assert_final_state(world, world.settle())

@@ -26,7 +26,7 @@ from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 from support.model_store import ModelServer
-from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
+from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, assert_final_state
 
 
 class Two:
@@ -239,7 +239,7 @@ def test_a_run_sees_what_was_decided_before(monkeypatch):
     world.sink.commit = real
     goes_on(world, driver, 3)
     assert seen == [{}, {"job-0/write/sink": ["make by run 1"]}]
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 @pytest.mark.parametrize("how", ["is given up", "raises", "returns"])
@@ -409,7 +409,7 @@ def test_a_cancel_of_a_run(caplog):
             world.server.expire(world.doomed.pop())
     assert [one.finishing for one in world.processes] == [False, True]
     assert "looked at again" not in caplog.text
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
@@ -429,7 +429,7 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
     assert 5 <= len(tried) <= 8
     monkeypatch.setattr(driver.jobs, "clean", real)
     looks(world, driver, 60)
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 def test_a_successor_waits_for_the_process_before():
@@ -476,4 +476,4 @@ def test_a_run_is_claimed_once(paused):
     assert (first.code, second.code) == ((75, 0) if paused else (0, 75))
     assert [run for _, _, run in world.ran] == [1, 1, 1]
     goes_on(world, driver, 3)
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)

@@ -12,7 +12,7 @@ from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.wire.frames import encode
-from support.operator_fakes import Nowhere
+from support.operator_fakes import DroppingWire
 from support.waiting import eventually
 
 
@@ -47,7 +47,7 @@ def made(factory):
     """Operators with one binding, and its host."""
     scope = Scope()
     operators = Operators(scope, lambda: 5.0)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.name_operator("o")
     return scope, operators, host, operators.add("o", factory, host)
 
@@ -109,7 +109,7 @@ def test_a_close_that_blocks_in_a_reset(caplog):
 
     scope = Scope()
     operators = Operators(scope, lambda: 0.2)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.add("o", Blocking, host)
     assert begun[0].wait(10)
     operators.reset(None)
@@ -144,7 +144,7 @@ def test_an_exit_while_a_callback_blocks(caplog):
 def test_those_that_were_prepared_are_in_a_checkpoint():
     """Coordinators of the session builder have their states in it, also while no dataset is bound to them."""
     operators = Operators(Scope(), lambda: 5.0)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
 
     class Keeping(Sending):
         def checkpoint(self, checkpoint_id):

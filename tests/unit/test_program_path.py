@@ -12,7 +12,7 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import PLACE, Place, Uses, current_place, operator_of, unused
 from stagecrew.errors import OperatorMisused
-from support.operator_fakes import Keeping, Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
 class At:
@@ -198,22 +198,22 @@ def made():
 
 
 def operators_of(made, *, prepared=False, restore=None):
-    operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+    operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
     if prepared:
-        operators.prepare("c", lambda context: Keeping(context, made), restore or Checkpoint(-1, {}))
+        operators.prepare("c", lambda context: TextCoordinator(context, made), restore or Checkpoint(-1, {}))
         operators.begin(HOST)
     else:
         operators.name_operator("c")
     return operators
 
 
-HOST = Host(Nowhere(), 1 << 20, 30.0)
+HOST = Host(DroppingWire(), 1 << 20, 30.0)
 
 
 def use(operators, made, text=""):
     """Binds the operator here; returns the text that its coordinator begins with, and adds to it."""
     before = list(made)
-    operators.add("c", lambda context: Keeping(context, made), HOST)
+    operators.add("c", lambda context: TextCoordinator(context, made), HOST)
     [new] = [one for one in made if one not in before] or [made[0]]
     found = new.text
     new.text += text
@@ -267,10 +267,10 @@ def test_prepared_coordinators_go_to_their_own_places(made):
     restore = Checkpoint(4, {"c/1": b"first", "c/2": b"second", "step=a:c/1": b"of a"})
     operators = operators_of(made, prepared=True, restore=restore)
     with step("b"):
-        operators.add("c", lambda context: Keeping(context, made), HOST)
+        operators.add("c", lambda context: TextCoordinator(context, made), HOST)
         assert made[-1].text == ""
     with step("a"):
-        operators.add("c", lambda context: Keeping(context, made), HOST)
+        operators.add("c", lambda context: TextCoordinator(context, made), HOST)
     states = operators.checkpoint(None, 5).states
     assert states == {**restore.states, "step=b:c/1": b""}
     assert operators.checkpoint(None, 5).id == 6
@@ -314,7 +314,7 @@ def test_a_use_that_ends_has_no_state_and_no_thread(made):
     operators = operators_of(made)
     threads = threading.active_count()
     for _ in range(50):
-        operators.end(operators.add_transient("commit", lambda context: Keeping(context, made), HOST))
+        operators.end(operators.add_transient("commit", lambda context: TextCoordinator(context, made), HOST))
     assert threading.active_count() == threads
     assert len({one.context.state for one in made}) == 1
     assert operators.checkpoint(None, 5).states == {}

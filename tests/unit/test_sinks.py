@@ -17,7 +17,7 @@ from stagecrew.errors import CommitFailed
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
-from support.commit_trials import SCHEMA, SEED, Driver, Killed, Tasks, undisturbed
+from support.commit_trials import SCHEMA, SEED, Driver, Killed, Tasks, moments_without_faults
 from support.local_sinks import files, iceberg, sqlite
 
 
@@ -187,7 +187,7 @@ def test_metadata_of_an_iceberg_table_that_nobody_names(tmp_path):
     """A driver that is killed before the catalogue's update leaves some, as the guide says; the table does not need them."""
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-    names = undisturbed(calm := iceberg(tmp_path / "undisturbed"))
+    names = moments_without_faults(calm := iceberg(tmp_path / "undisturbed"))
     assert unnamed(calm) == []
     trial, tasks = iceberg(tmp_path / "killed"), Tasks(SEED, zombies=False)
     with pytest.raises(Killed):
