@@ -100,7 +100,7 @@ def check(spark, place, journal):
     writers = attempts_by_partition(visible)
     assert {partition for partition, numbers in writers.items() if len(numbers) == 1} == {0, 1, 2, 3}
     assert set.union(*writers.values()) <= accepted_attempts(spark, journal)
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 def test_tasks_that_die(cluster, anywhere, tmp_path, journal):
@@ -270,7 +270,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
         cluster.conf.unset("spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch")
     visible = place.visible()
     assert os.path.exists(again)
-    assert place.left() == []
+    assert place.leftovers() == []
     if case == "taken":
         assert failure is not None
         assert "indeterminate output" in failure

@@ -476,7 +476,7 @@ def test_a_store_that_comes_later(tmp_path):
             drivers.submit(job_spec("steps", drivers, count=2), "job")
             assert drivers.result("job").value() == 10
             assert drivers.record("job").run == 1
-            drivers.nothing_left("job")
+            drivers.assert_nothing_left("job")
 
 
 @pytest.mark.long

@@ -120,7 +120,7 @@ def test_jobs_go_on(drivers, disk, close, open_, words):
     assert [drivers.result(job).value() for job in ("steps", "rows", "ends")] == [10, 100, 7]
     assert [drivers.record(job).run for job in ("steps", "rows", "ends")] == [1, 1, 1]
     assert [recorded_lines(drivers, name) for name in ("step-0", "step-1", "stages")] == [["1"], ["1"], ["1"]]
-    drivers.nothing_left("steps", "rows", "ends")
+    drivers.assert_nothing_left("steps", "rows", "ends")
 
 
 @WAYS
@@ -150,7 +150,7 @@ def test_a_failover(drivers, disk, close, open_, words):
     assert drivers.result("ends").state == "cancelled"
     assert [recorded_lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
     assert drivers.record("steps").run == 2
-    drivers.nothing_left("steps", "ends")
+    drivers.assert_nothing_left("steps", "ends")
 
 
 def test_a_disk_of_both(tmp_path, disk):

@@ -82,7 +82,7 @@ def test_the_leading_server_of_an_ensemble_is_killed(tmp_path):
                 assert runs == sorted(set(runs), key=int)
             assert len(recorded_lines(drivers, "step-3")) == 1
             print("runs", drivers.record("steps").run, drivers.record("rows").run, "term", term)
-            drivers.nothing_left("steps", "rows")
+            drivers.assert_nothing_left("steps", "rows")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_cut_off(zookeeper, tmp_path, cut, goes_on):
         with drivers.jobs() as jobs:
             assert jobs.leader().term == (1 if cut == "run" else 2)
         assert [driver.poll() for driver in (first, second)] == [None, None]
-        drivers.nothing_left("job")
+        drivers.assert_nothing_left("job")
         # The other ends, and the one that was cut off leads, and runs jobs.
         second.terminate()
         assert second.wait(60) == 0
@@ -138,7 +138,7 @@ def test_cut_off(zookeeper, tmp_path, cut, goes_on):
         (out / "go-ending").touch()
         drivers.submit(job_spec("ending", drivers), "next")
         assert drivers.result("next").value() == 7
-        drivers.nothing_left("job", "next")
+        drivers.assert_nothing_left("job", "next")
 
 
 def test_a_run_that_is_stopped(zookeeper, tmp_path):
@@ -162,7 +162,7 @@ def test_a_run_that_is_stopped(zookeeper, tmp_path):
         assert [recorded_lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
         with drivers.jobs() as jobs:
             assert jobs.leader().term == 1
-        drivers.nothing_left("job")
+        drivers.assert_nothing_left("job")
 
 
 def test_over_tls(tmp_path, monkeypatch):
@@ -199,6 +199,6 @@ def test_over_tls(tmp_path, monkeypatch):
             assert answered.returncode == 0, answered.stderr
             assert (json.loads(answered.stdout)["value"], json.loads(answered.stdout)["run"]) == (100, 1)
             rows_once(drivers)
-            drivers.nothing_left("job")
+            drivers.assert_nothing_left("job")
         for log in [*tmp_path.glob("driver-*.log"), *tmp_path.glob("work-*/job/*.log")]:
             assert "s3cret" not in log.read_text()

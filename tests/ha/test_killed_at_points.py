@@ -86,7 +86,7 @@ def ended(drivers, mark, state="succeeded"):
         assert sorted(pq.read_table(table)["id"].to_pylist()) == list(range(100))
     else:
         assert not table.exists()
-    drivers.nothing_left("job")
+    drivers.assert_nothing_left("job")
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_driver_that_is_killed(drivers, mark, what):
     assert drivers.leader() is leader
     drivers.start()
     drivers.submit(job_spec("storing", drivers), "job")
-    drivers.killed(leader)
+    drivers.assert_killed(leader)
     had_ended = drivers.record("job").state.is_terminal
     ended(drivers, mark)
     if had_ended:
@@ -140,7 +140,7 @@ def test_a_leader_that_is_killed_while_a_run_ends(drivers, mark, what):
     assert drivers.leader() is leader
     drivers.start()
     drivers.submit(job_spec("storing", drivers), "job")
-    drivers.killed(leader)
+    drivers.assert_killed(leader)
     ended(drivers, mark)
     assert recorded_lines(drivers, "stages") == ["1"]
 
@@ -159,7 +159,7 @@ def test_a_cancelled_job_that_somebody_is_killed_at(drivers, mark, what):
     with drivers.jobs() as jobs:
         jobs.cancel("job")
     if role == "driver":
-        drivers.killed(leader)
+        drivers.assert_killed(leader)
     ended(drivers, mark, "cancelled")
     assert not is_alive(orphan)
     assert recorded_lines(drivers, "stages") == ["1"]

@@ -140,7 +140,7 @@ def test_once(make):
     assert sorted(trial.visible()) == tasks.expected
     assert trial.drive(Driver(), Tasks(2)).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -197,7 +197,7 @@ def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
     opening = Driver(**{how: 4})  # behind the opening of the second stream: the first is that of the run's mark
 
     def watch(_driver, sink):
-        sink._filesystem = opening.watched(sink._filesystem, ["open_output_stream"])
+        sink._filesystem = opening.instrument(sink._filesystem, ["open_output_stream"])
 
     trial, tasks = at_s3(s3, tmp_path, 0), Tasks(1)
     trial.watch = watch
@@ -272,7 +272,7 @@ def test_a_record_with_sql_in_it(server, tmp_path):
     sink = trial.make_sink()
     commit(sink, trial.commit_log, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
     assert (7, "a") in trial.visible()
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_two_at_once(make):
@@ -356,7 +356,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
     assert trial.visible() == []
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("what", ["question", "answer"])
@@ -384,7 +384,7 @@ def test_a_catalogue_whose_answer_is_lost(catalogue, what):
         sqlalchemy.event.remove(sqlalchemy.Engine, "commit", loses)
     lost[0].join()
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
@@ -416,7 +416,7 @@ def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
             )  # fmt: skip
         assert time.monotonic() - began[0] < 30
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.long  # it makes a network, which only root may
@@ -471,7 +471,7 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
         with within(connection):
             yield
             zombie.paused.set()
-            assert zombie.goes_on.wait(60)
+            assert zombie.resume.wait(60)
 
     def stages(staging):
         try:
@@ -493,14 +493,14 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
 
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
         assert sorted(trial.visible()) == tasks.expected
-        assert trial.left() == []
+        assert trial.leftovers() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
             stopped.execute("SELECT 1")
-    zombie.goes_on.set()
+    zombie.resume.set()
     threads[0].join(60)
     assert "rows for table" in str(ended[0])
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
@@ -574,7 +574,7 @@ def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, is
     assert sorted(trial.visible()) == (tasks.expected if report else [])
     assert report is None or last == "one"
     assert trial.commit_log.read("c")[1]["state"] == ("applied" if report else "refused")
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
 
@@ -601,7 +601,7 @@ def test_types_that_do_not_fit(server, tmp_path):
     with pytest.raises(CommitFailed, match="could not be staged: InvalidTextRepresentation"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("missing", ["INSERT", "INSERT into the commits", "SELECT", "CREATE"])
@@ -625,7 +625,7 @@ def test_a_user_who_may_not(server, tmp_path, missing):
     ):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_rights_that_suffice(server, tmp_path):
@@ -641,7 +641,7 @@ def test_rights_that_suffice(server, tmp_path):
     sink = DatabaseSink(server.url.replace("//crew:", f"//{user}:"), table)
     assert commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
     assert len(trial.visible()) == 80
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -683,7 +683,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
     with pytest.raises(CommitFailed, match="could not be staged: AdminShutdown"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
     within, times = sink._within, []
 
@@ -704,7 +704,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
     report = commit(sink, trial.commit_log, "d", SCHEMA, staged, sleep=lambda _: None)
     assert report.rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_server_that_is_gone(tmp_path):
@@ -725,10 +725,10 @@ def test_a_server_that_is_gone(tmp_path):
         sink.__class__ = Gone
         with pytest.raises(CommitPending, match="the server is gone"):
             commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-        assert trial.left() != []
+        assert trial.leftovers() != []
         assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert len(trial.visible()) == 40
-        assert trial.left() == []
+        assert trial.leftovers() == []
         trial.make_sink()
     with pytest.raises(CommitFailed, match="cannot be reached: OperationalError: .*Connection refused") as failed:
         commit(trial.make_sink(), trial.commit_log, "e", SCHEMA, lambda staging: [])

@@ -85,7 +85,7 @@ def test_a_session_remembers_its_commits(strict, place):
         report = topology.commit(through(rows_of(strict), never), sink, f"daily {place.folder}")
     assert (report.rows, report.repeated) == (40, True)
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_ctrl_c(cluster, place):
         threading.Thread(target=interrupts).start()
         topology.commit(rows_of(cluster), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 DRIVER = """
@@ -134,7 +134,7 @@ place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({fol
 spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 watcher = Kills()
 sink = place.sink()
-decisions = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
+decisions = watcher.instrument(stagecrew.FileCommitLog({log!r}), ("write",))
 
 class Watches(type(sink)):
     def begin(self, staging):
@@ -188,7 +188,7 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
     assert repeat["repeated"]
     assert again["there"] == repeat["there"]
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.parametrize("pending", [True, False])
@@ -228,7 +228,7 @@ def test_two_topologies_at_once(cluster, place):
     assert len(outcomes) == 2
     assert len(conflicts) == (1 if place.name == "parquet" else 0)
     assert len(place.visible()) == 40 * (2 - len(conflicts))
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 def test_other_content(strict, tmp_path, caplog):
@@ -275,7 +275,7 @@ def test_a_failed_job(strict, place):
     ):
         topology.commit(through(rows_of(strict), fails), place.sink())
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 def test_a_file_that_cannot_grow(strict, place, tmp_path):
@@ -303,7 +303,7 @@ def test_a_file_that_cannot_grow(strict, place, tmp_path):
     ):
         topology.commit(rows_of(strict), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long

@@ -95,7 +95,7 @@ def test_a_full_mailbox(small, made):
         operator = topology.coordinate("o", lambda context: Flooding(context, made))
         found = operator.map(small.range(0, 2, 1, 2), work, "a long").collect()
     assert sorted(row.a for row in found) == [0, 1]
-    ((_, evaluation, reason),) = made[0].named("failed")
+    ((_, evaluation, reason),) = made[0].calls_named("failed")
     assert evaluation.subtask == 0
     assert "its mailbox is full: " in reason
     with pytest.raises(stagecrew.EvaluationEnded, match="its mailbox is full"):
@@ -125,12 +125,14 @@ def test_an_executor_that_does_not_acknowledge(small, made):
         try:
             sent = {one: gateway.send("x") for one, gateway in tuple(coordinator.gateways.items())}
             there = {one for one, pid in executors.items() if pid == stopped}
-            eventually(lambda: len(coordinator.named("failed")) == len(there), 20, "those there have failed")
+            eventually(lambda: len(coordinator.calls_named("failed")) == len(there), 20, "those there have failed")
             took = time.monotonic() - began
         finally:
             kill(stopped, signal.SIGCONT)
-        assert {evaluation for _, evaluation, _ in coordinator.named("failed")} == there
-        assert all("has not said within 2.0 s that it has an event" in call[2] for call in coordinator.named("failed"))
+        assert {evaluation for _, evaluation, _ in coordinator.calls_named("failed")} == there
+        assert all(
+            "has not said within 2.0 s that it has an event" in call[2] for call in coordinator.calls_named("failed")
+        )
         assert 1.9 < took < 10
         for evaluation, future in sent.items():
             assert (future.exception(10) is not None) == (evaluation in there)
@@ -139,7 +141,7 @@ def test_an_executor_that_does_not_acknowledge(small, made):
             gateway.send("stop")
         thread.join(60)
     assert sorted(row.a for row in outcome[0]) == [0, 1, 2, 3]
-    assert len(coordinator.named("failed")) == len(there)
+    assert len(coordinator.calls_named("failed")) == len(there)
 
 
 def test_what_is_too_large_or_cannot_be_pickled(small, made):
@@ -180,7 +182,7 @@ def test_what_is_too_large_or_cannot_be_pickled(small, made):
         assert operator.map(small.range(0, 1, 1, 1), work, "a long").count() == 1
     assert len(seen) == 2
     assert [len(event) for event in made[0].all_events()] == [60_000]
-    assert not made[0].named("failed")
+    assert not made[0].calls_named("failed")
 
 
 def test_an_event_size_that_does_not_fit_into_a_frame(sessions):

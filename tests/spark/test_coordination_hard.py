@@ -64,7 +64,7 @@ def test_workers_that_die_at_their_first_word(cluster, made):
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         operator.map(cluster.range(0, 8, 1, 8), dies_at_once, "a long").collect()
     (coordinator,) = made
-    assert [len(coordinator.named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
+    assert [len(coordinator.calls_named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
 
 
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
@@ -102,14 +102,14 @@ def flooded(spark: Any, made: list[RecordingCoordinator], events: int) -> None:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         operator.map(spark.range(0, 4, 1, 4), flood(events, threads, kills), "a long").collect()
         (coordinator,) = made
-    finished = [call[1] for call in coordinator.named("finished")]
+    finished = [call[1] for call in coordinator.calls_named("finished")]
     assert sorted(one.subtask for one in finished) == [0, 1, 2, 3]
     for evaluation in finished:
         by_thread = collections.defaultdict(list)
         for thread, number in coordinator.events[evaluation]:
             by_thread[thread].append(number)
         assert by_thread == {n: list(range(per_thread)) for n in range(threads)}
-    failed = [call[1] for call in coordinator.named("failed")]
+    failed = [call[1] for call in coordinator.calls_named("failed")]
     assert sorted(one.subtask for one in failed) == [1, 3]
     for evaluation in failed:  # what came of one that was killed is a beginning, of each thread
         by_thread = collections.defaultdict(list)
@@ -186,7 +186,7 @@ def test_many_events_to_tasks(cluster, made, count):
         operator = topology.coordinate("o", lambda context: Sender(context, made, count))
         found = operator.map(cluster.range(0, 4, 1, 4), work, "a long").collect()
     assert [row.a for row in found] == [count] * 4
-    assert sorted(call[1].subtask for call in made[0].named("failed")) == [1, 3]
+    assert sorted(call[1].subtask for call in made[0].calls_named("failed")) == [1, 3]
 
 
 def test_large_events_both_ways(cluster, made):
@@ -290,7 +290,7 @@ def test_a_driver_whose_python_is_busy(cluster, made, seconds):
         found = dataset.collect()
     (coordinator,) = made
     assert sorted(len(events) for events in coordinator.events.values()) == sorted(row.a for row in found)
-    assert not coordinator.named("failed")
+    assert not coordinator.calls_named("failed")
     for thread in threads:
         thread.join(30)
 
@@ -320,7 +320,7 @@ def test_what_had_succeeded_is_lost(cluster, made, tmp_path):
         found = bound.repartition(2, "a").mapInArrow(kills, "a long").collect()
     assert sorted(row.a for row in found) == list(range(40))
     (coordinator,) = made
-    again = {call[1] for call in coordinator.named("reset")}
+    again = {call[1] for call in coordinator.calls_named("reset")}
     assert again
     for subtask in range(4):
         mine = [
@@ -365,13 +365,13 @@ def test_speculation(sessions, standalone, made, tmp_path):
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         found = operator.map(spark.range(0, 8, 1, 8), work, "a long").collect()
         (coordinator,) = made
-        eventually(lambda: coordinator.named("failed"), 20, "the loser is heard to fail")
+        eventually(lambda: coordinator.calls_named("failed"), 20, "the loser is heard to fail")
     assert sorted(row.a for row in found) == list(range(8))
     mine = [call for call in coordinator.calls if call[0] != "close" and call[0] != "reset" and call[1].subtask == 0]
     assert [call[0] for call in mine] == ["ready", "ready", "finished", "failed"]
     loser, winner = mine[0][1], mine[1][1]
     assert (mine[2][1], mine[3][1]) == (winner, loser)
-    assert not coordinator.named("reset")
+    assert not coordinator.calls_named("reset")
 
 
 def test_two_operators_in_one_stage(cluster, made):
@@ -390,7 +390,7 @@ def test_two_operators_in_one_stage(cluster, made):
         assert second.map(inner, work, "a long").count() == 1000
     for coordinator in made:
         assert sorted(coordinator.all_events()) == list(range(1000))
-        assert sorted(call[1].subtask for call in coordinator.named("finished")) == [0, 1, 2, 3]
+        assert sorted(call[1].subtask for call in coordinator.calls_named("finished")) == [0, 1, 2, 3]
 
 
 def test_identity_under_a_cross_join(cluster, made):
@@ -808,7 +808,7 @@ def test_a_streaming_query(sessions, made, tmp_path):
         eventually(lambda: made[0].total > 150, 60, "some batches")
         query.stop()
         count = spark.table("mapped").agg(f.count("*").alias("n")).first().n
-    evaluations = [call[1] for call in made[0].named("ready")]
+    evaluations = [call[1] for call in made[0].calls_named("ready")]
     assert len({one.stage for one in evaluations}) > 1
     assert made[0].total >= count > 0
 

@@ -1,4 +1,4 @@
-"""Drivers that campaign, as processes of their own, over a store; and what a test asks of them."""
+"""Processes of `stagecrew driver` over one store, and what tests ask of them."""
 
 import contextlib
 import json
@@ -16,11 +16,11 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from support.waiting import eventually
 
-#: How long one waits for what a busy machine does slowly, in seconds.
+#: Timeout in seconds for work that takes long on a busy machine.
 LONG_TIMEOUT = 120.0
-#: A folder for the PYTHONPATH of processes that are to be killed at a point.
+#: A folder for the PYTHONPATH of processes that are to be killed at a kill point.
 KILL_POINTS = Path(__file__).with_name("kill_points")
-#: What makes Spark start quickly.
+#: Settings with which Spark starts quickly.
 QUICK_CONF = {
     "spark.master": "local[1]",
     "spark.ui.enabled": "false",
@@ -30,12 +30,12 @@ QUICK_CONF = {
 
 
 def wait_until(condition, what, seconds=LONG_TIMEOUT):
-    """Waits until the condition answers something true, and answers that."""
+    """Waits until the condition returns something true, and returns that."""
     return eventually(condition, seconds, what)
 
 
 class DriverProcesses:
-    """Processes of `stagecrew driver` for one store, and their jobs."""
+    """Processes of `stagecrew driver` for one store, and the jobs in that store."""
 
     def __init__(self, store, folder):
         self.store, self.folder = store, Path(folder)
@@ -45,7 +45,10 @@ class DriverProcesses:
         self._pids = set()
 
     def start(self, wait=True, store=None, **environment):
-        """One more, which may reach the store by a way of its own; answers its process, which runs when this returns."""
+        """Starts a driver, and returns its process. With `wait` the driver campaigns when this returns.
+
+        `store` is another URL under which this driver reaches the same store.
+        """
         number = len(list(self.folder.glob("driver-*.log")))
         log = self.folder / f"driver-{number}.log"
         with log.open("wb") as output:
@@ -62,7 +65,7 @@ class DriverProcesses:
         return process
 
     def leader(self):
-        """The process that leads, once there is one."""
+        """Waits for a leader, and returns its process."""
 
         def found():
             with self.jobs() as jobs:
@@ -83,13 +86,13 @@ class DriverProcesses:
             return jobs.read(job)[0]
 
     def result(self, job, seconds=LONG_TIMEOUT):
-        """How it has ended, when it is clean."""
-        wait_until(lambda: self.record(job).clean, f"job {job} is at its end: {self.logs(job)}", seconds)
+        """Waits until the job is clean, and returns its result."""
+        wait_until(lambda: self.record(job).clean, f"job {job} is clean: {self.logs(job)}", seconds)
         with self.jobs() as jobs:
             return jobs.result(job)
 
     def process(self, job):
-        """The process id of who runs the job, once there is one."""
+        """Waits until a process runs the job, and returns its process id."""
 
         def found():
             with self.jobs() as jobs:
@@ -97,13 +100,13 @@ class DriverProcesses:
 
         return wait_until(found, f"a process runs {job}")["pid"]
 
-    def killed(self, process):
-        """A driver has died of a point."""
+    def assert_killed(self, process):
+        """Asserts that this driver was killed at its kill point."""
         assert process.wait(LONG_TIMEOUT) == -signal.SIGKILL
         self.running.remove(process)
 
     def kill(self, process):
-        """SIGKILL to a driver alone: what it started lives on."""
+        """Sends SIGKILL to a driver alone: the processes that it started keep running."""
         self._remember()
         process.send_signal(signal.SIGKILL)
         process.wait(LONG_TIMEOUT)
@@ -117,8 +120,8 @@ class DriverProcesses:
     def logs(self, job):
         return "\n".join(path.read_text()[-1500:] for path in self.folder.glob(f"work-*/{job}/*.log"))
 
-    def nothing_left(self, *jobs):
-        """Asserts that these jobs have ended, and that of each there is its record and its result, and else nothing; behind a sweep."""
+    def assert_nothing_left(self, *jobs):
+        """Asserts that these jobs have ended, and that only their records and results are left after a sweep."""
 
         def left():
             store = open_store(self.store)
@@ -145,14 +148,14 @@ class DriverProcesses:
 
         found = left()
         due = time.monotonic() + 30
-        while any(found.values()) and time.monotonic() < due:  # sessions of who was killed end by and by
+        while any(found.values()) and time.monotonic() < due:  # the sessions of killed processes expire a little later
             time.sleep(0.2)
             found = left()
         assert not any(found.values()), found
         assert [path for path in (self.folder / "out").iterdir() if path.name.startswith("_stagecrew")] == []
 
     def close(self):
-        """Ends all, politely, and asserts that nothing is left of them."""
+        """Ends all drivers with SIGTERM, and asserts that none of their processes is left."""
         self._remember()
         for process in self.running:
             process.send_signal(signal.SIGCONT)
@@ -163,25 +166,32 @@ class DriverProcesses:
             ]
         self.running.clear()
 
-        def gone():
+        def all_ended():
             return not [
                 pid for pid in self._pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
             ]
 
         with contextlib.suppress(psutil.NoSuchProcess):
-            wait_until(gone, "every process that a driver started has ended", 60)
+            wait_until(all_ended, "every process that a driver started has ended", 60)
 
 
-def kill_point(mark, role, what, moment="after", number=1, whom="self"):
-    """The environment in which the first who comes there is killed: who does `what`, a pattern, for the n-th time. See `kill_points`."""
-    given = {"role": role, "what": what, "moment": moment, "number": number, "whom": whom, "mark": str(mark)}
+def kill_point(marker, role, operation, moment="after", number=1, victim="self"):
+    """Returns the environment with which a process is killed at a kill point. See `kill_points/sitecustomize.py`.
+
+    In the first process with this role, the `number`-th operation that matches the pattern `operation` is a kill point:
+    before or after it (`moment`), the process (`victim="self"`) or its driver (`victim="driver"`) is killed. The file
+    `marker` is then created, and nothing more is killed.
+    """
+    given = {
+        "role": role, "operation": operation, "moment": moment, "number": number, "victim": victim, "marker": str(marker),
+    }  # fmt: skip
     path = os.pathsep.join([str(KILL_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(given)}
 
 
 @contextlib.contextmanager
 def campaigning_drivers(store, folder):
-    """Drivers over a store, with a folder `out` that jobs write to; closed at the end."""
+    """Drivers over a store, with a folder `out` for the jobs. The drivers are closed at the end."""
     (folder / "out").mkdir()
     drivers = DriverProcesses(store, folder)
     try:

@@ -1,4 +1,4 @@
-"""Drivers of their own: Python scripts that a test starts, and ends with all that they started."""
+"""Python scripts that a test starts as Spark drivers of their own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ journal = Journal({journal!r})
 
 
 def java_processes(pid: int | None = None) -> list[psutil.Process]:
-    """The Java processes among the descendants of a process, this one by default. One that ends meanwhile is left out."""
+    """Returns the Java processes among the descendants of a process, by default this one. Ended processes are left out."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -39,7 +39,7 @@ def java_processes(pid: int | None = None) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def driver_script(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver of its own; ended at the end with all that it started."""
+    """Runs a script as a driver. At the end, the driver and all processes that it started are ended."""
     path = tmp_path / "driver.py"
     path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
     command = [sys.executable, str(path)]

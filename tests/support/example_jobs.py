@@ -1,4 +1,4 @@
-"""Jobs for the tests with real drivers: what they do is marked in a folder, and they wait there to be let go."""
+"""Jobs for the tests with real drivers. They record their progress in files, and wait for files that let them continue."""
 
 import textwrap
 
@@ -199,7 +199,7 @@ MODULE = textwrap.dedent(
 
 
 def job_spec(function, drivers, conf=(), max_attempts=10, **arguments):
-    """A job of this file's module, which lies nowhere but in the job."""
+    """Returns the spec of a job of `MODULE`, which exists only in the job itself."""
     path = drivers.folder / "ha_jobs.py"
     path.write_text(MODULE)
     spec = JobSpec.of_function(

@@ -42,7 +42,9 @@ def handles(world):
 
 def at(world, name):
     """The path of the file of a state."""
-    return pathlib.Path(world.storage._folder) / json.loads(world.looking.read(f"{ROOT}/{segment(name)}").value)["name"]
+    return (
+        pathlib.Path(world.storage._folder) / json.loads(world.observer.read(f"{ROOT}/{segment(name)}").value)["name"]
+    )
 
 
 def failing(world, error, when="before", method="transact"):
@@ -69,17 +71,17 @@ class TestAdd:
         assert handles.names() == sorted(odd)
         assert {name: handles.get(name).data for name in odd} == {name: name.encode() for name in odd}
         assert {handles.get(name).version for name in odd} == {0}
-        assert world.clean() == {name: name.encode() for name in odd}
+        assert world.assert_clean() == {name: name.encode() for name in odd}
 
     def test_the_entries_are_as_expected(self, world, handles):
         """A small reference in the store, the state in the storage below the store's and the root's folder."""
         handles.add("nightly", b"state" * 1000, lock=True)
-        value = json.loads(world.looking.read("jobs/nightly").value)
+        value = json.loads(world.observer.read("jobs/nightly").value)
         assert value["format"] == 1
         assert value["length"] == 5000
         assert value["name"].startswith(f"{world.folder()}/nightly-")
-        assert world.looking.children("jobs/nightly/locks") == [handles._store.session]
-        assert len(world.looking.read("jobs/nightly").value) < 400
+        assert world.observer.children("jobs/nightly/locks") == [handles._store.session]
+        assert len(world.observer.read("jobs/nightly").value) < 400
         assert world.files() == [value["name"]]
 
     def test_one_of_this_name(self, world, handles):
@@ -88,7 +90,7 @@ class TestAdd:
         with pytest.raises(HandleExists, match="'a'"):
             world.handles().add("a", b"2")
         assert len(world.files()) == 1
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_what_writers_leave_in_the_store(self, world, handles):
         """One entry for each write at a time, not for each root or handle; none when the session is over."""
@@ -96,9 +98,9 @@ class TestAdd:
             StateHandleStore(handles._store, world.storage, f"root-{number}").add("a", b"1")
             handles.add(f"{number}", b"1")
             handles.remove(f"{number}")
-        assert len(world.looking.children("sweep/writers")) == 1
+        assert len(world.observer.children("sweep/writers")) == 1
         world.expire(handles._store.session)
-        assert world.looking.children("sweep/writers") == []
+        assert world.observer.children("sweep/writers") == []
 
     def test_no_bytes(self, handles):
         """Anything but bytes is refused, before anything is written."""
@@ -119,7 +121,7 @@ class TestAdd:
             handles.add("a", b"1")
         assert world.files() == []
         handles.add("a", b"2")
-        assert world.clean() == {"a": b"2"}
+        assert world.assert_clean() == {"a": b"2"}
 
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
@@ -130,7 +132,7 @@ class TestAdd:
         with pytest.raises(type(error)):
             handles.add("a", b"1")
         assert len(world.files()) == 1
-        assert world.clean() == ({"a": b"1"} if when == "after" else {})
+        assert world.assert_clean() == ({"a": b"1"} if when == "after" else {})
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_repeating_tells(self, world, when):
@@ -143,7 +145,7 @@ class TestAdd:
         handles.add("a", state)
         handles.add("a", state)
         assert len(world.files()) == 1
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
         with pytest.raises(RecoveryMisused, match="prepare it again"):
             handles.add("b", state)
         with pytest.raises(HandleExists):
@@ -162,7 +164,7 @@ class TestAdd:
         )
         with pytest.raises(type(error)):
             handles.add("a", state)
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_repeated_when_it_was_removed_meanwhile(self, world):
         """It was added once: it does not come back."""
@@ -174,7 +176,7 @@ class TestAdd:
         world.handles().remove("a")
         handles.add("a", state)
         assert handles.names() == []
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_repeated_by_a_new_session(self, world, when):
@@ -186,40 +188,40 @@ class TestAdd:
             handles.add("a", state)
         world.expire(handles._store.session)
         world.handles().add("a", state)
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_also(self, world, handles):
         """Further operations are done with it, or it is not done; the conflict says which."""
-        world.looking.ensure("other")
+        world.observer.ensure("other")
         handles.add("a", b"1", also=[Create("other/a", b"x"), Check("other", 0)])
-        assert world.looking.read("other/a").value == b"x"
+        assert world.observer.read("other/a").value == b"x"
         with pytest.raises(StoreConflict) as caught:
             handles.add("b", b"1", also=[Create("other/b"), Create("other/a")])
         assert (caught.value.index, caught.value.why) == (1, "exists")
-        assert world.looking.read("other/b") is None
+        assert world.observer.read("other/b") is None
         assert len(world.files()) == 1
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_on_a_marked_one(self, world, handles):
         """A removal that stopped half-way is finished first."""
         handles.add("a", b"old")
-        world.looking.transact(Delete("jobs/a/locks"))
+        world.observer.transact(Delete("jobs/a/locks"))
         handles.add("a", b"new")
         assert len(world.files()) == 1
-        assert world.clean() == {"a": b"new"}
+        assert world.assert_clean() == {"a": b"new"}
 
     def test_on_a_marked_one_that_cannot_be_deleted(self, world):
         """The error is raised, and nothing is left of the new state; the next add does it."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         handles.add("a", b"old")
-        world.looking.transact(Delete("jobs/a/locks"))
+        world.observer.transact(Delete("jobs/a/locks"))
         arm()
         with pytest.raises(StateStorageError):
             handles.add("a", b"new")
         assert len(world.files()) == 1
         assert handles.names() == []
         handles.add("a", b"new")
-        assert world.clean() == {"a": b"new"}
+        assert world.assert_clean() == {"a": b"new"}
 
     def test_storage_fails(self, world):
         """Nothing is in the store, and nothing in the way of the next."""
@@ -229,7 +231,7 @@ class TestAdd:
             handles.add("a", b"1234")
         assert handles.names() == []
         handles.add("a", b"1")
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_a_discard_that_fails_does_not_hide_the_error(self, world, handles):
         """The error is why it was not done; what is left stands beside it, and is swept."""
@@ -240,7 +242,7 @@ class TestAdd:
             other.add("a", b"2")
         assert any("until it is swept" in note for note in caught.value.__notes__)
         assert len(world.files()) == 2
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_swept_while_it_is_written(self, world):
         """Each time a sweep has come between, the state is written again; one who never gets through says so."""
@@ -256,7 +258,7 @@ class TestAdd:
         limit = 1000
         with pytest.raises(StoreUnavailable, match="a sweep"):
             world.handles(moment).add("b", b"1")
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
 
 class TestReplace:
@@ -271,18 +273,18 @@ class TestReplace:
         assert (caught.value.index, caught.value.why) == (-1, "version")
         assert handles.get("a").version == 2
         assert len(world.files()) == 1
-        assert world.clean() == {"a": b"2"}
+        assert world.assert_clean() == {"a": b"2"}
 
     def test_missing_or_marked(self, world, handles):
         """There is nothing to replace, and nothing is left."""
         with pytest.raises(HandleMissing):
             handles.replace("a", 0, b"1")
         handles.add("a", b"0")
-        world.looking.transact(Delete("jobs/a/locks"))
+        world.observer.transact(Delete("jobs/a/locks"))
         with pytest.raises(HandleMissing):
             handles.replace("a", 0, b"1")
         assert len(world.files()) == 1
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
     def test_definitely_not_done(self, world, error):
@@ -305,7 +307,7 @@ class TestReplace:
         with pytest.raises(type(error)):
             handles.replace("a", 0, b"1")
         assert len(world.files()) == 2
-        assert world.clean() == {"a": b"1" if when == "after" else b"0"}
+        assert world.assert_clean() == {"a": b"1" if when == "after" else b"0"}
 
     @pytest.mark.parametrize("when", ["before", "after"])
     def test_repeating_tells(self, world, when):
@@ -320,7 +322,7 @@ class TestReplace:
         assert handles.replace("a", 0, state) == 1
         assert len(world.files()) == 1
         assert handles.replace("a", 1, b"2") == 2
-        assert world.clean() == {"a": b"2"}
+        assert world.assert_clean() == {"a": b"2"}
 
     def test_also(self, world, handles):
         """In the same transaction, as with `add`."""
@@ -330,8 +332,8 @@ class TestReplace:
         assert (caught.value.index, caught.value.why) == (0, "missing")
         assert handles.get("a").data == b"0"
         handles.replace("a", 0, b"1", also=[Create("somewhere")])
-        assert world.looking.read("somewhere")
-        assert world.clean() == {"a": b"1"}
+        assert world.observer.read("somewhere")
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_an_old_state_that_cannot_be_discarded(self, world, caplog):
         """It was replaced: the rest is for the sweep."""
@@ -341,14 +343,14 @@ class TestReplace:
         assert handles.replace("a", 0, b"1") == 1
         assert "until it is swept" in caplog.text
         assert len(world.files()) == 2
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_what_cannot_be_read_can_be_replaced(self, world, handles):
         """A corrupt handle gets a good state."""
         handles.add("a", b"0")
-        world.looking.transact(Replace("jobs/a", b"rubbish", 0))
+        world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.replace("a", 1, b"1") == 2
-        assert world.clean() == {"a": b"1"}
+        assert world.assert_clean() == {"a": b"1"}
 
 
 class TestGet:
@@ -369,7 +371,7 @@ class TestGet:
         handles.add("a", b"1")
         handles.add("b", b"2")
         assert handles.exists("a")
-        world.looking.transact(Delete("jobs/a/locks"))
+        world.observer.transact(Delete("jobs/a/locks"))
         assert not handles.exists("a")
         with pytest.raises(HandleMissing):
             handles.get("a")
@@ -395,8 +397,8 @@ class TestGet:
         path["longer"].write_bytes(b"state of longer than it was")
         path["truncated"].write_bytes(b"state")
         path["missing"].unlink()
-        value = json.loads(world.looking.read("jobs/fine").value)
-        world.looking.transact(
+        value = json.loads(world.observer.read("jobs/fine").value)
+        world.observer.transact(
             Replace("jobs/entry", b"\xff", 0),
             Replace("jobs/newer", json.dumps({"format": 2, "uuid": "x"}).encode(), 0),
             Replace("jobs/typed", json.dumps({**value, "length": "5"}).encode(), 0),
@@ -418,14 +420,14 @@ class TestGet:
         for name, error in unreadable.items():
             with pytest.raises(type(error)):
                 handles.get(name)
-            assert world.looking.children(f"jobs/{name}/locks") == []
+            assert world.observer.children(f"jobs/{name}/locks") == []
         report = world.sweep()
         assert set(report.failed) == {"jobs/entry", "jobs/newer", "jobs/typed"}
         assert report.removed == 0
         assert world.files() == before
         for name in unreadable:
             assert handles.remove(name)
-        assert world.clean() == {"fine": b"state of fine"}
+        assert world.assert_clean() == {"fine": b"state of fine"}
 
     def test_store_fails(self, world):
         """That is no handle's fault: it is raised, and no lock stays."""
@@ -435,7 +437,7 @@ class TestGet:
             arm()
             with pytest.raises(StoreUnavailable):
                 ask()
-            assert world.looking.children("jobs/a/locks") == []
+            assert world.observer.children("jobs/a/locks") == []
 
     def test_replaced_while_it_is_read(self, world, handles):
         """The new state is read, when the old one was discarded meanwhile; one that is removed meanwhile is missing."""
@@ -480,11 +482,11 @@ class TestLock:
         assert other.get("a", lock=True).data == b"1"
         with pytest.raises(HandleLocked, match=other._store.session):
             handles.remove("a", also=[Create("done")])
-        assert world.looking.read("done") is None
+        assert world.observer.read("done") is None
         assert handles.get("a").data == b"1"
         assert other.remove("a", also=[Create("done")])
-        assert world.looking.read("done")
-        assert world.clean() == {}
+        assert world.observer.read("done")
+        assert world.assert_clean() == {}
 
     def test_is_one_for_each_session(self, world, handles):
         """Locked twice is locked once; released twice is fine."""
@@ -503,10 +505,10 @@ class TestLock:
         for ask in (lambda: handles.get("a", lock=True), handles.get_all):
             with contextlib.suppress(StateStorageError):
                 ask()
-        assert world.looking.children("jobs/a/locks") == [handles._store.session]
+        assert world.observer.children("jobs/a/locks") == [handles._store.session]
         with pytest.raises(StateStorageError):
             world.handles().get("a", lock=True)
-        assert world.looking.children("jobs/a/locks") == [handles._store.session]
+        assert world.observer.children("jobs/a/locks") == [handles._store.session]
 
     def test_ends_with_its_session(self, world, handles):
         """When its process dies, another can remove it."""
@@ -516,7 +518,7 @@ class TestLock:
             other.remove("a")
         world.expire(handles._store.session)
         assert other.remove("a")
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     def test_release_all(self, world):
         """All are released, also when one fails; the error comes then."""
@@ -526,7 +528,7 @@ class TestLock:
         arm()
         with pytest.raises(StoreUnavailable):
             handles.release_all()
-        assert [len(world.looking.children(f"jobs/{name}/locks")) for name in ("a", "b", "c")] == [1, 0, 0]
+        assert [len(world.observer.children(f"jobs/{name}/locks")) for name in ("a", "b", "c")] == [1, 0, 0]
         handles.release_all()
         assert world.handles().remove("a")
 
@@ -542,11 +544,11 @@ class TestRemove:
         handles.add("a", b"1", lock=True)
         assert handles.remove("a")
         assert world.files() == []
-        assert world.looking.children(ROOT) == []
+        assert world.observer.children(ROOT) == []
         assert not handles.remove("a")
         assert not handles.remove("never")
         handles.add("a", b"2")
-        assert world.clean() == {"a": b"2"}
+        assert world.assert_clean() == {"a": b"2"}
 
     def test_a_discard_that_fails(self, world):
         """It is marked, and reported; the next one finishes it."""
@@ -555,11 +557,11 @@ class TestRemove:
         arm()
         with pytest.raises(StateStorageError):
             handles.remove("a", also=[Create("done")])
-        assert world.looking.read("done")
+        assert world.observer.read("done")
         assert len(world.files()) == 1
         assert not handles.exists("a")
         assert not handles.remove("a", also=[Create("done")])
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     def test_also_that_does_not_fit(self, world, handles):
         """Nothing is removed."""
@@ -567,23 +569,23 @@ class TestRemove:
         with pytest.raises(StoreConflict) as caught:
             handles.remove("a", also=[Create("x"), Check("nowhere")])
         assert (caught.value.index, caught.value.why) == (1, "missing")
-        assert world.looking.read("x") is None
-        assert world.clean() == {"a": b"1"}
+        assert world.observer.read("x") is None
+        assert world.assert_clean() == {"a": b"1"}
 
     def test_an_entry_that_cannot_be_read(self, world, handles):
         """Who asks for it by name gets it removed; its state is swept."""
         handles.add("a", b"1")
-        world.looking.transact(Replace("jobs/a", b"rubbish", 0))
+        world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.remove("a")
         assert len(world.files()) == 1
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     def test_clear(self, world):
         """All references go, also while the storage is away; what another uses stays; the states are swept."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
-        world.looking.transact(Delete("jobs/c/locks/" + segment(handles._store.session)), Delete("jobs/c/locks"))
+        world.observer.transact(Delete("jobs/c/locks/" + segment(handles._store.session)), Delete("jobs/c/locks"))
         other = world.handles()
         other.lock("b")
         arm()
@@ -592,9 +594,9 @@ class TestRemove:
         assert handles.names() == ["b"]
         other.release_all()
         handles.clear()
-        assert world.looking.children(ROOT) == []
+        assert world.observer.children(ROOT) == []
         assert len(world.files()) == 3
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
 
 class TestSweep:
@@ -608,15 +610,15 @@ class TestSweep:
         world.storage.write("orphan", b"333", results)
         world.storage.write("another store's", b"333", "another/jobs")
         handles.add("half", b"4444")
-        world.looking.transact(Delete("jobs/half/locks"))
-        young = sweep(world.looking, world.storage, [ROOT], 3600)
+        world.observer.transact(Delete("jobs/half/locks"))
+        young = sweep(world.observer, world.storage, [ROOT], 3600)
         assert (young.kept, young.removed, young.bytes) == (2, 0, 0)
         assert world.sweep() == Report(kept=1, removed=1, bytes=3)
         assert world.sweep() == Report(kept=1)
         assert len(world.files()) == 4
         assert world.sweep(roots=[ROOT, "results", "results", "never"]) == Report(kept=2, removed=1, bytes=3)
-        assert world.held() == {"a": b"1"}
-        assert world.held("results") == {"r": b"22"}
+        assert world.readable_data() == {"a": b"1"}
+        assert world.readable_data("results") == {"r": b"22"}
 
     def test_by_the_clock_of_the_storage(self, world, handles):
         """The age is the difference of two times of the storage's own clock."""
@@ -624,16 +626,16 @@ class TestSweep:
         reference = world.storage.write("orphan", b"333", world.folder())
         path = pathlib.Path(world.storage._folder) / reference.name
         os.utime(path, (path.stat().st_mtime - 500,) * 2)
-        assert sweep(world.looking, world.storage, [ROOT], 600).removed == 0
-        assert sweep(world.looking, world.storage, [ROOT], 400).removed == 1
+        assert sweep(world.observer, world.storage, [ROOT], 600).removed == 0
+        assert sweep(world.observer, world.storage, [ROOT], 400).removed == 1
         assert len(world.files()) == 1
 
     def test_nothing_to_do_disturbs_nobody(self, world, handles):
         """The generation moves only when there is something to remove."""
         handles.add("a", b"1")
-        before = world.looking.read(GENERATION)
+        before = world.observer.read(GENERATION)
         world.sweep()
-        assert world.looking.read(GENERATION) == before
+        assert world.observer.read(GENERATION) == before
 
     def test_two_at_once(self, world, handles):
         """A sweep that meets another goes on."""
@@ -647,13 +649,13 @@ class TestSweep:
                 reports[0] = world.sweep()
 
         report = world.sweep(moment)
-        assert (reports[0].removed, world.held()) == (1, {"a": b"1"})
+        assert (reports[0].removed, world.readable_data()) == (1, {"a": b"1"})
         assert not report.failed
 
     def test_failures_are_reported(self, world, handles):
         """One that cannot be deleted does not keep the others."""
         handles.add("a", b"1")
-        world.looking.transact(Delete("jobs/a/locks"))
+        world.observer.transact(Delete("jobs/a/locks"))
         for _ in range(2):
             world.storage.write("orphan", b"333", world.folder())
         failures = iter([True, False, True])
@@ -666,22 +668,22 @@ class TestSweep:
         assert report.removed == 1
         assert len(report.failed) == 2
         assert "jobs/a" in report.failed
-        assert world.clean() == {}
+        assert world.assert_clean() == {}
 
     def test_bad_input(self, world, handles):
         """A grace below 0, a generation of a newer format, or one that is none: named errors, and nothing is removed."""
         with pytest.raises(RecoveryMisused, match="grace"):
-            sweep(world.looking, world.storage, [ROOT], -1)
+            sweep(world.observer, world.storage, [ROOT], -1)
         handles.add("a", b"1")
         for value, error in (
             (b'{"format": 2}', StoreUnsupported),
             (b"?", StateCorrupt),
             (b'{"format": 1}', StateCorrupt),
         ):
-            entry = world.looking.read(GENERATION)
-            world.looking.transact(Replace(GENERATION, value, entry.version))
+            entry = world.observer.read(GENERATION)
+            world.observer.transact(Replace(GENERATION, value, entry.version))
             with pytest.raises(error, match=GENERATION):
-                sweep(world.looking, world.storage, [ROOT], 0, lambda: FAR_FUTURE)
+                sweep(world.observer, world.storage, [ROOT], 0, lambda: FAR_FUTURE)
             with pytest.raises(error, match=GENERATION):
                 handles.add("b", b"1")
         assert len(world.files()) == 1
@@ -728,7 +730,7 @@ def test_threads(world):
     assert not errors, errors
     for instance in instances:
         instance.release_all()
-    world.clean()
+    world.assert_clean()
     instances[0].clear()
-    assert world.clean() == {}
+    assert world.assert_clean() == {}
     assert world.files() == []

@@ -94,7 +94,7 @@ class World:
     def __init__(self, session, storage, expire):
         self._session, self.storage, self._expire = session, storage, expire
         self._live = set()
-        self.looking = self.session()
+        self.observer = self.session()
 
     def session(self):
         store = self._session()
@@ -106,9 +106,9 @@ class World:
         self._live.discard(name)
         self._expire(name)
 
-    def only(self):
+    def expire_others(self):
         """All sessions but the one that looks are over."""
-        for name in self._live - {self.looking.session}:
+        for name in self._live - {self.observer.session}:
             self.expire(name)
 
     def handles(self, moment=None, root=ROOT, repeats=False):
@@ -121,30 +121,30 @@ class World:
         folder = pathlib.Path(self.storage._folder)
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
-    def held(self, root=ROOT):
+    def readable_data(self, root=ROOT):
         """The data of each handle that is not marked; all of them are whole, or this raises."""
-        found, unreadable = StateHandleStore(self.looking, self.storage, root).get_all()
+        found, unreadable = StateHandleStore(self.observer, self.storage, root).get_all()
         assert not unreadable
         return {handle.name: handle.data for handle in found}
 
     def sweep(self, moment=None, grace=0, roots=(ROOT,)):
-        store, storage = self.looking, self.storage
+        store, storage = self.observer, self.storage
         if moment is not None:
             store, storage = Instrumented(store, moment), Instrumented(storage, moment)
         return sweep(store, storage, roots, grace, clock=lambda: FAR_FUTURE)
 
-    def clean(self):
+    def assert_clean(self):
         """Nothing is left but what is referred to, and that is whole."""
         report = self.sweep()
         assert not report.failed
-        held = self.held()
+        held = self.readable_data()
         assert len(self.files()) == len(held)
-        assert StateHandleStore(self.looking, self.storage, ROOT).audit().marked == []
+        assert StateHandleStore(self.observer, self.storage, ROOT).audit().marked == []
         assert report.kept == len(held)
         return held
 
     def folder(self, root=ROOT):
-        return generation(self.looking).folder(root)
+        return generation(self.observer).folder(root)
 
 
 @contextlib.contextmanager
@@ -205,11 +205,11 @@ class Schedule:
 
     @property
     def running(self):
-        return [actor for actor in self._actors if not actor.over]
+        return [actor for actor in self._actors if not actor.ended]
 
     def finish(self):
         for actor in self._actors:
-            while not actor.over:
+            while not actor.ended:
                 actor.step()
 
 
@@ -217,7 +217,7 @@ class _Actor:
     def __init__(self, function, switches):
         self._switches = switches
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self.over, self.result, self.error, self.raises = False, None, None, None
+        self.ended, self.result, self.error, self.raises = False, None, None, None
         self.at, self.arguments = None, ()
         self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
@@ -229,7 +229,7 @@ class _Actor:
             self.result = function(self.moment)
         except BaseException as error:
             self.error = error
-        self.over = True
+        self.ended = True
         self._stopped.release()
 
     def moment(self, method, when, arguments=()):
@@ -250,7 +250,7 @@ class _Actor:
         self.raises = raises if raises is not None else self.raises
         self._go.release()
         assert self._stopped.acquire(timeout=30)
-        if self.over:
+        if self.ended:
             self._thread.join(30)
 
 

@@ -56,13 +56,13 @@ def parquet(tmp_path: Path) -> Trial:
         assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
         return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
 
-    def left():
+    def leftovers():
         return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
             path.name for path in (tmp_path / "out").glob("_stagecrew-*")
         ]
 
     state = files_in(tmp_path / "out")
-    return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, left, watch_files, state)
+    return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, state)
 
 
 def appended(tmp_path: Path) -> Trial:
@@ -73,13 +73,13 @@ def appended(tmp_path: Path) -> Trial:
             return []
         return rows_of(pyarrow.dataset.dataset(str(target), partitioning="hive"))
 
-    def left():
+    def leftovers():
         return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
             path.name for path in target.glob("_*")
         ]
 
     make = lambda: ParquetSink(target, mode="append")  # noqa: E731
-    return Trial(make, FileCommitLog(tmp_path / "log"), visible, left, watch_files, files_in(target))
+    return Trial(make, FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, files_in(target))
 
 
 def objects(tmp_path: Path) -> Trial:
@@ -91,7 +91,7 @@ def objects(tmp_path: Path) -> Trial:
         except FileNotFoundError:
             return []
 
-    def left():
+    def leftovers():
         try:
             known = {str(file)[len(str(target)) + 1 :] for file in read_committed(target).files}
         except FileNotFoundError:
@@ -99,7 +99,7 @@ def objects(tmp_path: Path) -> Trial:
         return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
 
     commit_log, state = FileCommitLog(tmp_path / "log"), files_in(target)
-    return Trial(lambda: ObjectSink(target), commit_log, visible, left, watch_files, state)
+    return Trial(lambda: ObjectSink(target), commit_log, visible, leftovers, watch_files, state)
 
 
 def sqlite(tmp_path: Path) -> Trial:
@@ -142,7 +142,7 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         with contextlib.closing(load_catalog("default", **where)) as catalog:
             return catalog.load_table("db.target")
 
-    def left():
+    def leftovers():
         known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
         return [
             name
@@ -154,7 +154,7 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         lambda: IcebergSink("db.target", properties=where),
         FileCommitLog(tmp_path / "log"),
         lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
-        left,
+        leftovers,
         watch_iceberg,
         lambda: (table().metadata_location, files_in(tmp_path / "warehouse" / "db" / "target" / "data")()),
     )

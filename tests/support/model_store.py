@@ -19,8 +19,8 @@ class ModelServer:
         self.lock = threading.RLock()
         self.log = []  # (session, operations) of each transaction that was done
         self.fault = lambda session, operations, moment: None
-        self.done = lambda operations: None  # called with each transaction that was done
-        self.looks = lambda session, key: None  # called before each read
+        self.on_transaction = lambda operations: None  # called with each transaction that was done
+        self.on_read = lambda session, key: None  # called before each read
         self._numbers = itertools.count(1)
         self.live = set()
 
@@ -44,7 +44,7 @@ class ModelServer:
                 versions.append(self._one(entries, session, index, operation))
             self.entries = entries
             self.log.append((session, operations))
-            self.done(operations)
+            self.on_transaction(operations)
             return versions
 
     @staticmethod
@@ -104,14 +104,14 @@ class ModelStore:
 
     def read(self, key):
         checked_key(key)
-        self.server.looks(self.session, key)
+        self.server.on_read(self.session, key)
         self._alive()
         with self.server.lock:
             return self.server.entries.get(key)
 
     def children(self, key):
         checked_key(key)
-        self.server.looks(self.session, key)
+        self.server.on_read(self.session, key)
         self._alive()
         with self.server.lock:
             return sorted(

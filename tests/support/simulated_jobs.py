@@ -84,7 +84,7 @@ class World:
         self.random = random.Random(seed)
         self.server = ModelServer()
         self.server.fault = self._moment
-        self.server.done = self._done
+        self.server.on_transaction = self._done
         self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: without a disk that has to be reached
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
@@ -95,7 +95,7 @@ class World:
         self.current = None
         self.drivers = []
         self.processes = []
-        self.doomed = []  # sessions of the dead, which the store has not ended yet
+        self.dead_sessions = []  # sessions of the dead, which the store has not ended yet
         self.sink = MemorySink(f"sink-{seed}")
         self.ran = []  # (job, step, run) of each call of a step
         self.stored = set()  # (job, life, step): no later run calls the step again
@@ -103,7 +103,7 @@ class World:
         self.keep = None  # after how many seconds a leader removes ended jobs
         self.names = [f"job-{number}" for number in range(jobs)]
         self.submitted, self.cancelled = set(), set()
-        self.over = {}  # by (job, life)
+        self.final_states = {}  # by (job, life)
 
     def _done(self, operations):
         for one in operations:
@@ -148,7 +148,7 @@ class World:
 
     def _submit(self):
         job = self.random.choice(self.names)
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             try:
                 Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
@@ -161,7 +161,7 @@ class World:
         if self.random.random() > 0.1:
             return
         job = self.random.choice(self.names)
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             try:
                 self.cancelled.add(job)
@@ -173,14 +173,14 @@ class World:
     def _sweep(self):
         if self.random.random() > 0.3:
             return
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
                 Jobs(session, self.storage).sweep(0.0, lambda: math.inf)
             session.close()
 
     def _prune(self):
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
                 list(Jobs(session, self.storage, lambda: self.clock).prune(self.random.choice([0.0, 2.0, 20.0])))
@@ -193,8 +193,8 @@ class World:
         return {info.path for info in infos if info.type == pyarrow.fs.FileType.File}
 
     def _expire(self):
-        if self.doomed:
-            self.server.expire(self.doomed.pop(self.random.randrange(len(self.doomed))))
+        if self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop(self.random.randrange(len(self.dead_sessions))))
         elif self.random.random() < 0.2:  # of one that lives and is paused
             for one in self.drivers + self.processes:
                 if one.busy and not one.dead:
@@ -210,8 +210,8 @@ class World:
     def _new_driver(self):
         self.drivers.append(SimDriver(self))
 
-    def as_(self, who):
-        return _As(self, who)
+    def acting_as(self, actor):
+        return _Acting(self, actor)
 
     @staticmethod
     def fails(job):
@@ -227,8 +227,8 @@ class World:
         for process in self.processes:
             if not process.dead:
                 process.act()
-        while self.doomed:
-            self.server.expire(self.doomed.pop())
+        while self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop())
 
     def settle(self, submit=True):
         """Nothing fails any more: what is left is done by one more driver."""
@@ -236,8 +236,8 @@ class World:
         self.keep = None
         for driver in self.drivers:
             driver.die()
-        while self.doomed:
-            self.server.expire(self.doomed.pop())
+        while self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop())
         for job in self.names if submit else ():
             session = self.server.session()
             Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
@@ -251,7 +251,7 @@ class World:
         return last.jobs
 
 
-class _As:
+class _Acting:
     def __init__(self, world, who):
         self.world, self.who = world, who
 
@@ -272,12 +272,12 @@ class Actor:
     def die(self):
         if not self.dead:
             self.dead = True
-            self.world.doomed.append(self.session.session)
+            self.world.dead_sessions.append(self.session.session)
 
     def act(self):
         self.busy = True
         try:
-            with self.world.as_(self):
+            with self.world.acting_as(self):
                 contextvars.Context().run(self._act)  # a job's step is that of its process
         except Killed:
             self.die()
@@ -292,14 +292,14 @@ class SimDriver(Actor):
 
     def __init__(self, world):
         super().__init__(world)
-        self.jobs = self.tending = None
+        self.jobs = self.reconciler = None
 
     def _act(self):
-        if self.tending is None:
+        if self.reconciler is None:
             if (term := self.campaign()) is None:
                 return
-            self.granted(term)
-        self.tending.look()
+            self.become_leader(term)
+        self.reconciler.look()
 
     def campaign(self):
         """The term that the store gives it; None while another leads."""
@@ -314,10 +314,10 @@ class SimDriver(Actor):
             return None
         return term
 
-    def granted(self, term):
+    def become_leader(self, term):
         """It is told that it leads."""
         self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
-        self.tending = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
+        self.reconciler = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
         return None
@@ -372,8 +372,10 @@ class SimProcess(Actor):
         if self.killed:
             raise Killed
         if done:
-            assert (job, self.life) not in world.over, f"{job} has ended twice: {world.over}"
-            world.over[job, self.life] = claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
+            assert (job, self.life) not in world.final_states, f"{job} has ended twice: {world.final_states}"
+            world.final_states[job, self.life] = (
+                claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
+            )
         self._leave(0 if done else 75)
 
     def _program(self, job):

@@ -116,7 +116,7 @@ class SinkTarget:
 
         return load_catalog("default", **self.conf).load_table("db.target")
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         """What was staged and is not visible."""
         if self.name == "sqlite":
             with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:

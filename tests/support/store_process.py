@@ -19,10 +19,10 @@ class StoreProcess:
 
     def __init__(self, url: str, **environment: str) -> None:
         self._start(url, environment)
-        self.session = self.answer()
+        self.session = self.receive()
 
     @classmethod
-    def begun(cls, url: str):
+    def starting(cls, url: str):
         """One that opens its store yet; its first answer is its session."""
         process = cls.__new__(cls)
         process._start(url, {})
@@ -35,11 +35,11 @@ class StoreProcess:
         )  # fmt: skip
         self.pid = self._process.pid
 
-    def tell(self, name, *arguments):
+    def send(self, name, *arguments):
         """Asks, and does not wait; one `answer` belongs to it."""
         print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=self._process.stdin, flush=True)
 
-    def answer(self):
+    def receive(self):
         line = self._process.stdout.readline()
         assert line, f"the process has ended: {self._process.wait(10)}"
         kind, value, attributes = pickle.loads(base64.b64decode(line))
@@ -51,8 +51,8 @@ class StoreProcess:
         raise error
 
     def __call__(self, name, *arguments):
-        self.tell(name, *arguments)
-        return self.answer()
+        self.send(name, *arguments)
+        return self.receive()
 
     def kill(self, with_signal=signal.SIGKILL):
         """Ends it (SIGKILL), or stops it, or has it go on."""

@@ -81,7 +81,7 @@ def test_other_content_is_refused(trial, forgot):
         assert "Give other data another commit id" in said
     assert sorted(trial.visible()) == before
     assert lands(trial, "monday", commit_log=commit_log).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("forgot", [False, True], ids=["recorded", "forgotten"])
@@ -158,7 +158,7 @@ def test_what_a_repeat_finishes_is_a_warning(tmp_path, caplog):
     with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
         lands(trial, "tuesday")
     assert trial.visible() == []
-    assert trial.left() != [], "the staged rows of a decided commit were deleted"
+    assert trial.leftovers() != [], "the staged rows of a decided commit were deleted"
     assert lands(trial, "monday").repeated
     assert len(trial.visible()) == 40
     assert warnings(caplog) == [
@@ -511,11 +511,11 @@ def test_a_message_that_names_a_path(make, tmp_path, name):
     with pytest.raises(CommitPending):
         lands(trial, sink=Dies(trial.make_sink()))
     change(trial, messages=[{"file": name, "rows": 40}])
-    staged = trial.left()
+    staged = trial.leftovers()
     with pytest.raises(CommitUnreadable, match="is no name of a staged file. Nothing was moved or deleted"):
         lands(trial)
     assert (victim / "theirs").read_text() == "theirs"
-    assert trial.left() == staged
+    assert trial.leftovers() == staged
     assert trial.visible() == []
 
 

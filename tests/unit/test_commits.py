@@ -143,12 +143,12 @@ def test_once(trial):
     for zombie in tasks.zombies:
         with contextlib.suppress(Exception):
             zombie()
-    assert trial.left() == []
+    assert trial.leftovers() == []
     again = trial.drive(Driver(), Tasks(2))
     assert again.repeated
     assert (again.rows, again.parts) == (40, 4)
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_no_rows(trial):
@@ -157,7 +157,7 @@ def test_no_rows(trial):
     assert trial.drive(Driver(), tasks).rows == 0
     assert trial.visible() == []
     assert trial.drive(Driver(), tasks).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 #: Of the moments of a driver those of `make test`. They come in twos, before and after: the number is not even, so as to meet both.
@@ -314,7 +314,7 @@ def test_a_table_that_takes_the_rows_again(tmp_path):
     assert isinstance(outcome[0], CommitUnknown), "it is not known to be refused, and was"
     assert trial.visible() == []
     assert trial.commit_log.read("c")[1]["state"] == "refused"
-    assert trial.left() == []
+    assert trial.leftovers() == []
     assert not trial.drive(Driver(), tasks, "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     trial.repeat_changes_nothing("c")
@@ -331,7 +331,7 @@ def test_a_failure_aborts(trial):
     with pytest.raises(ValueError, match="the job failed"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
 
@@ -380,7 +380,7 @@ def test_a_column_that_the_table_requires(tmp_path, nullable):
     ):
         commit(sink, trial.commit_log, "c", schema, run)
     assert trial.visible() == ([] if nullable else [(7, "a")])
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_texts_for_numbers(tmp_path):
@@ -397,7 +397,7 @@ def test_texts_for_numbers(tmp_path):
     ):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_reader_within_a_transaction(tmp_path):
@@ -466,7 +466,7 @@ def test_first_commits_of_two_schemas_while_one_goes_on(make, tmp_path):
     with pytest.raises(ValueError, match="given up"):
         commit(trial.make_sink(), trial.commit_log, "one", SCHEMA, run)
     assert not commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: []).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_decisions(tmp_path):
@@ -633,7 +633,7 @@ def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
             assert "could not be written" in said
             assert os.strerror(code) in said
             assert trial.visible() == []
-            assert trial.left() == []
+            assert trial.leftovers() == []
         else:
             assert number == 3  # that it was done is what could not be written
             assert report.rows == 40
@@ -641,7 +641,7 @@ def test_a_disk_that_fails_under_the_decisions(tmp_path, part, number, code):
     assert not list((tmp_path / "log").glob(".*.tmp"))
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_writer_of_decisions_that_is_killed(tmp_path):
@@ -674,7 +674,7 @@ def test_an_abort_that_cannot_be_written(tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match="the job failed"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
@@ -686,11 +686,11 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
         CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
     ):
         commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
-    assert trial.left() != []
+    assert trial.leftovers() != []
     monkeypatch.undo()
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.fixture
@@ -715,7 +715,7 @@ def test_decisions_on_a_full_disk(tmp_path, disk):
     with pytest.raises(CommitFailed, match="record of commit 'c' could not be written.*No space left on device"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fills)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     (disk / "large").unlink()
     assert sorted(path.name for path in disk.iterdir()) == [".lock", "c.json"]
     trial.drive(Driver(), tasks, "c")
@@ -900,10 +900,10 @@ def test_a_refused_folder_appears_in_the_middle_of_its_deletion(tmp_path, monkey
     assert not other.is_alive()
     assert isinstance(outcome[0], CommitSuperseded)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("last", ["the other", "this one"])
@@ -967,7 +967,7 @@ def test_iceberg_is_refused_while_another_driver_commits(tmp_path, last):
     assert sorted(trial.visible()) in ([], tasks.expected)
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def expire(trial, commit_id):
@@ -1001,7 +1001,7 @@ def test_an_iceberg_snapshot_that_expires_before_the_repeat(tmp_path, fits):
     if not fits:
         rename(trial.make_sink(), "other", "text")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_an_iceberg_snapshot_that_expires_is_not_abandoned(tmp_path):
@@ -1034,7 +1034,7 @@ def test_a_catalogue_whose_answer_is_none(tmp_path, monkeypatch, effect):
 
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_refusal_that_is_not_written(trial):
@@ -1046,7 +1046,7 @@ def test_a_refusal_that_is_not_written(trial):
         commit(Refusing(trial.make_sink()), silent, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def restored(trial, tasks):
@@ -1113,9 +1113,9 @@ def test_what_an_earlier_run_left_goes_behind_a_copy(tmp_path, monkeypatch, repe
         restored(trial, Tasks(1))
         for _ in range(repeats - 1):
             assert trial.drive(Driver(), Tasks(2), "c").repeated
-        assert len(trial.left()) == 1
+        assert len(trial.leftovers()) == 1
     assert trial.drive(Driver(), Tasks(2), "c").repeated
-    assert (trial.left(), sorted(trial.visible())) == ([], Tasks(1).expected)
+    assert (trial.leftovers(), sorted(trial.visible())) == ([], Tasks(1).expected)
 
 
 def test_decisions_behind_a_link(tmp_path, monkeypatch):
@@ -1157,7 +1157,7 @@ def test_a_refusal_of_a_driver_that_lost_its_session(trial):
     assert trial.commit_log.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
@@ -1179,7 +1179,7 @@ def test_a_conflict_of_a_sink_that_is_gone(tmp_path):
         commit(Gone(plain), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 class Away(SinkWrapper):
@@ -1211,7 +1211,7 @@ def test_a_sink_that_is_away_for_a_moment_when_it_is_over(trial, lands):
         commit(Away(trial.make_sink(), 3), trial.commit_log, "c", SCHEMA, run, sleep=pauses.append)
     assert pauses == [0.2, 0.4, 0.8]
     assert sorted(trial.visible()) == (tasks.expected if lands else [])
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("lands", [True, False], ids=["done", "failed"])
@@ -1228,14 +1228,14 @@ def test_a_sink_that_is_away_when_it_is_over(tmp_path, caplog, lands):
 
     with contextlib.nullcontext() if lands else pytest.raises(ValueError, match="the job failed"):
         commit(Away(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-    assert trial.left() == [f"stagecrew_stage_{runs[0]}"]
+    assert trial.leftovers() == [f"stagecrew_stage_{runs[0]}"]
     [said] = [record.message for record in caplog.records if "could not be deleted" in record.message]
     assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in said
     assert runs[0] in said
     assert ("delete them when the sink is back" in said) is not lands
     trial.drive(Driver(), Tasks(1), "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
@@ -1412,7 +1412,7 @@ def test_a_table_that_takes_no_rows(tmp_path, what):
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
     with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {what}"):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_rows_that_were_lost(tmp_path):

@@ -45,7 +45,7 @@ def fresh(folder, number, made=model_world):
     handles = world.handles()
     handles.add("b", b"old b")
     handles.add("half", b"half")
-    world.looking.transact(Delete("jobs/half/locks"))
+    world.observer.transact(Delete("jobs/half/locks"))
     world.storage.write("orphan", b"orphan", world.folder())
     return world
 
@@ -77,7 +77,7 @@ def attempt(case, world, moment):
 
 def again(case, world):
     """The first is over, and another instance does what that may have done."""
-    world.only()
+    world.expire_others()
     with contextlib.suppress(HandleExists, HandleMissing, StoreConflict):
         attempt(case, world, None)
 
@@ -86,7 +86,7 @@ def enumerated(folder, case, error, made=model_world):
     """Each step of a case, with the world in which it dies or fails there."""
     for at in range(1, 200):
         world = fresh(folder, at, made)
-        before = world.held()
+        before = world.readable_data()
         step = FaultAtStep(at, error)
         raised = None
         try:
@@ -112,10 +112,10 @@ def test_dies_at_each_step(folder, case, made):
     """Before and after each call to store or storage, and in the middle of writing a state: whole at once, done by the next."""
     after = CASES[case][1]
     for world, before, _step, _raised in enumerated(folder, case, None, made):
-        assert world.held() in (before, after)
+        assert world.readable_data() in (before, after)
         again(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,19 +135,19 @@ def test_fails_at_each_step(folder, case, kind):
 
     after = CASES[case][1]
     for world, before, step, raised in enumerated(folder, case, error):
-        assert world.held() in (before, after)
+        assert world.readable_data() in (before, after)
         if (
             raised is not None
             and not isinstance(raised, PossiblyInconsistentError)
             and case.startswith(("add", "replace"))
         ):
-            assert world.held() == before
+            assert world.readable_data() == before
             assert len(world.files()) <= 3 or where == ["write"]
         if step.fired and raised is None:
-            assert world.held() == after
+            assert world.readable_data() == after
         again(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
 def answered(world, actor):
@@ -219,7 +219,7 @@ def test_each_schedule_of_two(folder, names, switches):
     """In each order of the steps of two, at every moment: whole; what each is answered is true; nothing is left in the end."""
 
     def check(world, schedule, over):
-        held = world.held()
+        held = world.readable_data()
         if not over:
             return
         first, second = world.actors
@@ -247,7 +247,7 @@ def test_each_schedule_of_two(folder, names, switches):
         if names == ("remove half", "add half"):
             assert done == {"remove half": True, "add half": True}
             assert ("half" in held) == (not first.result)
-        assert world.clean() == held
+        assert world.assert_clean() == held
 
     count = explore_schedules(race(folder, names), check, switches)
     assert count > 10
@@ -259,7 +259,7 @@ def test_each_schedule_when_the_store_repeats(folder, names, switches):
     """The same where each answer is lost, and the store asks again: what was done and undone since is not done twice."""
 
     def check(world, schedule, over):
-        held = world.held()
+        held = world.readable_data()
         if over:
             for actor in world.actors:
                 answered(world, actor)
@@ -267,7 +267,7 @@ def test_each_schedule_when_the_store_repeats(folder, names, switches):
                 assert held["a"] == b"new a"
             if names == ("remove b", "add b"):
                 assert world.actors[0].result is True
-            assert world.clean() == held
+            assert world.assert_clean() == held
 
     explore_schedules(race(folder, names, repeats=True), check, switches)
 
@@ -283,7 +283,7 @@ def test_an_add_that_the_store_repeats_after_all_was_removed(folder):
 
     world.handles(moment, repeats=True).add("a", b"1")
     assert removed == [True]
-    assert world.clean() == {}
+    assert world.assert_clean() == {}
 
 
 class Machine(RuleBasedStateMachine):
@@ -310,7 +310,7 @@ class Machine(RuleBasedStateMachine):
         self.instances[who] = (handles, hook)
 
     def idle(self, who):
-        return who not in self.actors or self.actors[who].over
+        return who not in self.actors or self.actors[who].ended
 
     def start(self, who, action):
         if not self.idle(who):
@@ -352,7 +352,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, who, name, action, flag):
         self.number += 1
         data = b"%d" % self.number
-        entry = self.world.looking.read(f"{ROOT}/{name}")
+        entry = self.world.observer.read(f"{ROOT}/{name}")
         version = max(0, entry.version - flag) if entry else 0
 
         def repeated(handles):
@@ -394,7 +394,7 @@ class Machine(RuleBasedStateMachine):
         while not self.idle(who) and actor.at[0] != where:
             self.arrives(who)
             actor.step()
-            self.world.held()
+            self.world.readable_data()
         if self.idle(who):
             return
         method, _when = actor.at
@@ -422,7 +422,7 @@ class Machine(RuleBasedStateMachine):
     def die(self, who, at_once):
         """A process dies, and another comes; its session ends at once, or only later."""
         if not self.idle(who):
-            while not self.actors[who].over:
+            while not self.actors[who].ended:
                 self.actors[who].step(Killed())
         self.instances[who][1][0] = None
         session = self.instances[who][0]._store.session
@@ -434,13 +434,13 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def expire(self):
         """The sessions of the dead are over."""
-        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.looking.session}
+        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.observer.session}
         for session in list(self.world.server.live - live):
             self.world.expire(session)
 
     @invariant()
     def whole(self):
-        self.world.held()
+        self.world.readable_data()
 
     def teardown(self):
         try:
@@ -453,8 +453,8 @@ class Machine(RuleBasedStateMachine):
             for who in ("one", "two"):
                 self.instances[who][1][0] = None
                 self.instances[who][0].release_all()
-            held = self.world.held()
-            assert self.world.clean() == held
+            held = self.world.readable_data()
+            assert self.world.assert_clean() == held
             for name in held:
                 assert self.world.handles().remove(name)
             assert self.world.files() == []

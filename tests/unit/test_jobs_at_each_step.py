@@ -170,9 +170,9 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run(tmp_path):
     assert one.dead
     assert not files.exists()
     [process] = world.processes
-    assert (process.term, process.run.number) == (world.drivers[-1].tending._term, 1)
+    assert (process.term, process.run.number) == (world.drivers[-1].reconciler._term, 1)
     assert_final_state(world, world.settle())
-    assert world.over == {("job-0", 0): "succeeded"}
+    assert world.final_states == {("job-0", 0): "succeeded"}
 
 
 def test_cancel_behind_a_decision():
@@ -192,7 +192,7 @@ def test_cancel_behind_a_decision():
     assert world.processes[0].dead
     session_of(world).cancel("job-0")
     world.cancelled.add("job-0")
-    world.server.expire(world.doomed.pop())
+    world.server.expire(world.dead_sessions.pop())
     for _ in range(5):  # the sink is away: the job is not cancelled yet, and nothing of it is deleted
         world.turn(driver, 60)
         assert driver.jobs.read("job-0")[0].state == "ending"

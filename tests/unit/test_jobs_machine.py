@@ -64,10 +64,10 @@ class Contender(SimDriver):
     def _act(self):
         if self.next == "campaign" and self.term is None:
             self.term = self.campaign()
-        elif self.next == "is granted" and self.term is not None and self.tending is None:
-            self.granted(self.term)
-        elif self.next == "looks" and self.tending is not None:
-            self.tending.look()
+        elif self.next == "is granted" and self.term is not None and self.reconciler is None:
+            self.become_leader(self.term)
+        elif self.next == "looks" and self.reconciler is not None:
+            self.reconciler.look()
 
 
 class Machine(RuleBasedStateMachine):
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
 
     def client(self, do):
         """Somebody with a session of its own, who is no contender."""
-        with self.world.as_(None):
+        with self.world.acting_as(None):
             session = self.world.server.session()
             with contextlib.suppress(StagecrewError):
                 do(Jobs(session, self.world.storage, lambda: self.world.clock))
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
     def a_run_goes_on(self, which, script):
         """From its claim to its end, or to where its script ends it; where none lives, one is begun."""
         if all(one.dead for one in self.world.processes):
-            while self.world.doomed:
+            while self.world.dead_sessions:
                 self.a_session_of_the_dead_is_over(which)
             for other in range(3):
                 self.world.clock += 60.0
@@ -223,8 +223,8 @@ class Machine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def one_is_told_that_it_leads_no_more(self, which):
         contender = self.contender(which)
-        if contender.tending is not None:
-            contender.tending.stop()
+        if contender.reconciler is not None:
+            contender.reconciler.stop()
         contender.die()
 
     @rule(which=st.integers(0, 5), process=st.booleans())
@@ -236,8 +236,8 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5))
     def a_session_of_the_dead_is_over(self, which):
         """Some time later than they died."""
-        if self.world.doomed:
-            self.world.server.expire(self.world.doomed.pop(which % len(self.world.doomed)))
+        if self.world.dead_sessions:
+            self.world.server.expire(self.world.dead_sessions.pop(which % len(self.world.dead_sessions)))
 
     @rule(script=SCRIPT)
     def somebody_sweeps(self, script):

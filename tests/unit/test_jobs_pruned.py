@@ -78,13 +78,13 @@ def ended(seed, until="clean"):
     """A world in which job-0 is in this state."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
-    real = world.server.done
+    real = world.server.on_transaction
 
     def done(operations):
         real(operations)
         assert_indexes_match(world.server.entries)  # after each single transaction
 
-    world.server.done = done
+    world.server.on_transaction = done
     driver = life(world, until)
     record, _ = jobs_of(world).read("job-0")
     assert ("clean" if record.clean else record.state) == until
@@ -193,7 +193,7 @@ def test_what_a_prune_leaves():
         jobs.clean(job)
     session = world.server.session()
     session.transact(Create("jobs/lingers/process", b"{}", ephemeral=True))
-    world.server.done = quiet  # the record below is no record
+    world.server.on_transaction = quiet  # the record below is no record
     whole = jobs.read("unreadable")[0].to_bytes()
     session.transact(Replace("jobs/unreadable", b"{", session.read("jobs/unreadable").version))
     world.clock += 100.0
@@ -273,13 +273,13 @@ def test_a_leader_forgets_jobs_that_have_ended():
     names = ("_later", "_stopped", "_said", "_ended", "_waiting")
     for _ in range(3):
         driver.act()
-        assert any("troubled" in getattr(driver.tending, name) for name in names)
+        assert any("troubled" in getattr(driver.reconciler, name) for name in names)
         world.clock += 60.0
     runs(world)
     driver.act()
     assert jobs_of(world).read("troubled")[0].clean
     driver.act()
-    assert not any(getattr(driver.tending, name) for name in names)
+    assert not any(getattr(driver.reconciler, name) for name in names)
 
 
 def test_what_dead_writers_left_goes_with_the_job(monkeypatch):
@@ -345,7 +345,7 @@ def test_a_leader_removes_old_jobs_a_few_at_each_look(monkeypatch):
             driver.act()
             left.append(len(jobs.names()))
         assert left == ([9] * 7 if keep is None else [7, 5, 3, 1, 1, 1, 1])
-        assert [process.run.job for process in world.processes if process.term == driver.tending._term] == ["new"]
+        assert [process.run.job for process in world.processes if process.term == driver.reconciler._term] == ["new"]
 
 
 def test_a_prune_that_fails_stops_nothing(monkeypatch, caplog):
@@ -397,7 +397,7 @@ class At:
         self.seen, self.met = 0, False
         world.server.fault = self
         if moment == "at a read":
-            world.server.looks = lambda session, key: self(session, (), moment)
+            world.server.on_read = lambda session, key: self(session, (), moment)
 
     def __call__(self, session, operations, moment):
         if moment in ("before", "at a read"):
@@ -405,10 +405,10 @@ class At:
         if self.seen != self.number or moment != self.moment or self.met:
             return
         self.met = True
-        self.world.server.fault = self.world.server.looks = quiet
+        self.world.server.fault = self.world.server.on_read = quiet
         before = self.world.current
         try:
-            with self.world.as_(None):
+            with self.world.acting_as(None):
                 self.do(session)
         finally:
             self.world.current = before
@@ -565,7 +565,7 @@ def test_any_two_that_meet(one, moment, until):
             at = At(world, number, moment, lambda session, world=world, other=other: other(world))
             with contextlib.suppress(LeadershipLost, *[JobExists] if other is submits_other else []):
                 one(world)
-            world.server.fault = world.server.looks = quiet
+            world.server.fault = world.server.on_read = quiet
             if not at.met:
                 break
             assert_consistent(world)
@@ -587,12 +587,12 @@ def test_a_submit_that_meets_a_whole_life():
             world.server.fault = quiet
             met.append("its id is taken")
             submits(world)
-            world.server.looks = it_ends
+            world.server.on_read = it_ends
 
     def it_ends(session, key):
         if key != "jobs/job-0":
             return
-        world.server.looks = quiet
+        world.server.on_read = quiet
         met.append("the job ends")
         leading(world)
         ends(world)

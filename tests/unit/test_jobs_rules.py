@@ -405,8 +405,8 @@ def test_a_cancel_of_a_run(caplog):
         for one in world.processes:
             if not one.dead and not one.busy:
                 one.act()
-        while world.doomed:
-            world.server.expire(world.doomed.pop())
+        while world.dead_sessions:
+            world.server.expire(world.dead_sessions.pop())
     assert [one.finishing for one in world.processes] == [False, True]
     assert "looked at again" not in caplog.text
     assert_final_state(world, driver.jobs)
@@ -442,7 +442,7 @@ def test_a_successor_waits_for_the_process_before():
     known.take(process.run, {"pid": 7, "host": "here"})  # and it is paused there
     process.busy = True
     old.die()
-    world.server.expire(world.doomed.pop())
+    world.server.expire(world.dead_sessions.pop())
     jobs.submit(JobSpec("other.py", (), {}, {}, b"", 2), "other")
     new = SimDriver(world)
     for _ in range(5):

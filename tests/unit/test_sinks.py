@@ -156,7 +156,7 @@ def test_a_table_at_an_address_that_is_none(tmp_path):
     with pytest.raises(CommitFailed, match="a b/warehouse/db/target/data/.* cannot be written: .*URI"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_table_with_its_schema(tmp_path):
@@ -165,7 +165,7 @@ def test_a_table_with_its_schema(tmp_path):
     trial.make_sink = lambda: DatabaseSink(f"sqlite:///{tmp_path}/data.db", "main.target")
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.repeat_changes_nothing()
 
 
@@ -200,4 +200,4 @@ def test_metadata_of_an_iceberg_table_that_nobody_names(tmp_path):
         path.unlink()
     trial.drive(Driver(), Tasks(2), "other")
     assert sorted(trial.visible()) == sorted(tasks.expected * 2)
-    assert trial.left() == []
+    assert trial.leftovers() == []

@@ -61,7 +61,7 @@ def test_it_is_read_only(trial, disk):
     assert not (disk / "table").exists()
     assert trial.drive(Driver(), tasks, "c").rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_it_becomes_read_only(trial, disk):
@@ -82,7 +82,7 @@ def test_it_becomes_read_only(trial, disk):
     assert trial.visible() == []
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_it_is_full_while_tasks_stage(trial):
@@ -100,11 +100,11 @@ def test_it_is_full_while_tasks_stage(trial):
     with pytest.raises((OSError, CommitFailed), match="No space left on device|database or disk is full"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     tasks = Tasks(1)
     assert trial.drive(Driver(), tasks, "c").rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_it_is_full_when_it_commits(trial, disk):
@@ -124,4 +124,4 @@ def test_it_is_full_when_it_commits(trial, disk):
     (disk / "large").unlink()
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
