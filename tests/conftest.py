@@ -82,7 +82,7 @@ def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture
 def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
-    """What the JVM listeners wrote since this test began."""
+    """The entries that the JVM listeners wrote since this test began."""
     from support.journal import Journal
 
     Path(jvm_listeners[1]).unlink(missing_ok=True)

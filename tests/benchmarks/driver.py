@@ -327,7 +327,7 @@ class Driver:
             wide._jdf.queryExecution().toRdd().count()
             seconds = time.perf_counter() - started
         outputs = sum(spark_storage.outputs(self.spark).values())
-        return {"seconds": seconds, "disk": spark_storage.size(self.spark, self.folder), "outputs": outputs}
+        return {"seconds": seconds, "disk": spark_storage.shuffle_bytes(self.spark, self.folder), "outputs": outputs}
 
     def supersteps(self, count, size):
         """Seconds of each superstep of two tasks, with a number or an array of so many bytes."""

@@ -182,13 +182,13 @@ def test_a_run_that_is_killed(drivers, which):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("moment", ["1", "behind-1"])
+@pytest.mark.parametrize("moment", ["1", "after-1"])
 def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
     """A coordinator that dies in the middle of an action, or between two, goes on as of the last step: results are as if undisturbed."""
     (drivers.folder / "out" / f"hold-{moment}").touch()
     drivers.start()
     drivers.submit(job_spec("counting", drivers), "job")
-    started = "action-1" if moment == "1" else "behind-1"
+    started = "action-1" if moment == "1" else "after-1"
     wait_until(lambda: recorded_lines(drivers, started), "the job has come to its moment")
     os.kill(drivers.process("job"), signal.SIGKILL)
     wait_until(lambda: len(recorded_lines(drivers, started)) == 2, "another run goes on")

@@ -42,7 +42,7 @@ Make = Callable[[str], Trial]
 def killed_at_each_moment(make: Make, every: int = 1) -> None:
     """Kills the driver before and after each write: readers see all rows or none.
 
-    The next driver publishes all rows once and leaves nothing behind. A repeated commit then changes nothing.
+    The next driver publishes all rows once, and no staged data is left. A repeated commit then changes nothing.
     """
     names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
@@ -177,8 +177,8 @@ def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> I
 def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
     """Pauses an old driver in its commit until a new driver was refused.
 
-    The old driver fails. It changes nothing and leaves nothing. `refuse` creates an obstacle and returns a function that removes it. With `stays`, the obstacle is removed only
-    after the old driver has ended.
+    The old driver fails. It changes nothing and leaves nothing. `refuse` creates an obstacle and returns a function
+    that removes it. With `stays`, the obstacle is removed only after the old driver has ended.
     """
     names = moments_without_faults(make("undisturbed"))
     seen = 0
@@ -416,7 +416,7 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
 
 
 def rows_appear_at_once(trial: Trial) -> None:
-    """Reads from another connection before each transaction of a database ends: no row is visible before the last one."""
+    """Reads from another connection before each transaction ends: no row is visible before the end of the last one."""
     sink, tasks, seen = trial.make_sink(), Tasks(1), []
     within = sink._within
 
@@ -456,8 +456,9 @@ def disconnect(proxy: Proxy) -> None:
 def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
     """Loses the connection at each call to the file system.
 
-    The error is clear, and never a part of the rows is visible. A repeated commit then publishes all rows once, and leaves nothing. The sinks of the trials that `make` creates use
-    the proxy; the functions that inspect the result do not.
+    The error is clear, and never a part of the rows is visible. A repeated commit then publishes all rows once, and
+    leaves nothing. The sinks of the trials that `make` creates use the proxy; the functions that inspect the result do
+    not.
     """
     port = proxy._to
     for at in moments:

@@ -41,7 +41,7 @@ class Driver:
         return len(self.names)
 
     def moment(self, name: str, holds_lock: bool = False) -> None:
-        """Called before and after each write. A driver that holds a lock on which others wait (`holds`) does not pause."""
+        """Called before and after each write. With `holds_lock`, the driver does not pause."""
         if self.dead:
             raise Killed
         self.names.append(name)
@@ -110,7 +110,7 @@ class SinkWrapper:
 
 
 class Tasks:
-    """Tasks that stage rows. Some attempts fail halfway, some are speculative, some write after the commit has ended."""
+    """Tasks that stage rows. Some attempts fail halfway, some are speculative, some write after the commit's end."""
 
     def __init__(self, seed: int, rows: int = 40, partitions: int = 4, zombies: bool = True) -> None:
         self._with_zombies = zombies

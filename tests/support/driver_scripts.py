@@ -28,7 +28,7 @@ journal = Journal({journal!r})
 
 
 def java_processes(pid: int | None = None) -> list[psutil.Process]:
-    """Returns the Java processes among the descendants of a process, by default this one. Ended processes are left out."""
+    """Returns the live Java processes among the descendants of a process, by default of this one."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What state handles must do on any store. Who collects this gives the fixture `world`."""
+"""The contract of state handles on any store. A test module that imports these tests defines the fixture `world`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def handles(world):
     return world.handles()
 
 
-def at(world, name):
-    """The path of the file of a state."""
+def state_path(world, name):
+    """Returns the path of a state's file."""
     return (
         pathlib.Path(world.storage._folder) / json.loads(world.observer.read(f"{ROOT}/{segment(name)}").value)["name"]
     )
 
 
 def failing(world, error, when="before", method="transact"):
-    """Handles of a warm instance whose next call of a method raises."""
+    """Returns handles that have written before, and a function that makes the next call of a method raise."""
     armed = []
 
     def moment(called, at_, arguments=()):
@@ -63,8 +63,8 @@ def failing(world, error, when="before", method="transact"):
 
 
 class TestAdd:
-    def test_what_was_added_is_read(self, world, handles):
-        """Each name, however odd, has its state, with version 0, and nothing else is stored."""
+    def test_added_states_are_read(self, world, handles):
+        """Each name, however unusual, has its state with version 0, and nothing else is stored."""
         odd = ["a", "a/b", "..", "Straße 7", "locks", "x" * 300]
         for name in odd:
             handles.add(name, name.encode())
@@ -73,8 +73,8 @@ class TestAdd:
         assert {handles.get(name).version for name in odd} == {0}
         assert world.assert_clean() == {name: name.encode() for name in odd}
 
-    def test_the_entries_are_as_expected(self, world, handles):
-        """A small reference in the store, the state in the storage below the store's and the root's folder."""
+    def test_entries_in_store_and_storage(self, world, handles):
+        """The store has a small reference; the state is in the storage, in the folder of the store and the root."""
         handles.add("nightly", b"state" * 1000, lock=True)
         value = json.loads(world.observer.read("jobs/nightly").value)
         assert value["format"] == 1
@@ -84,16 +84,16 @@ class TestAdd:
         assert len(world.observer.read("jobs/nightly").value) < 400
         assert world.files() == [value["name"]]
 
-    def test_one_of_this_name(self, world, handles):
-        """It stays, and nothing is left of the second."""
+    def test_existing_name(self, world, handles):
+        """The existing handle stays, and nothing is left of the second one."""
         handles.add("a", b"1")
         with pytest.raises(HandleExists, match="'a'"):
             world.handles().add("a", b"2")
         assert len(world.files()) == 1
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_what_writers_leave_in_the_store(self, world, handles):
-        """One entry for each write at a time, not for each root or handle; none when the session is over."""
+    def test_entries_of_writers(self, world, handles):
+        """A session has one entry for its writes, not one per root or handle, and none after it has ended."""
         for number in range(20):
             StateHandleStore(handles._store, world.storage, f"root-{number}").add("a", b"1")
             handles.add(f"{number}", b"1")
@@ -102,8 +102,8 @@ class TestAdd:
         world.expire(handles._store.session)
         assert world.observer.children("sweep/writers") == []
 
-    def test_no_bytes(self, handles):
-        """Anything but bytes is refused, before anything is written."""
+    def test_anything_but_bytes_is_refused(self, handles):
+        """Anything but bytes is refused before anything is written."""
         for wrong in (5, "text", None):
             with pytest.raises(RecoveryMisused, match="bytes"):
                 handles.add("a", wrong)
@@ -114,7 +114,7 @@ class TestAdd:
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
     def test_definitely_not_done(self, world, error):
-        """The new state is discarded, the error is raised; adding again does it."""
+        """The new state is discarded and the error is raised. Adding again succeeds."""
         handles, arm = failing(world, error)
         arm()
         with pytest.raises(type(error)):
@@ -125,8 +125,8 @@ class TestAdd:
 
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
-    def test_nobody_knows(self, world, error, when):
-        """Nothing is discarded; when it was done, the state is there; when not, it is swept."""
+    def test_unknown_outcome(self, world, error, when):
+        """Nothing is discarded. If the write was done, the state exists; if not, a sweep removes it."""
         handles, arm = failing(world, error, when)
         arm()
         with pytest.raises(type(error)):
@@ -135,8 +135,8 @@ class TestAdd:
         assert world.assert_clean() == ({"a": b"1"} if when == "after" else {})
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_repeating_tells(self, world, when):
-        """Who adds the same prepared state again is answered as if the first had been."""
+    def test_repeating_a_prepared_state(self, world, when):
+        """Adding the same prepared state again returns what the first call would have returned."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
         state = handles.prepare(b"1")
         arm()
@@ -152,8 +152,8 @@ class TestAdd:
             handles.add("a", b"1")
 
     @pytest.mark.parametrize("error", DEFINITE[:-1], ids=lambda error: type(error).__name__)
-    def test_a_repetition_that_fails_does_not_settle_the_first(self, world, error):
-        """After an unknown outcome, only an answer about the first settles it: until then nothing is discarded."""
+    def test_a_failed_repetition_does_not_settle_the_first_write(self, world, error):
+        """After an unknown outcome, nothing is discarded until a response about the first write settles it."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
         state = handles.prepare(b"1")
         arm()
@@ -166,8 +166,8 @@ class TestAdd:
             handles.add("a", state)
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_repeated_when_it_was_removed_meanwhile(self, world):
-        """It was added once: it does not come back."""
+    def test_repeated_after_a_removal(self, world):
+        """The state was added once, so repeating the write does not bring it back after its removal."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
         state = handles.prepare(b"1")
         arm()
@@ -179,8 +179,8 @@ class TestAdd:
         assert world.assert_clean() == {}
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_repeated_by_a_new_session(self, world, when):
-        """Also when the session of the first is over."""
+    def test_repeated_in_a_new_session(self, world, when):
+        """The repetition also works when the session of the first write has ended."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
         state = handles.prepare(b"1")
         arm()
@@ -190,8 +190,11 @@ class TestAdd:
         world.handles().add("a", state)
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_also(self, world, handles):
-        """Further operations are done with it, or it is not done; the conflict says which."""
+    def test_additional_operations(self, world, handles):
+        """Further operations are part of the transaction.
+
+        If one does not fit, nothing is done, and the conflict names it.
+        """
         world.observer.ensure("other")
         handles.add("a", b"1", also=[Create("other/a", b"x"), Check("other", 0)])
         assert world.observer.read("other/a").value == b"x"
@@ -202,16 +205,16 @@ class TestAdd:
         assert len(world.files()) == 1
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_on_a_marked_one(self, world, handles):
-        """A removal that stopped half-way is finished first."""
+    def test_add_to_a_marked_handle(self, world, handles):
+        """A removal that stopped halfway is finished first."""
         handles.add("a", b"old")
         world.observer.transact(Delete("jobs/a/locks"))
         handles.add("a", b"new")
         assert len(world.files()) == 1
         assert world.assert_clean() == {"a": b"new"}
 
-    def test_on_a_marked_one_that_cannot_be_deleted(self, world):
-        """The error is raised, and nothing is left of the new state; the next add does it."""
+    def test_add_to_a_marked_handle_that_cannot_be_deleted(self, world):
+        """The error is raised, and nothing is left of the new state. The next add succeeds."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         handles.add("a", b"old")
         world.observer.transact(Delete("jobs/a/locks"))
@@ -223,8 +226,8 @@ class TestAdd:
         handles.add("a", b"new")
         assert world.assert_clean() == {"a": b"new"}
 
-    def test_storage_fails(self, world):
-        """Nothing is in the store, and nothing in the way of the next."""
+    def test_the_storage_fails(self, world):
+        """Nothing is in the store, and nothing hinders the next add."""
         handles, arm = failing(world, StateStorageError("full"), "half", "write")
         arm()
         with pytest.raises(StateStorageError):
@@ -234,7 +237,7 @@ class TestAdd:
         assert world.assert_clean() == {"a": b"1"}
 
     def test_a_discard_that_fails_does_not_hide_the_error(self, world, handles):
-        """The error is why it was not done; what is left stands beside it, and is swept."""
+        """The raised error is the cause. A note on it names the state that is left, which a sweep removes."""
         handles.add("a", b"1")
         other, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         arm()
@@ -244,8 +247,8 @@ class TestAdd:
         assert len(world.files()) == 2
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_swept_while_it_is_written(self, world):
-        """Each time a sweep has come between, the state is written again; one who never gets through says so."""
+    def test_swept_during_the_write(self, world):
+        """After each concurrent sweep the state is written again. A writer that never succeeds raises an error."""
         sweeps = []
 
         def moment(method, when, arguments=()):
@@ -263,7 +266,7 @@ class TestAdd:
 
 class TestReplace:
     def test_compare_and_set(self, world, handles):
-        """The version counts; of another nothing is changed and nothing left; the old state is gone after success."""
+        """With another version, nothing is changed and nothing left. The old state is removed after success."""
         handles.add("a", b"0")
         assert handles.replace("a", 0, b"1") == 1
         assert handles.replace("a", 1, b"2") == 2
@@ -288,7 +291,7 @@ class TestReplace:
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
     def test_definitely_not_done(self, world, error):
-        """The old state stays, the new one is discarded."""
+        """The old state stays, and the new one is discarded."""
         handles, arm = failing(world, error)
         handles.add("a", b"0")
         arm()
@@ -299,8 +302,8 @@ class TestReplace:
 
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
-    def test_nobody_knows(self, world, error, when):
-        """Both states stay, until a sweep."""
+    def test_unknown_outcome(self, world, error, when):
+        """Both states stay until a sweep."""
         handles, arm = failing(world, error, when)
         handles.add("a", b"0")
         arm()
@@ -310,8 +313,8 @@ class TestReplace:
         assert world.assert_clean() == {"a": b"1" if when == "after" else b"0"}
 
     @pytest.mark.parametrize("when", ["before", "after"])
-    def test_repeating_tells(self, world, when):
-        """The same prepared state counts once, and the old one is discarded then."""
+    def test_repeating_a_prepared_state(self, world, when):
+        """The same prepared state is written once; the old state is then discarded."""
         handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
         handles.add("a", b"0")
         state = handles.prepare(b"1")
@@ -324,8 +327,8 @@ class TestReplace:
         assert handles.replace("a", 1, b"2") == 2
         assert world.assert_clean() == {"a": b"2"}
 
-    def test_also(self, world, handles):
-        """In the same transaction, as with `add`."""
+    def test_additional_operations(self, world, handles):
+        """Further operations are part of the transaction, as with `add`."""
         handles.add("a", b"0")
         with pytest.raises(StoreConflict) as caught:
             handles.replace("a", 0, b"1", also=[Check("nowhere")])
@@ -335,8 +338,8 @@ class TestReplace:
         assert world.observer.read("somewhere")
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_an_old_state_that_cannot_be_discarded(self, world, caplog):
-        """It was replaced: the rest is for the sweep."""
+    def test_the_old_state_cannot_be_discarded(self, world, caplog):
+        """The handle is replaced, and a sweep removes the old state."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         handles.add("a", b"0")
         arm()
@@ -345,8 +348,8 @@ class TestReplace:
         assert len(world.files()) == 2
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_what_cannot_be_read_can_be_replaced(self, world, handles):
-        """A corrupt handle gets a good state."""
+    def test_a_corrupt_handle_can_be_replaced(self, world, handles):
+        """A corrupt handle can be replaced by a good state."""
         handles.add("a", b"0")
         world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.replace("a", 1, b"1") == 2
@@ -355,7 +358,7 @@ class TestReplace:
 
 class TestGet:
     def test_missing(self, handles):
-        """No handle: no state, no version, no lock."""
+        """A missing handle has no state, no version and no lock."""
         assert not handles.exists("a")
         for ask in (handles.get, handles.lock):
             with pytest.raises(HandleMissing, match="'a' in jobs"):
@@ -367,7 +370,7 @@ class TestGet:
         handles.clear()
 
     def test_marked(self, world, handles):
-        """A marked one counts as absent."""
+        """A marked handle counts as missing."""
         handles.add("a", b"1")
         handles.add("b", b"2")
         assert handles.exists("a")
@@ -381,18 +384,21 @@ class TestGet:
         assert [handle.name for handle in handles.get_all(lock=True)[0]] == ["b"]
 
     def test_all(self, handles):
-        """In the order of their names."""
+        """`get_all` returns the handles in the order of their names."""
         for name in ("c", "a", "b"):
             handles.add(name, name.encode())
         found, unreadable = handles.get_all()
         assert [(handle.name, handle.data) for handle in found] == [("a", b"a"), ("b", b"b"), ("c", b"c")]
         assert unreadable == {}
 
-    def test_what_cannot_be_read_does_not_stop_the_others(self, world, handles):
-        """Corrupt, truncated, longer, missing states, and entries that are none or newer: named errors; nothing is deleted."""
+    def test_unreadable_handles_do_not_affect_others(self, world, handles):
+        """Corrupt, truncated, longer and missing states, and entries of another format, give named errors.
+
+        Nothing is deleted.
+        """
         for name in ("corrupt", "entry", "fine", "longer", "missing", "newer", "truncated", "typed", "outside"):
             handles.add(name, b"state of " + name.encode())
-        path = {name: at(world, name) for name in handles.names()}
+        path = {name: state_path(world, name) for name in handles.names()}
         path["corrupt"].write_bytes(b"STATE of corrupt")
         path["longer"].write_bytes(b"state of longer than it was")
         path["truncated"].write_bytes(b"state")
@@ -429,8 +435,8 @@ class TestGet:
             assert handles.remove(name)
         assert world.assert_clean() == {"fine": b"state of fine"}
 
-    def test_store_fails(self, world):
-        """That is no handle's fault: it is raised, and no lock stays."""
+    def test_the_store_fails(self, world):
+        """A failure of the store is not reported as a failure of a handle: it is raised, and no lock stays."""
         handles, arm = failing(world, StoreUnavailable("away"), method="read")
         handles.add("a", b"1")
         for ask in (lambda: handles.get("a", lock=True), lambda: handles.get_all(lock=True)):
@@ -439,8 +445,8 @@ class TestGet:
                 ask()
             assert world.observer.children("jobs/a/locks") == []
 
-    def test_replaced_while_it_is_read(self, world, handles):
-        """The new state is read, when the old one was discarded meanwhile; one that is removed meanwhile is missing."""
+    def test_replaced_during_a_read(self, world, handles):
+        """If the old state was discarded meanwhile, the new one is read. If the handle was removed, it is missing."""
         handles.add("a", b"0")
         done = []
 
@@ -462,8 +468,8 @@ class TestGet:
         with pytest.raises(HandleMissing):
             world.handles(removing).get("a")
 
-    def test_replaced_each_time_it_is_read(self, world, handles):
-        """One who never gets through says so: there is no livelock."""
+    def test_replaced_during_each_read(self, world, handles):
+        """A reader that never succeeds raises an error: there is no livelock."""
         handles.add("a", b"0")
 
         def moment(method, when, arguments=()):
@@ -475,8 +481,8 @@ class TestGet:
 
 
 class TestLock:
-    def test_keeps_others_from_removing(self, world, handles):
-        """A handle that another session uses stays, whole; who asked gives up its own lock; the last one removes it."""
+    def test_a_lock_prevents_removal(self, world, handles):
+        """A handle in use stays complete. `remove` releases its own lock, and the last user can remove the handle."""
         handles.add("a", b"1", lock=True)
         other = world.handles()
         assert other.get("a", lock=True).data == b"1"
@@ -488,8 +494,8 @@ class TestLock:
         assert world.observer.read("done")
         assert world.assert_clean() == {}
 
-    def test_is_one_for_each_session(self, world, handles):
-        """Locked twice is locked once; released twice is fine."""
+    def test_one_lock_per_session(self, world, handles):
+        """Two locks of one session are one lock, and a second release does nothing."""
         handles.add("a", b"1")
         assert handles.lock("a")
         assert not handles.lock("a")
@@ -498,10 +504,10 @@ class TestLock:
         handles.release("a")
         assert world.handles().remove("a")
 
-    def test_that_was_held_before_stays_when_a_get_fails(self, world, handles):
-        """Only the lock that the failing call took is given up."""
+    def test_an_earlier_lock_stays_when_a_get_fails(self, world, handles):
+        """Only the lock that the failing call acquired is released."""
         handles.add("a", b"1", lock=True)
-        at(world, "a").unlink()
+        state_path(world, "a").unlink()
         for ask in (lambda: handles.get("a", lock=True), handles.get_all):
             with contextlib.suppress(StateStorageError):
                 ask()
@@ -510,8 +516,8 @@ class TestLock:
             world.handles().get("a", lock=True)
         assert world.observer.children("jobs/a/locks") == [handles._store.session]
 
-    def test_ends_with_its_session(self, world, handles):
-        """When its process dies, another can remove it."""
+    def test_a_lock_ends_with_its_session(self, world, handles):
+        """When the session of the lock has expired, another session can remove the handle."""
         handles.add("a", b"1", lock=True)
         other = world.handles()
         with pytest.raises(HandleLocked):
@@ -521,7 +527,7 @@ class TestLock:
         assert world.assert_clean() == {}
 
     def test_release_all(self, world):
-        """All are released, also when one fails; the error comes then."""
+        """All locks are released even when one release fails. The error is raised at the end."""
         handles, arm = failing(world, StoreUnavailable("away"))
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
@@ -532,15 +538,15 @@ class TestLock:
         handles.release_all()
         assert world.handles().remove("a")
 
-    def test_does_not_keep_from_replacing(self, world, handles):
-        """It says that the handle is in use, not by whom it may be changed."""
+    def test_a_lock_does_not_prevent_replacing(self, world, handles):
+        """A lock means that the handle is in use. It does not restrict who may replace it."""
         handles.add("a", b"0", lock=True)
         assert world.handles().replace("a", 0, b"1") == 1
 
 
 class TestRemove:
-    def test_takes_all_away(self, world, handles):
-        """State, reference, locks; again is fine, and says that it did nothing."""
+    def test_removal_is_complete(self, world, handles):
+        """State, reference and locks are removed. A second call does nothing, and returns False."""
         handles.add("a", b"1", lock=True)
         assert handles.remove("a")
         assert world.files() == []
@@ -550,8 +556,8 @@ class TestRemove:
         handles.add("a", b"2")
         assert world.assert_clean() == {"a": b"2"}
 
-    def test_a_discard_that_fails(self, world):
-        """It is marked, and reported; the next one finishes it."""
+    def test_the_discard_fails(self, world):
+        """The handle is marked, and the error is raised. The next removal finishes it."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         handles.add("a", b"1")
         arm()
@@ -563,7 +569,7 @@ class TestRemove:
         assert not handles.remove("a", also=[Create("done")])
         assert world.assert_clean() == {}
 
-    def test_also_that_does_not_fit(self, world, handles):
+    def test_additional_operations_with_a_conflict(self, world, handles):
         """Nothing is removed."""
         handles.add("a", b"1")
         with pytest.raises(StoreConflict) as caught:
@@ -572,8 +578,8 @@ class TestRemove:
         assert world.observer.read("x") is None
         assert world.assert_clean() == {"a": b"1"}
 
-    def test_an_entry_that_cannot_be_read(self, world, handles):
-        """Who asks for it by name gets it removed; its state is swept."""
+    def test_an_unreadable_entry(self, world, handles):
+        """`remove` removes the reference of an unreadable handle. Its state is swept."""
         handles.add("a", b"1")
         world.observer.transact(Replace("jobs/a", b"rubbish", 0))
         assert handles.remove("a")
@@ -581,7 +587,7 @@ class TestRemove:
         assert world.assert_clean() == {}
 
     def test_clear(self, world):
-        """All references go, also while the storage is away; what another uses stays; the states are swept."""
+        """All references are removed, even if the storage is unavailable. Handles in use stay. The states are swept."""
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
@@ -600,8 +606,11 @@ class TestRemove:
 
 
 class TestSweep:
-    def test_what_is_referred_to_stays(self, world, handles):
-        """Only states that nothing refers to, older than the grace, of these roots; half-done removals are finished."""
+    def test_referenced_states_stay(self, world, handles):
+        """A sweep removes only states of these roots without a reference that are older than the grace period.
+
+        It also finishes removals that stopped halfway.
+        """
         other = world.handles(root="results")
         handles.add("a", b"1")
         other.add("r", b"22")
@@ -620,7 +629,7 @@ class TestSweep:
         assert world.readable_data() == {"a": b"1"}
         assert world.readable_data("results") == {"r": b"22"}
 
-    def test_by_the_clock_of_the_storage(self, world, handles):
+    def test_ages_use_the_clock_of_the_storage(self, world, handles):
         """The age is the difference of two times of the storage's own clock."""
         handles.add("a", b"1")
         reference = world.storage.write("orphan", b"333", world.folder())
@@ -630,15 +639,15 @@ class TestSweep:
         assert sweep(world.observer, world.storage, [ROOT], 400).removed == 1
         assert len(world.files()) == 1
 
-    def test_nothing_to_do_disturbs_nobody(self, world, handles):
-        """The generation moves only when there is something to remove."""
+    def test_nothing_to_remove(self, world, handles):
+        """The generation advances only when there is something to remove."""
         handles.add("a", b"1")
         before = world.observer.read(GENERATION)
         world.sweep()
         assert world.observer.read(GENERATION) == before
 
-    def test_two_at_once(self, world, handles):
-        """A sweep that meets another goes on."""
+    def test_two_concurrent_sweeps(self, world, handles):
+        """A sweep continues when it meets another sweep."""
         handles.add("a", b"1")
         world.storage.write("orphan", b"333", world.folder())
         reports = []
@@ -653,7 +662,7 @@ class TestSweep:
         assert not report.failed
 
     def test_failures_are_reported(self, world, handles):
-        """One that cannot be deleted does not keep the others."""
+        """A state that cannot be deleted does not stop the deletion of the others."""
         handles.add("a", b"1")
         world.observer.transact(Delete("jobs/a/locks"))
         for _ in range(2):
@@ -671,7 +680,10 @@ class TestSweep:
         assert world.assert_clean() == {}
 
     def test_bad_input(self, world, handles):
-        """A grace below 0, a generation of a newer format, or one that is none: named errors, and nothing is removed."""
+        """A negative grace, and a generation of a newer format or an invalid one, give named errors.
+
+        Nothing is removed.
+        """
         with pytest.raises(RecoveryMisused, match="grace"):
             sweep(world.observer, world.storage, [ROOT], -1)
         handles.add("a", b"1")
@@ -689,10 +701,13 @@ class TestSweep:
         assert len(world.files()) == 1
 
 
-def test_threads(world):
-    """Eight threads of two sessions that add, replace, lock, read and remove, beside a sweeper: all are whole, nothing is left."""
+def test_many_threads(world):
+    """Eight threads of two sessions add, replace, lock, read and remove, beside a sweeper.
+
+    All states are complete, and nothing is left.
+    """
     instances, errors = [world.handles(), world.handles()], []
-    over = threading.Event()
+    done = threading.Event()
 
     def work(number):
         handles = instances[number % 2]
@@ -713,7 +728,7 @@ def test_threads(world):
 
     def sweeping():
         try:
-            while not over.wait(0.02):
+            while not done.wait(0.02):
                 assert not world.sweep().failed
         except BaseException as error:
             errors.append(error)
@@ -724,7 +739,7 @@ def test_threads(world):
         thread.start()
     for thread in threads:
         thread.join(60)
-    over.set()
+    done.set()
     sweeper.join(60)
     assert not any(thread.is_alive() for thread in (*threads, sweeper))
     assert not errors, errors

@@ -1,4 +1,8 @@
-"""Writers of state handles that stop, die, fail or go on at each of their steps: for the tests of handles."""
+"""Fault injection for the tests of state handles.
+
+Writers pause, die or fail at each of their steps, in every order. A *moment* is a point before, within or after a call
+of a store or a storage.
+"""
 
 import contextlib
 import functools
@@ -17,19 +21,19 @@ from stagecrew.recovery.writes import generation
 from support.model_store import ModelServer
 
 ROOT = "jobs"
-#: By this clock, every state is old.
+#: On this clock, every state is old.
 FAR_FUTURE = 1e12
 
 
 class Killed(BaseException):
-    """The process died here; nothing that it does has an effect any more."""
+    """The process died here. Nothing that it does later has an effect."""
 
 
 class Instrumented:
-    """A store or a storage that calls `moment(method, when)` before and after each of its methods.
+    """A proxy of a store or a storage that calls `moment(method, when)` before and after each call.
 
-    `half` is the middle of a state's write, and `lost`, if `repeats`, that of a transaction whose answer was lost: it is then
-    asked for again, and what it finds of its own counts as done.
+    The moment `half` is in the middle of writing a state. With `repeats`, the moment `lost` follows a transaction whose
+    response was lost: the proxy repeats the transaction, and accepts its own earlier success.
     """
 
     def __init__(self, target, moment, repeats=False):
@@ -66,7 +70,9 @@ class Instrumented:
 
 
 class FaultAtStep:
-    """A moment that counts, and at one of them kills, or raises what `error(method, when)` answers."""
+    """Counts moments; at moment number `at` it kills the process, or raises the error that `error(method, when)`
+    returns.
+    """
 
     def __init__(self, at=0, error=None):
         self.at, self.error = at, error
@@ -89,7 +95,7 @@ class FaultAtStep:
 
 
 class World:
-    """A store, a storage, and what must hold of them at any time."""
+    """A store and a storage, with functions that inspect both."""
 
     def __init__(self, session, storage, expire):
         self._session, self.storage, self._expire = session, storage, expire
@@ -102,12 +108,12 @@ class World:
         return store
 
     def expire(self, name):
-        """The session is over."""
+        """Ends a session."""
         self._live.discard(name)
         self._expire(name)
 
     def expire_others(self):
-        """All sessions but the one that looks are over."""
+        """Ends all sessions but that of the observer."""
         for name in self._live - {self.observer.session}:
             self.expire(name)
 
@@ -122,7 +128,7 @@ class World:
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
     def readable_data(self, root=ROOT):
-        """The data of each handle that is not marked; all of them are whole, or this raises."""
+        """Returns the data of each handle that is not marked. Raises if one of them cannot be read."""
         found, unreadable = StateHandleStore(self.observer, self.storage, root).get_all()
         assert not unreadable
         return {handle.name: handle.data for handle in found}
@@ -134,7 +140,10 @@ class World:
         return sweep(store, storage, roots, grace, clock=lambda: FAR_FUTURE)
 
     def assert_clean(self):
-        """Nothing is left but what is referred to, and that is whole."""
+        """Asserts that, after a sweep, only referenced states are left and that all of them can be read.
+
+        Returns the data of the handles.
+        """
         report = self.sweep()
         assert not report.failed
         held = self.readable_data()
@@ -149,7 +158,7 @@ class World:
 
 @contextlib.contextmanager
 def quick_folder():
-    """A folder in memory, where there is one: a real file system, whose `fsync` costs nothing."""
+    """Creates a temporary folder, in memory if possible: a real file system on which `fsync` is fast."""
     memory = "/dev/shm"
     folder = tempfile.mkdtemp(prefix="stagecrew-", dir=memory if pathlib.Path(memory).is_dir() else None)
     try:
@@ -168,7 +177,7 @@ def model_world(folder):
 
 @contextlib.contextmanager
 def real_world(folder, url):
-    """With a real store."""
+    """A world with a real store."""
     pathlib.Path(folder).mkdir(exist_ok=True)
     opened = {}
 
@@ -186,19 +195,19 @@ def real_world(folder, url):
 
 @contextlib.contextmanager
 def sqlite_world(folder):
-    """The database is beside the states."""
+    """A world with a SQLite database beside the states."""
     with real_world(folder, f"sqlite://{folder}.db") as world:
         yield world
 
 
 class Schedule:
-    """Runs actors one step at a time, in an order that is chosen: each is a thread that waits where it meets a moment."""
+    """Runs actors one step at a time, in a chosen order. Each actor is a thread that waits at each moment."""
 
     def __init__(self):
         self._actors = []
 
     def start(self, function, switches=("before", "lost", "half")):
-        """An actor; `function` is called with its moment."""
+        """Starts an actor, which calls `function` with its moment."""
         actor = _Actor(function, switches)
         self._actors.append(actor)
         return actor
@@ -246,7 +255,7 @@ class _Actor:
             raise error
 
     def step(self, raises=None):
-        """Goes on to the next moment; or raises this where it stands."""
+        """Runs the actor to its next moment, or raises an error where it waits."""
         self.raises = raises if raises is not None else self.raises
         self._go.release()
         assert self._stopped.acquire(timeout=30)
@@ -254,20 +263,20 @@ class _Actor:
             self._thread.join(30)
 
 
-def explore_schedules(make, check, switches=None):
-    """Every order in which two actors can take their steps, or those with so many switches between them.
+def explore_schedules(make_world, check, switches=None):
+    """Explores every order in which two actors can take their steps, or the orders with at most `switches` switches.
 
-    `check` is called after each step that may have changed something, and at the end. Answers how many orders there are.
+    `check` is called after each step that may have changed something, and at the end. Returns the number of orders.
     """
     prefix, count = [], 0
     while True:
         schedule = Schedule()
-        world = make(schedule)
+        world = make_world(schedule)
         taken = []
         last, left = 0, switches
         try:
             while running := schedule.running:
-                # The one that ran goes on by the first choice; the other, by the second.
+                # The first choice continues the actor that ran last; the second choice continues the other one.
                 order = [last, 1 - last] if len(running) == 2 else [0]
                 if left == 0:
                     order = order[:1]
@@ -292,5 +301,5 @@ def explore_schedules(make, check, switches=None):
         prefix = [choice for choice, _ in taken[:-1]] + [taken[-1][0] + 1]
 
 
-#: The methods after which something may be otherwise.
+#: The methods that can change the store or the storage.
 MUTATING_METHODS = ("transact", "write", "discard")

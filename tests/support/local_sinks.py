@@ -21,7 +21,10 @@ from support.commit_trials import SCHEMA, Trial, files_below, watch_files, watch
 
 
 class _LikeHdfs(LocalFileSystem):
-    """Its renames move into a folder that is there, put nothing in the place of a file, and fail without a word."""
+    """A file system whose renames behave like those of HDFS.
+
+    A rename to an existing folder moves into it. A rename to an existing file does nothing and reports no error.
+    """
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
         if os.path.isdir(path2):
@@ -31,7 +34,7 @@ class _LikeHdfs(LocalFileSystem):
 
 
 def like_hdfs() -> pyarrow.fs.FileSystem:
-    """The disk of this host, which renames as HDFS does."""
+    """Returns the disk of this host, with renames like those of HDFS."""
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(_LikeHdfs(auto_mkdir=True, skip_instance_cache=True)))
 
 
@@ -53,7 +56,7 @@ def parquet(tmp_path: Path) -> Trial:
     def visible():
         if not target.exists():
             return []
-        assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
+        assert (target / "_stagecrew.json").exists(), "the folder exists, but it is not complete"
         return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
 
     def leftovers():
@@ -165,17 +168,17 @@ SINKS = [parquet, appended, objects, sqlite, iceberg]
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of its own, for root."""
+    """A small file system on `folder`. Needs root."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
-        gc.collect()  # connections of tests that nobody closed
+        gc.collect()  # connections that tests did not close
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def remount(folder: Path, how: str) -> None:
-    """Has a disk be read-only, "ro", or not, "rw"."""
+def remount(folder: Path, mode: str) -> None:
+    """Remounts a file system read-only ("ro") or read-write ("rw")."""
     gc.collect()
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)

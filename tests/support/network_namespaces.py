@@ -1,4 +1,4 @@
-"""A host that vanishes: a network of its own on this one, for root."""
+"""A simulated host that vanishes: a network namespace on this host. Needs root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _CLONE_NEWNET = 0x40000000
 
 
 class OtherHost:
-    """Before a server of this host. Behind `vanish` nothing comes from it, not even that it has got something."""
+    """Another host, with a proxy to a server on this host.
+
+    After `vanish` nothing arrives from it, not even TCP acknowledgements.
+    """
 
     def __init__(self, name: str, ours: str, proxy: Proxy) -> None:
         self._name, self._ours, self.hosts = name, ours, proxy.hosts
@@ -33,7 +36,7 @@ def _ip(*words: str) -> None:
 
 
 def _listening(name: str, address: str) -> socket.socket:
-    """A socket of that network: a thread enters it, and ends."""
+    """Opens a socket in the other network: a thread enters the namespace, opens the socket and ends."""
     found: list[socket.socket] = []
 
     def listens() -> None:
@@ -50,19 +53,19 @@ def _listening(name: str, address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def other_host(port: int) -> Iterator[OtherHost]:
-    """One whose server is that of this port here."""
+    """Creates another host with a proxy to the server on this port."""
     pid = os.getpid()
     name, here, there = f"stagecrew-{pid}", f"sc{pid}h", f"sc{pid}t"
-    block = f"198.18.{pid // 64 % 256}"  # a range for tests of networks
+    block = f"198.18.{pid // 64 % 256}"  # a range that is reserved for network tests
     ours, theirs = (f"{block}.{pid % 64 * 4 + number}" for number in (1, 2))
-    with contextlib.ExitStack() as made:
+    with contextlib.ExitStack() as cleanup:
         _ip("netns", "add", name)
-        made.callback(_ip, "netns", "del", name)
+        cleanup.callback(_ip, "netns", "del", name)
         _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        made.callback(_ip, "link", "del", here)
+        cleanup.callback(_ip, "link", "del", here)
         _ip("addr", "add", f"{ours}/30", "dev", here)
         _ip("link", "set", here, "up")
         _ip("-n", name, "addr", "add", f"{theirs}/30", "dev", there)
         _ip("-n", name, "link", "set", there, "up")
-        proxy = made.enter_context(Proxy(port, _listening(name, theirs)))
+        proxy = cleanup.enter_context(Proxy(port, _listening(name, theirs)))
         yield OtherHost(name, ours, proxy)

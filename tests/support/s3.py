@@ -1,4 +1,4 @@
-"""An S3 server of the tests' own."""
+"""An S3 server for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from support.waiting import eventually
 
 @contextlib.contextmanager
 def s3_server():
-    """A file system on it, and the URI of a bucket that is there. A process: Arrow holds Python's lock where it ends an upload."""
+    """Starts a server, and yields a file system on it and the URI of an existing bucket.
+
+    The server is a separate process, because Arrow holds Python's lock while it finishes an upload.
+    """
     port = free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
     process = subprocess.Popen(
