@@ -1,8 +1,8 @@
-"""How long it takes from SIGKILL of the leader to the first task of the recovered job, and to recover 1,000 jobs.
+"""Measures the time from SIGKILL of the leader to the first task of the recovered job, and recovers 1,000 jobs.
 
-A standby waits, and the job has a finished step. Its parts, by the clock of one host: until the leader's entry is gone for whoever
-reads the store (detection: its session is over), until another stands there (election), until the job's Python begins (the
-store, spark-submit, its JVM), until its first task runs (the session).
+A standby waits, and the job has a finished step. The parts, on the clock of one host: until the leader's entry is no
+longer in the store (detection: its session expires), until another leader has an entry (election), until the job's
+Python begins (store, spark-submit, its JVM), and until its first task runs (Spark session).
 """
 
 import contextlib
@@ -71,7 +71,7 @@ def _failover(store, folder):
     finally:
         drivers.close()
     elected = info.since.timestamp()
-    detected = min(detected, elected)  # the reader looks every 2 ms
+    detected = min(detected, elected)  # the reader polls every 2 ms
     return {
         "detected": detected - killed,
         "elected": elected - detected,
@@ -116,7 +116,7 @@ def _thousand(store_of, folder):
 
 
 def failover():
-    """The medians of some rounds on each store, in seconds."""
+    """Returns the medians of several rounds on each store, in seconds."""
     from stagecrew.recovery.stores import open_store
 
     results = {}
