@@ -299,9 +299,9 @@ def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int
 
     The task's rows are not visible, and nothing is left. `make` creates the trial of a given name.
     """
-    over = False
+    ended = False
     for moment in moments or itertools.count(1):
-        if over:
+        if ended:
             break
         for ends in (True, False):
             trial = make(f"late-{moment}-{ends}")
@@ -333,8 +333,8 @@ def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int
             _go_on((zombie, threads[0]))
             assert sorted(trial.visible()) == (tasks.expected if ends else []), zombie.names
             assert trial.leftovers() == [], (zombie.names, ends)
-            over = zombie.moments < moment
-            assert not over or moment > 3
+            ended = zombie.moments < moment
+            assert not ended or moment > 3
 
 
 def _slowly(zombie: Driver, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -421,12 +421,12 @@ def rows_appear_at_once(trial: Trial) -> None:
     within = sink._within
 
     @contextlib.contextmanager
-    def looks(database: Any) -> Iterator[None]:
+    def reading_before_end(database: Any) -> Iterator[None]:
         with within(database):
             yield
             seen.append((database.execute("SELECT count(*) FROM " + sink._table).fetchone()[0], len(trial.visible())))
 
-    sink._within = looks
+    sink._within = reading_before_end
     commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(sink, staging))
     assert (40, 0) in seen, "no read happened after all rows were added"
     assert {visible for added, visible in seen if seen.index((added, visible)) <= seen.index((40, 0))} == {0}
@@ -463,19 +463,19 @@ def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterab
     port = proxy._to
     for at in moments:
         trial, losing, tasks = make(at), _Losing(at, proxy), Tasks(1, zombies=False)
-        own = trial.make_sink()
-        own._filesystem = losing.instrument(
-            own._filesystem,
+        losing_sink = trial.make_sink()
+        losing_sink._filesystem = losing.instrument(
+            losing_sink._filesystem,
             ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move",
              "delete_file", "delete_dir"),
         )  # fmt: skip
         try:
             commit(
-                own,
+                losing_sink,
                 trial.commit_log,
                 "c",
                 SCHEMA,
-                lambda staging, tasks=tasks, own=own: tasks.run(own, staging),
+                lambda staging, tasks=tasks, losing_sink=losing_sink: tasks.run(losing_sink, staging),
                 sleep=lambda _: None,
             )
         except (OSError, RuntimeError, CommitFailed, CommitPending) as error:
@@ -531,7 +531,7 @@ def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, 
     """
     one, other = make("one"), make("other")
 
-    def behind(on: Any, source: str, destination: str) -> None:
+    def move_after_other(on: Any, source: str, destination: str) -> None:
         if destination != folder:
             move(on, source, destination)
             return
@@ -542,7 +542,7 @@ def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, 
 
     move = parquet_module.move
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet_module, "move", behind)
+        patch.setattr(parquet_module, "move", move_after_other)
         with pytest.raises(Killed):
             other.drive(Driver(), Tasks(2), "other")
 

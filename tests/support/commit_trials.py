@@ -86,15 +86,15 @@ class Instrumented:
                 raise Killed
             if name in self._names:
                 self._driver.moment(f"before {name}")
-            answer = found(*args, **kwargs)
+            result = found(*args, **kwargs)
             if name in self._names:
                 try:
                     self._driver.moment(f"after {name}")
                 except BaseException:
-                    if isinstance(answer, pa.NativeFile):
-                        answer.close()  # close it now: an object store uploads the abandoned file when it is collected
+                    if isinstance(result, pa.NativeFile):
+                        result.close()  # close it now: an object store uploads the abandoned file when it is collected
                     raise
-            return answer
+            return result
 
         return called
 
@@ -124,20 +124,20 @@ class Tasks:
         """Stages all partitions, and returns the messages that Spark would accept."""
         messages = []
         for partition in range(self._partitions):
-            mine = self.expected[partition :: self._partitions]
+            own_rows = self.expected[partition :: self._partitions]
             if self._random.random() < 0.3:
                 with contextlib.suppress(RuntimeError):
-                    self._attempt(sink, staging, partition, self._broken(mine))
+                    self._attempt(sink, staging, partition, self._broken(own_rows))
             if self._random.random() < 0.3:  # a speculative attempt whose message is not used
-                self._attempt(sink, staging, partition, self.batches(mine))
+                self._attempt(sink, staging, partition, self.batches(own_rows))
             if self._random.random() < 0.3 and self._with_zombies:  # an attempt that writes later
                 number = self._number()
                 self.zombies.append(
-                    lambda partition=partition, mine=mine, number=number: sink.stage(
-                        staging, partition, number, self.batches(mine)
+                    lambda partition=partition, own_rows=own_rows, number=number: sink.stage(
+                        staging, partition, number, self.batches(own_rows)
                     )
                 )
-            message = self._attempt(sink, staging, partition, self.batches(mine))
+            message = self._attempt(sink, staging, partition, self.batches(own_rows))
             if message is not None:
                 messages.append(message)
         return messages
@@ -151,9 +151,9 @@ class Tasks:
 
     @staticmethod
     def batches(rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
-        for some in (rows[:3], rows[3:]):
+        for part in (rows[:3], rows[3:]):
             yield pa.RecordBatch.from_arrays(
-                [pa.array([row[0] for row in some], pa.int64()), pa.array([row[1] for row in some], pa.string())],
+                [pa.array([row[0] for row in part], pa.int64()), pa.array([row[1] for row in part], pa.string())],
                 schema=SCHEMA,
             )
 
@@ -181,9 +181,9 @@ class Trial:
 
     def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
         """Runs one driver's commit."""
-        plain, own = self.make_sink(), self.make_sink()
-        self.watch(driver, own)
-        sink = driver.instrument(own, ("begin", "commit", "discard"))
+        plain, instrumented = self.make_sink(), self.make_sink()
+        self.watch(driver, instrumented)
+        sink = driver.instrument(instrumented, ("begin", "commit", "discard"))
         commit_log = driver.instrument(self.commit_log, ("write",))
 
         def execute(staging: Any) -> list[Any]:
@@ -251,7 +251,7 @@ def watch_iceberg(driver: Driver, sink: Any) -> None:
         if statement.startswith("UPDATE"):
             driver.moment("before the update")
 
-    def behind(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+    def after(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("UPDATE"):
             driver.moment("in a transaction", holds_lock=True)
 
@@ -271,7 +271,7 @@ def watch_iceberg(driver: Driver, sink: Any) -> None:
             for name in ("commit_table", "_write_metadata"):
                 setattr(catalog, name, getattr(driver.instrument(_Plain(getattr(catalog, name)), (name,)), name))
             event.listen(catalog.engine, "before_cursor_execute", before)
-            event.listen(catalog.engine, "after_cursor_execute", behind)
+            event.listen(catalog.engine, "after_cursor_execute", after)
             yield table
 
     sink._table = watched

@@ -36,15 +36,15 @@ def blocks(text: str) -> list[Block]:
     """Returns the Python blocks of a page, in order."""
     found = []
     for match in _BLOCK.finditer(text):
-        mark = {match[1]: match[2]} if match[1] else {}
+        markers = {match[1]: match[2]} if match[1] else {}
         line = text.count("\n", 0, match.start(3)) + 1
-        found.append(Block(match[3], line, mark.get("raises"), mark.get("norun")))
+        found.append(Block(match[3], line, markers.get("raises"), markers.get("norun")))
     return found
 
 
-def run_page(path: Path, given: dict[str, object]) -> None:
+def run_page(path: Path, names: dict[str, object]) -> None:
     """Runs all blocks of a page. An error of a block is raised with the page's lines in the traceback."""
-    namespace: dict[str, object] = {"__name__": "__main__", **given}
+    namespace: dict[str, object] = {"__name__": "__main__", **names}
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.norun is not None:
             continue

@@ -123,7 +123,7 @@ class DriverProcesses:
     def assert_nothing_left(self, *jobs):
         """Asserts that these jobs have ended, and that only their records and results are left after a sweep."""
 
-        def left():
+        def leftovers():
             store = open_store(self.store)
             try:
                 known = Jobs(store, StateStorage(self.state))
@@ -146,11 +146,11 @@ class DriverProcesses:
             finally:
                 store.close()
 
-        found = left()
+        found = leftovers()
         due = time.monotonic() + 30
         while any(found.values()) and time.monotonic() < due:  # the sessions of killed processes expire a little later
             time.sleep(0.2)
-            found = left()
+            found = leftovers()
         assert not any(found.values()), found
         assert [path for path in (self.folder / "out").iterdir() if path.name.startswith("_stagecrew")] == []
 
@@ -182,11 +182,11 @@ def kill_point(marker, role, operation, moment="after", number=1, victim="self")
     before or after it (`moment`), the process (`victim="self"`) or its driver (`victim="driver"`) is killed. The file
     `marker` is then created, and nothing more is killed.
     """
-    given = {
+    settings = {
         "role": role, "operation": operation, "moment": moment, "number": number, "victim": victim, "marker": str(marker),
     }  # fmt: skip
     path = os.pathsep.join([str(KILL_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(given)}
+    return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(settings)}
 
 
 @contextlib.contextmanager

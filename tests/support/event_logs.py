@@ -68,13 +68,13 @@ def spans(seconds: float, failed: int = 44) -> list[dict[str, Any]]:
             made.append({"executor": executor, "kind": "open", "name": "orders", "started": at, "ended": opened})
             at, task = opened, 0
             while at < BEGAN + seconds * 1000 - 2500:
-                took = 900 + 137 * ((7 * task + 3 * worker + int(executor)) % 11)
+                micros = 900 + 137 * ((7 * task + 3 * worker + int(executor)) % 11)
                 number = len(made)
                 name = f"stage {1 + number % 2}, partition {number}"
-                made.append({"executor": executor, "kind": "task", "name": name, "started": at, "ended": at + took})
+                made.append({"executor": executor, "kind": "task", "name": name, "started": at, "ended": at + micros})
                 if number == failed:
                     made[-1]["failed"] = True
-                at, task = at + took + 40, task + 1
+                at, task = at + micros + 40, task + 1
             made.append({"executor": executor, "kind": "close", "name": "orders", "started": at, "ended": at + 180})
     return made
 
@@ -108,14 +108,14 @@ def example_events() -> list[dict[str, Any]]:
     def both(running: bool) -> dict[str, Any]:
         return {str(number): executor(number, running) for number in (1, 2)}
 
-    over = {"state": "closed", "live": 0, "finished": 32}
+    closed = {"state": "closed", "live": 0, "finished": 32}
     rounds = {"count": 412, "p50": 640, "p95": 1_900, "p99": 4_700, "max": 21_300}
     reads = operator(
         "flights", kind="splits", progress={"splits done": 64, "splits left": 0}, eventsOut=56, requests=412,
-        replies=rounds, acknowledgements={**rounds, "count": 56}, **over,
+        replies=rounds, acknowledgements={**rounds, "count": 56}, **closed,
     )  # fmt: skip
     spent = operator(
-        "budget", eventsIn=1_316, requests=96, replies={**rounds, "count": 96}, progress={"spent": 80}, **over
+        "budget", eventsIn=1_316, requests=96, replies={**rounds, "count": 96}, progress={"spent": 80}, **closed
     )
     budget = operator(
         "budget", queued=1, eventsIn=1_204, requests=88, replies={**rounds, "count": 88}, progress={"spent": 71},

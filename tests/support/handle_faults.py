@@ -62,8 +62,8 @@ class Instrumented:
                 found(*arguments)
             except StoreConflict:
                 written = [one for one in arguments if isinstance(one, Create | Replace) and one.value]
-                held = [self._target.read(one.key) for one in written]
-                if [entry and entry.value for entry in held] != [one.value for one in written]:
+                entries = [self._target.read(one.key) for one in written]
+                if [entry and entry.value for entry in entries] != [one.value for one in written]:
                     raise
         self._moment(name, "after")
         return result
@@ -146,11 +146,11 @@ class World:
         """
         report = self.sweep()
         assert not report.failed
-        held = self.readable_data()
-        assert len(self.files()) == len(held)
+        entries = self.readable_data()
+        assert len(self.files()) == len(entries)
         assert StateHandleStore(self.observer, self.storage, ROOT).audit().marked == []
-        assert report.kept == len(held)
-        return held
+        assert report.kept == len(entries)
+        return entries
 
     def folder(self, root=ROOT):
         return generation(self.observer).folder(root)
@@ -272,18 +272,18 @@ def explore_schedules(make_world, check, switches=None):
     while True:
         schedule = Schedule()
         world = make_world(schedule)
-        taken = []
-        last, left = 0, switches
+        choices = []
+        last, switches_left = 0, switches
         try:
             while running := schedule.running:
                 # The first choice continues the actor that ran last; the second choice continues the other one.
                 order = [last, 1 - last] if len(running) == 2 else [0]
-                if left == 0:
+                if switches_left == 0:
                     order = order[:1]
-                choice = prefix[len(taken)] if len(taken) < len(prefix) else 0
-                taken.append((choice, len(order)))
-                if choice and left is not None and len(taken) > 1:
-                    left -= 1
+                choice = prefix[len(choices)] if len(choices) < len(prefix) else 0
+                choices.append((choice, len(order)))
+                if choice and switches_left is not None and len(choices) > 1:
+                    switches_left -= 1
                 last = order[choice]
                 actor = running[last]
                 changes = actor.at[0] in MUTATING_METHODS
@@ -294,11 +294,11 @@ def explore_schedules(make_world, check, switches=None):
         finally:
             schedule.finish()
         count += 1
-        while taken and taken[-1][0] + 1 == taken[-1][1]:
-            taken.pop()
-        if not taken:
+        while choices and choices[-1][0] + 1 == choices[-1][1]:
+            choices.pop()
+        if not choices:
             return count
-        prefix = [choice for choice, _ in taken[:-1]] + [taken[-1][0] + 1]
+        prefix = [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1]
 
 
 #: The methods that can change the store or the storage.

@@ -21,7 +21,7 @@ class Place:
         self.in_home_thread = True  # this thread began the place
         self.in_step = False
         self.around_step = 0  # number of topologies around the step
-        self.left = itertools.count(MOST, -1)  # number of statements that may still be drawn
+        self.remaining = itertools.count(MOST, -1)  # number of statements that may still be drawn
 
     def inside(self, **changes):
         made = object.__new__(Place)
@@ -37,7 +37,7 @@ class Place:
         made = []
         for _ in range(self.draw(st.integers(1, most))):
             kinds = [kind for kind, depth in KINDS if depth >= self.depth and getattr(self, f"may_{kind}")]
-            if not kinds or next(self.left) <= 0:
+            if not kinds or next(self.remaining) <= 0:
                 break
             made += getattr(self, self.draw(st.sampled_from(kinds)))()
             if made[-1][0] in ("raise", "nameless"):
@@ -103,11 +103,11 @@ class Place:
 
     def stream(self):
         name, count = f"q{next(self.numbers)}", self.draw(st.integers(1, 4))
-        alone = {"streams": False, "threads": False, "used": set()}
+        restricted = {"streams": False, "threads": False, "used": set()}
         untouched = {name: False for name, is_traced in self.datasets.items() if not is_traced}
-        own = self.inside(**alone, datasets=dict(untouched), steps=False, commits=False, in_home_thread=False)
-        made = own.body(2) if self.draw(st.booleans()) and (own.may_use or own.may_topology) else ()
-        body = self.inside(**alone, in_home_thread=True).body()
+        outside = self.inside(**restricted, datasets=dict(untouched), steps=False, commits=False, in_home_thread=False)
+        made = outside.body(2) if self.draw(st.booleans()) and (outside.may_use or outside.may_topology) else ()
+        body = self.inside(**restricted, in_home_thread=True).body()
         # If the topology does not wrap the function, the query's thread is in no step. That is allowed only if no
         # topology outside the step has coordinators.
         is_apart = not self.in_step or (not self.session and not self.around_step)

@@ -127,15 +127,15 @@ class World:
         if chance < 0.045:
             raise PossiblyInconsistentError(f"lost {moment} it was done")
         self.depth += 1
-        mine = self.current
+        interrupted = self.current
         try:
             for _ in range(self.random.randrange(1, 6)):  # the current actor is paused
                 self.act()
         finally:
-            self.current = mine
+            self.current = interrupted
             self.depth -= 1
-        if mine is not None and mine.dead:
-            mine.killed = True
+        if interrupted is not None and interrupted.dead:
+            interrupted.killed = True
             raise Killed
 
     def act(self):
@@ -254,11 +254,11 @@ class World:
 
 
 class _Acting:
-    def __init__(self, world, who):
-        self.world, self.who = world, who
+    def __init__(self, world, actor):
+        self.world, self.actor = world, actor
 
     def __enter__(self):
-        self.before, self.world.current = self.world.current, self.who
+        self.before, self.world.current = self.world.current, self.actor
 
     def __exit__(self, *_):
         self.world.current = self.before

@@ -59,7 +59,7 @@ class ThreadScheduler:
 
         When all have ended, the first error in the order of the calls is raised.
         """
-        mine, found = HERE.turn, {}
+        own_turn, found = HERE.turn, {}
 
         def run(number, turn):
             HERE.turn, HERE.properties = turn, {}
@@ -70,16 +70,16 @@ class ThreadScheduler:
                 found[number] = (None, error)
             self.ready.remove(turn)
             if len(found) == len(calls):
-                self.ready.append(mine)
+                self.ready.append(own_turn)
             self.random.choice(self.ready).release()
 
-        self.ready.remove(mine)
+        self.ready.remove(own_turn)
         turns = [_held_lock() for _ in calls]
         self.ready += turns
         for number, turn in enumerate(turns):
             threading.Thread(target=run, args=(number, turn), daemon=True).start()
         self.random.choice(self.ready).release()
-        mine.acquire()
+        own_turn.acquire()
         if self.dead:
             raise Killed
         for _, (_, error) in sorted(found.items()):
@@ -191,10 +191,10 @@ class Dataset:
         if limit is None and self.partitions > 1:
             parts = self.spark.scheduler.run_threads([functools.partial(self._task, number) for number in every])
         else:
-            parts, left = [], limit
+            parts, remaining = [], limit
             for number in every:
-                parts.append(self._task(number, left))
-                if left is not None and (left := left - len(parts[-1])) <= 0:
+                parts.append(self._task(number, remaining))
+                if remaining is not None and (remaining := remaining - len(parts[-1])) <= 0:
                     break
         self.spark.executor.run()
         return [Row(**row) for part in parts for row in part]
@@ -223,8 +223,8 @@ class Facade:
     """The responses of the driver's JVM. No task of a closing topology is running."""
 
     def __getattr__(self, name):
-        answers = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
-        return lambda *_: answers.get(name)
+        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
+        return lambda *_: responses.get(name)
 
 
 class Spark:
@@ -260,8 +260,8 @@ class Spark:
         numbers = range(start, end, step)
 
         def make(number):
-            mine = numbers[len(numbers) * number // partitions : len(numbers) * (number + 1) // partitions]
-            yield pa.record_batch({"v": pa.array(mine, pa.int64())})
+            own_numbers = numbers[len(numbers) * number // partitions : len(numbers) * (number + 1) // partitions]
+            yield pa.record_batch({"v": pa.array(own_numbers, pa.int64())})
 
         return Dataset(self, partitions, make, "v long")
 

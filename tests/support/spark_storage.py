@@ -26,19 +26,19 @@ _FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
 def executor_ids(spark: SparkSession) -> list[str]:
     """Returns the current executors; none on a local master."""
     ids = spark.sparkContext._jsc.sc().getExecutorIds()
-    return [ids.apply(i) for i in range(ids.shuffle_bytes())]
+    return [ids.apply(i) for i in range(ids.size())]
 
 
 def block_folders(spark: SparkSession, path: Path) -> set[str]:
     """Returns the folders in which the executors keep blocks. All executors run a task at the same time to find out."""
     context = spark.sparkContext
     local = context.master.startswith("local[")
-    here = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor comes")
-    key = (context.applicationId, frozenset(here))
+    executors = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor comes")
+    key = (context.applicationId, frozenset(executors))
     if key not in _FOLDERS:
         many = slots(context.master)
         if context.master.startswith("local-cluster"):  # an executor may have left
-            many = many * len(here) // int(context.master[14 : context.master.index(",")])
+            many = many * len(executors) // int(context.master[14 : context.master.index(",")])
         meet = rendezvous(str(path / uuid.uuid4().hex), "where", many)
 
         def where(rows: Any) -> Any:
@@ -155,5 +155,5 @@ def run_and_count_tasks(spark: SparkSession, run: Any) -> tuple[Any, int]:
         context.removeJobTag(group)
     context._jsc.sc().listenerBus().waitUntilEmpty(60_000)  # the status store gets its tasks from the bus
     jobs = context._jsc.sc().statusStore().jobsList(None)
-    mine = [jobs.apply(i) for i in range(jobs.shuffle_bytes()) if group in str(jobs.apply(i).jobTags())]
-    return result, sum(job.numCompletedTasks() for job in mine)
+    matching = [jobs.apply(i) for i in range(jobs.size()) if group in str(jobs.apply(i).jobTags())]
+    return result, sum(job.numCompletedTasks() for job in matching)

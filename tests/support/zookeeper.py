@@ -71,13 +71,13 @@ class Server:
         """Returns the server's status, which contains its mode, or an empty text while it does not serve."""
         assert self._process is not None
         assert self._process.poll() is None, (self._folder / "log").read_text(errors="replace")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as asked:
-            asked.settimeout(5)
-            asked.sendall(b"srvr")
-            said = b""
-            while part := asked.recv(4096):
-                said += part
-            return said.decode() if b"Mode:" in said else ""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as connection:
+            connection.settimeout(5)
+            connection.sendall(b"srvr")
+            status = b""
+            while part := connection.recv(4096):
+                status += part
+            return status.decode() if b"Mode:" in status else ""
         return ""
 
     def wait(self):
@@ -159,8 +159,11 @@ def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
         quorum, elections, clients = ([next(free) for _ in range(3)] for _ in range(3))
         known = [list(quorum) for _ in range(3)]
         if network is not None:
-            network += [ending.enter_context(Proxy(port, own)) for port, own in zip(quorum[1:], listening, strict=True)]
-            known[0][1:] = [own.getsockname()[1] for own in listening]
+            network += [
+                ending.enter_context(Proxy(port, listener))
+                for port, listener in zip(quorum[1:], listening, strict=True)
+            ]
+            known[0][1:] = [listener.getsockname()[1] for listener in listening]
         servers = [
             Server(folder / str(number), clients[number],
                    ["initLimit=20", "syncLimit=10" if network is None else "syncLimit=40",
@@ -172,9 +175,9 @@ def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
         for number, server in enumerate(servers):
             (folder / str(number) / "data" / "myid").write_text(str(number))
             ending.callback(server.kill)
-        for some in [servers] if network is None else [servers[1:], servers[:1]]:
-            for server in some:
+        for group in [servers] if network is None else [servers[1:], servers[:1]]:
+            for server in group:
                 server.start()
-            for server in some:
+            for server in group:
                 server.wait()
         yield servers

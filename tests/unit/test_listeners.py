@@ -55,8 +55,8 @@ def pool(context, dsn, *, size=1):
 
 def is_same(one: Listener, other: Listener) -> bool:
     """Returns whether both are the same listener, and asserts that the comparison is symmetric."""
-    result = one._stagecrew.is_same(other._stagecrew)
-    assert other._stagecrew.is_same(one._stagecrew) == result
+    result = one._stagecrew.same(other._stagecrew)
+    assert other._stagecrew.same(one._stagecrew) == result
     return result
 
 
@@ -164,13 +164,13 @@ def test_a_reference_is_identified_without_arguments():
     one, again, other = pool("a"), pool("a"), pool("b")
     one._stagecrew.registered_for("topology 'enrich'", "enrich-1")
     bare = one._stagecrew.reference()
-    assert bare.is_same(one._stagecrew)
-    assert one._stagecrew.is_same(bare)
-    assert bare.is_same(pickle.loads(pickle.dumps(again._stagecrew)))
-    assert not bare.is_same(other._stagecrew)
-    assert not bare.is_same(pickle.loads(pickle.dumps(other._stagecrew)))
+    assert bare.same(one._stagecrew)
+    assert one._stagecrew.same(bare)
+    assert bare.same(pickle.loads(pickle.dumps(again._stagecrew)))
+    assert not bare.same(other._stagecrew)
+    assert not bare.same(pickle.loads(pickle.dumps(other._stagecrew)))
     assert bare.topologies == [("topology 'enrich'", "enrich-1", False)]
-    assert pickle.loads(pickle.dumps(bare)).is_same(one._stagecrew)
+    assert pickle.loads(pickle.dumps(bare)).same(one._stagecrew)
 
 
 WORKER = """
@@ -251,7 +251,7 @@ def test_the_places_of_registration_stay_short():
 
 def test_identities_of_different_factories_differ():
     """Equal arguments do not make two classes equal."""
-    assert not Identity("m:A", (1,), {}).is_same(Identity("m:B", (1,), {}))
+    assert not Identity("m:A", (1,), {}).same(Identity("m:B", (1,), {}))
 
 
 # -- pickling
