@@ -181,9 +181,7 @@ class Driver:
         return result | {"loads": len(loads)}
 
     def sampling(self, seconds):
-        """Measures the CPU time of the threads that sample Python processes as a share of a core, with and without
-        workers.
-        """
+        """Measures the CPU time of sampling Python processes as a share of a core, with and without workers."""
         workers = set(self.sc.parallelize(range(32), 32).map(lambda _: time.sleep(0.05) or os.getpid()).collect())
 
         def taken():
@@ -202,7 +200,7 @@ class Driver:
         return {"shares": [(after[one] - before[one]) / took for one in after], "workers": len(workers)}
 
     def exits(self, count):
-        """Measures exits, in milliseconds: pairs of the times to the end of the last close and to the return."""
+        """Measures exits, in milliseconds: pairs of the times to the last close's end and to the return."""
         assert self.crew is not None
         last, returned, closes = [], [], []
         with tempfile.TemporaryDirectory() as folder:
@@ -438,8 +436,7 @@ class Driver:
         return dict(zip(rows.v, rows["rank"], strict=True))
 
     def commit(self, files, how):
-        """Measures writing this many files and the commit within that, with stagecrew or Spark's FileOutputCommitter
-        v1.
+        """Measures writing this many files, and the commit within that, by stagecrew or FileOutputCommitter v1.
 
         With `how="nothing"` the same rows go through the same number of Python tasks, which write nothing.
         """

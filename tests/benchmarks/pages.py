@@ -30,8 +30,9 @@ WARM_UPS, ROUNDS = 20, 20
 
 
 def pages():
-    """Returns the seconds of each page by the number of topologies: median, maximum, and the first read, which parses
-    the log.
+    """Returns the seconds of each page by the number of topologies.
+
+    Figures are the median, the maximum, and the first read, which parses the log.
     """
     found = {}
     busy = next(event for event in example_events() if event["id"].startswith("enrich"))

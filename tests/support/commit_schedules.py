@@ -434,7 +434,7 @@ def rows_appear_at_once(trial: Trial) -> None:
 
 
 class _Losing(Driver):
-    """Its connection is lost at one of its calls to the file system."""
+    """A driver that loses its connection at one of its calls to the file system."""
 
     def __init__(self, at: int, proxy: Proxy) -> None:
         super().__init__()

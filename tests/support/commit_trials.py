@@ -240,9 +240,7 @@ def watch_transactions(driver: Driver, sink: Any) -> None:
 
 
 def watch_iceberg(driver: Driver, sink: Any) -> None:
-    """Makes each file that pyiceberg writes or deletes a moment, each call of its catalogue, and the update in the
-    catalogue.
-    """
+    """Makes each file that pyiceberg writes or deletes a moment, and each call of its catalogue with its update."""
     from sqlalchemy import event
 
     load = sink._table

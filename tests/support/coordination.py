@@ -18,9 +18,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class RecordingCoordinator(stagecrew.Coordinator):
-    """Records its lifecycle calls in order, the events of each evaluation in order, and the gateways of live
-    evaluations.
-    """
+    """Records its lifecycle calls and the events of each evaluation in order, and live gateways."""
 
     def __init__(self, context: stagecrew.CoordinatorContext, instances: list[Any]) -> None:
         super().__init__(context)

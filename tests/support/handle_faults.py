@@ -70,9 +70,7 @@ class Instrumented:
 
 
 class FaultAtStep:
-    """Counts moments; at moment number `at` it kills the process, or raises the error that `error(method, when)`
-    returns.
-    """
+    """Counts moments. At moment number `at` it kills the process, or raises the error of `error(method, when)`."""
 
     def __init__(self, at=0, error=None):
         self.at, self.error = at, error

@@ -60,9 +60,7 @@ class Sink(MemorySink):
 
 
 class World:
-    """The state that outlives a process: the store with one job, the storage, a sink, stream logs, and results of
-    batches.
-    """
+    """The state that outlives a process: a store with one job, the storage, a sink, and logs and results of streams."""
 
     def __init__(self):
         self.server = ModelServer()

@@ -1,6 +1,4 @@
-"""Sinks on this host's disk and at servers, for tests with Spark, with the visible rows, leftovers and writing
-attempts.
-"""
+"""Sinks on this host's disk and at servers, for tests with Spark."""
 
 from __future__ import annotations
 

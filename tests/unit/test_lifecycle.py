@@ -460,7 +460,7 @@ def test_a_new_task_ends_an_unfinished_one():
 @pytest.mark.parametrize("hook", ["leave", "close"])
 @pytest.mark.parametrize("kind", [HookError, TaskKilled])
 def test_a_failing_hook_does_not_stop_the_others(hook, kind):
-    """Even when hooks break their promise not to raise, everything is left and closed once, and the error is raised."""
+    """Hooks may break their promise not to raise: all listeners are left and closed once, and the error is raised."""
     lifecycle, hooks = machine(topology("a", Decorating(), Decorating()), topology("b", Decorating()))
     lifecycle.begin(["a", "b"], "task")
     hooks.plan, hooks.log = {(hook, "b", 0): kind("broken"), (hook, "a", 1): kind("broken")}, []
@@ -749,7 +749,7 @@ def test_a_notebook_cell_run_again_unchanged():
 
 
 def test_an_outer_topology_with_the_requested_definition():
-    """Its value is returned although an inner topology has an earlier definition."""
+    """`get` returns the value of the outer topology, although an inner one has an earlier definition."""
     before, after, again = (cell(CELL.replace("size=1", f"size={size}"))[0] for size in (1, 2, 2))
     lifecycle, hooks = machine(topology("a", after), topology("b", before))
     hooks.open = lambda topology, registered: registered.listener.open(None)

@@ -133,7 +133,7 @@ def test_equal_arguments_that_pickle_differently_are_the_same():
 
 
 def test_arguments_that_cannot_be_compared_are_never_equal():
-    """Then a listener is the same only as itself, and nothing is raised."""
+    """If arguments cannot be pickled or compared, a listener equals only itself. The comparison raises nothing."""
 
     class Incomparable:
         def __eq__(self, other):
@@ -356,7 +356,7 @@ class AsDataclass(Listener):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Listener):
-    """Its attributes cannot be assigned."""
+    """A frozen dataclass, whose attributes cannot be assigned."""
 
     dsn: str
 
@@ -396,7 +396,7 @@ class KeywordOnly(Listener):
     ids=lambda one: type(one).__name__,
 )
 def test_all_kinds_of_listeners_can_be_pickled(made):
-    """They keep their data and their identity with every pickle protocol, however their class is pickled."""
+    """Listeners keep their data and identity with every pickle protocol, however their class is pickled."""
     made._stagecrew.topologies.append("topology 'enrich'")
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         arrived = pickle.loads(pickle.dumps(made, protocol))
@@ -644,7 +644,7 @@ class OwnLogger(logging.Logger):
 
 @pytest.mark.parametrize("kind", [logging.Logger, OwnLogger])
 def test_extra_takes_precedence_over_the_context(kind):
-    """It does not raise, in nested contexts too, even if other code has set record factories between them."""
+    """`extra` does not raise, in nested contexts too, even if other code has set record factories between them."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before, found = logging.getLogRecordFactory(), []
     logger = kind("mine")

@@ -91,7 +91,7 @@ def test_extra_of_a_coordinator_takes_precedence(monkeypatch):
 
 @pytest.mark.usefixtures("factory")
 def test_records_of_progress_name_no_evaluation():
-    """Even directly after it has handled a message of an evaluation."""
+    """A record of `progress` names no evaluation, even directly after a message of an evaluation."""
     found: list[object] = []
 
     class Says(Coordinator):

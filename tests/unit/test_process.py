@@ -348,7 +348,7 @@ def wait_until(condition: Any) -> None:
 
 
 def test_a_kill_while_a_task_without_listeners_is_read(executor, journal):
-    """It is raised once, as soon as the task begins. After a task a signal is only recorded."""
+    """The kill is raised once, as soon as the task begins. After a task a signal is only recorded."""
     executor.say(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
@@ -402,7 +402,7 @@ def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
 
 @pytest.mark.parametrize(("properties", "attempt"), [({"stageAttempt": "3"}, 3), ({}, 0)])
 def test_the_stage_attempt(executor, journal, properties, attempt):
-    """It is a local property, because PySpark's TaskContext does not have it. Without the property it is 0."""
+    """A local property has the stage attempt, which PySpark's TaskContext lacks. Without the property it is 0."""
     executor.say(journal_description("a"))
     executor.worker.begin(task(**properties), ["a"], executor.output)
     executor.worker.end(None)
@@ -414,7 +414,7 @@ def test_the_stage_attempt(executor, journal, properties, attempt):
 
 
 def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, monkeypatch):
-    """It is the sum of the close timeouts of open topologies. During a task it is that of every worker."""
+    """An idle worker reports the sum of its open topologies' close timeouts. A task resets that to the default."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     close_timeout = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
     executor.say(journal_description("a") + description("b"))

@@ -244,7 +244,7 @@ def test_an_unclaimed_state_is_kept_and_not_reused(instances):
 
 
 def test_a_prepared_coordinator_gets_the_key_of_its_first_use(instances):
-    """It is not given to a place with a restored state.
+    """A prepared coordinator is not given to a place with a restored state.
 
     Its work before its first use is kept under its operator's name.
     """

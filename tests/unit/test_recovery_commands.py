@@ -211,7 +211,7 @@ def test_a_job_that_ends_during_result(places, monkeypatch, behind):
 
 
 def test_the_result_of_a_cancelled_job(places):
-    """Its exit code is 4, and it has a reason and no value."""
+    """The exit code of a cancelled job's result is 4. The result has a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
         known.end("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")

@@ -109,7 +109,7 @@ def test_a_hanging_read():
 
 
 def test_a_jvm_that_has_ended(monkeypatch):
-    """It ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
+    """A run ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
     watched = MonitoredRun()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "started it is gone" in watched.watch.look()

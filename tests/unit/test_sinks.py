@@ -74,7 +74,7 @@ def test_objects_by_any_path(store):
 
 @pytest.mark.parametrize("mode", ["create", "append"])
 def test_folders_by_any_path(store, mode):
-    """The same with folders. A table that has only staged files of another driver is empty."""
+    """A committed folder is found with any form of its path. A table with only staged files of others is empty."""
     filesystem, paths = store
     for path in paths:
         where = joined(path, str(paths.index(path)))
@@ -102,7 +102,7 @@ def test_a_table_without_commits_by_any_path(store):
 
 @pytest.mark.parametrize("make", [ObjectSink, ParquetSink, lambda path: ParquetSink(path, "append")])
 def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
-    """It is relative to the folder of the process that created the sink, wherever its tasks run."""
+    """A relative path refers to the folder of the process that created the sink, wherever its tasks run."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "task").mkdir()
     monkeypatch.chdir(tmp_path / "driver")
@@ -120,7 +120,7 @@ def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
 
 
 def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
-    """The same for a SQLite file. Tasks create no empty one in their own folder."""
+    """A relative SQLite file is resolved in the same way. Tasks create no empty file in their own folder."""
     for name in ("driver", "task"):
         (tmp_path / name).mkdir()
     trial = sqlite(tmp_path / "driver")

@@ -183,7 +183,7 @@ class RaisesLater:
 
 @pytest.mark.parametrize("enumerator", [Raises(), RaisesLater()], ids=["at once", "later"])
 def test_an_enumerator_that_raises(enumerator):
-    """Its error is the cause of each error of later requests."""
+    """The enumerator's error is the cause of each error of later requests."""
     log = SplitLog(enumerator, "operator 'x'")
     if isinstance(enumerator, RaisesLater):
         assert pickle.loads(log.at(0, 0, "a")) == 1
@@ -211,7 +211,7 @@ def test_a_position_beyond_the_end():
 
 @pytest.mark.parametrize("splits", [[1, 2, 1], [[1], [1]]], ids=["hashable", "by bytes"])
 def test_one_split_twice(splits):
-    """Its rows would be read twice."""
+    """A split that is enumerated twice is an error: its rows would be read twice."""
     log = SplitLog(splits, "operator 'x'")
     with pytest.raises(SplitsFailed, match="gave one split twice"):
         for index in range(3):

@@ -21,7 +21,7 @@ class Slow:
 
 
 def test_a_slow_enumerator_with_locations():
-    """It is late when no split comes in time, and not during read-ahead: a task waits for one split, not for all."""
+    """The enumerator is late when no split comes in time, and not during read-ahead: a task needs one split only."""
     with CoordinatorHarness(lambda context: SplitCoordinator(context, Slow(), 1.2)) as harness:
         task = harness.evaluation(subtask=0)
         started = time.monotonic()

@@ -161,7 +161,7 @@ def test_unhandled_messages_are_queued():
 
 
 def test_ended_bindings_have_no_queued_messages():
-    """Even if the coordinator never handled it because a call blocked to the end: the sums no longer include it."""
+    """The sums include no messages of an ended binding, even if a blocked call never handled them."""
     ends = []
 
     class Stuck(Echo):
@@ -180,7 +180,7 @@ def test_ended_bindings_have_no_queued_messages():
 
 
 def test_times_of_acknowledgements_and_waits_for_late_ones():
-    """It counts from the sending of the oldest event. Until it arrives, its executor is named, with the time since."""
+    """The time of an acknowledgement starts with the oldest event. A late executor is named, with the time since."""
     with CoordinatorHarness(Echo) as harness:
         task = harness.evaluation(subtask=0, executor="7")
         task.acknowledges = False
@@ -221,7 +221,7 @@ def test_faulty_hooks_break_nothing(caplog):
 
 
 def test_the_error_of_a_failed_coordinator():
-    """Its error is reported, also if the topology closes afterwards. Long errors are cut."""
+    """The error of a coordinator is reported, also if the topology closes afterwards. Long errors are cut."""
 
     class Bad(Echo):
         def handle_event(self, evaluation, event):

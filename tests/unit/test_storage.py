@@ -148,7 +148,7 @@ def test_listing(storage, tmp_path):
 
 
 def test_a_storage_without_times(tmp_path):
-    """Then states have no age, and the storage's clock raises."""
+    """Without write times, states have no age, and the storage's clock raises."""
 
     storage = StateStorage(tmp_path)
     storage.write("a", b"1", "jobs")

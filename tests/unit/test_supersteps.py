@@ -125,7 +125,7 @@ def test_reducers(op, values, expected):
 
 @pytest.mark.parametrize("one", [True, np.True_, np.array([True]), pa.array([True])])
 def test_the_sum_of_one_boolean(one):
-    """It is a number too, as with more tasks."""
+    """The sum of one boolean is a number, as with more tasks."""
     assert type(reduced(SUM, [one])) is type(reduced(SUM, [one, one]))
     assert np.asarray(reduced(SUM, [one])).dtype.kind == "i"
     assert reduced(SUM, [one]) == (pa.array([1]) if isinstance(one, pa.Array) else 1)
@@ -219,7 +219,7 @@ def test_two_tasks():
 
 
 def test_a_large_value():
-    """It travels in pieces in both directions."""
+    """A large value travels in pieces in both directions."""
     with harness_of() as harness:
         task = Task(harness, 0, subtasks=1)
         value = np.arange(3_000_000)  # 24 MB
@@ -315,7 +315,7 @@ def test_a_difference_fails_the_topology():
 
 
 def test_a_result_that_cannot_be_pickled():
-    """It fails the topology with a named error, and no task waits for it."""
+    """A result that cannot be pickled fails the topology with a named error, and no task waits for it."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
         one.reduce_next(1, lambda a, b: (n for n in (a, b)))
@@ -363,7 +363,7 @@ def test_a_reducer_that_each_task_creates():
 
 
 def test_a_reducer_that_raises():
-    """It fails the topology, with its exception as the cause."""
+    """An error of a reducer fails the topology, with the exception as the cause."""
     with harness_of() as harness:
         task = Task(harness, 0, subtasks=1)
         with pytest.raises(Exception, match="step 0 could not be reduced"):

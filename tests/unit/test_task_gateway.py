@@ -66,7 +66,7 @@ def gateway(connection):
 
 
 def test_a_send_without_credit(gateway, connection):
-    """It requests credit, fails after request.timeout without progress, and names the operator and the backlog."""
+    """A send requests credit, fails after request.timeout without progress, and names operator and backlog."""
     with pytest.raises(
         stagecrew.RequestTimeout,
         match=f"'the operator' has {WINDOW} messages of this task, of {2 * WINDOW} bytes.* within 30 s",
@@ -112,7 +112,7 @@ def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
 
 
 def test_a_reply_without_a_waiting_request(gateway, connection):
-    """It is dropped."""
+    """A late reply is dropped."""
     connection.handled = Frame("HANDLED", {"sequence": 1})
     with pytest.raises(stagecrew.RequestTimeout):
         gateway.request(b"x", timeout=2.0)
@@ -139,7 +139,7 @@ def test_more_events_are_requested_while_one_is_handled(gateway, connection):
 
 
 def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
-    """Even if that event has already arrived: the task may work on it for long."""
+    """Held back messages are sent even if the next event has arrived: the task may work on it for long."""
     gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
     gateway.took(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
     gateway.send(b"x")
@@ -159,7 +159,7 @@ def test_the_end_reaches_all_receivers(gateway):
 
 @pytest.mark.parametrize("call", [lambda gateway: next(gateway.events()), lambda gateway: gateway.request(b"x", 60)])
 def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call):
-    """It is notified, and does not stay in its worker."""
+    """A waiting thread is notified, and does not stay in its worker."""
     gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
 
     def wait(found, _seconds):

@@ -83,7 +83,7 @@ def test_closed_when_the_body_raises():
 
 
 def test_closed_when_open_raises():
-    """As on an executor, each attempted open has one close. The exception is that of open."""
+    """As on an executor, each attempted open has one close. The exception of `open` is raised."""
     pool = Pool("a", fails=True)
     with pytest.raises(OSError, match="no database"), opened(pool):
         raise AssertionError("the body must not run")

@@ -163,7 +163,7 @@ def test_the_middle_one_is_closed_first(crew):
 
 
 def test_closed_in_another_thread(crew):
-    """It ends. The thread that started it leaves it at its next start, wrap or close."""
+    """The topology ends. Its own thread leaves it at the thread's next start, wrap or close."""
     for clean in (lambda one: one.close(), lambda _: topology(crew, "next").start().close()):
         one = topology(crew, "one").start()
         in_thread(one.close)
@@ -338,7 +338,7 @@ def test_active_topologies(crew):
 
 
 def test_close_all(crew):
-    """It closes all topologies of all threads in reverse order, cancels their jobs, and raises the first error."""
+    """`close_all` closes all topologies of all threads in reverse, cancels their jobs, and raises the first error."""
     a, b = topology(crew, "a").start(), failed(crew, "b")
     c = in_thread(topology(crew, "c").start)
     d = failed(crew, "d")
@@ -352,7 +352,7 @@ def test_close_all(crew):
 
 
 def test_close_all_is_bounded(crew, monkeypatch):
-    """It waits at most `spark.stagecrew.close.timeout` for work that does not end when cancelled, and names it."""
+    """`close_all` waits at most `spark.stagecrew.close.timeout` for work that ignores its cancel, and names it."""
     crew.close_timeout = 0.05
     one, two = topology(crew, "one").start(), topology(crew, "two").start()
     monkeypatch.setattr(crew.facade, "activity", lambda _: json.dumps({"jobs": [1], "executions": [], "queries": []}))
@@ -361,7 +361,7 @@ def test_close_all_is_bounded(crew, monkeypatch):
 
 
 def test_close_all_after_the_session_has_stopped(crew):
-    """It forgets them, and raises nothing."""
+    """`close_all` forgets the topologies, and raises nothing."""
     topology(crew, "a").start()
     crew.context._jsc = None
     crew.close_all()
@@ -466,7 +466,7 @@ def test_a_thread_remembers_its_ended_topologies(crew):
 
 
 def test_failures_of_all_ended_topologies_are_reported(crew, caplog):
-    """Also failures of a topology that ended together with its outer one."""
+    """Failures of a topology that ended together with its outer one are reported, too."""
     failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="")
     failed.last_error = (
         'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    no()\nValueError: no\nmore\na note\n'

@@ -81,7 +81,7 @@ def test_an_unknown_scope_is_refused(made, wrong):
 
 @pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
 def test_an_unknown_lifetime_is_refused(made):
-    """As for scopes."""
+    """An unknown lifetime is refused in the same places as an unknown scope."""
     with pytest.raises(ConfigurationError, match=r"^lifetime .* is none of 'application', 'execution'"):
         made(lifetime="job")
 
