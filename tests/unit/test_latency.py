@@ -13,14 +13,14 @@ from stagecrew.coordination.latency import Times
 micros = st.one_of(st.integers(0, 200), st.integers(0, 10_000_000), st.integers(0, 1 << 40))
 
 
-def of(values) -> Times:
+def times_of(values) -> Times:
     times = Times()
     for value in values:
         times.add((value + 0.5) / 1e6)
     return times
 
 
-def close(found: int, exact: int) -> bool:
+def is_close(found: int, exact: int) -> bool:
     return abs(found - exact) <= exact / 64
 
 
@@ -32,10 +32,10 @@ def test_percentiles_are_exact_within_a_sixty_fourth(values):
     Count and maximum are exact, and percentiles are ordered.
     """
     values = [min(value, (1 << 40) - 1) for value in values]
-    found, ordered = of(values).percentiles(), sorted(values)
+    found, ordered = times_of(values).percentiles(), sorted(values)
     assert (found["count"], found["max"]) == (len(values), ordered[-1])
     for name, part in (("p50", 0.50), ("p95", 0.95), ("p99", 0.99)):
-        assert close(found[name], ordered[math.ceil(round(part * len(values), 9)) - 1]), name
+        assert is_close(found[name], ordered[math.ceil(round(part * len(values), 9)) - 1]), name
     assert found["p50"] <= found["p95"] <= found["p99"] <= found["max"]
 
 
@@ -48,13 +48,13 @@ def test_a_sum_has_all_times(one, other):
         part.sum = both
         for value in values:
             part.add((value + 0.5) / 1e6)
-        assert part.percentiles() == of(values).percentiles()
-    assert both.percentiles() == of([*one, *other]).percentiles()
+        assert part.percentiles() == times_of(values).percentiles()
+    assert both.percentiles() == times_of([*one, *other]).percentiles()
 
 
 def test_no_times_and_extreme_times():
     """Without times all figures are zero. A negative time counts as none, and a huge one as the longest."""
-    assert of([]).percentiles() == {"count": 0, "p50": 0, "p95": 0, "p99": 0, "max": 0}
+    assert times_of([]).percentiles() == {"count": 0, "p50": 0, "p95": 0, "p99": 0, "max": 0}
     times = Times()
     times.add(-1.0)
     assert times.percentiles() == {"count": 1, "p50": 0, "p95": 0, "p99": 0, "max": 0}

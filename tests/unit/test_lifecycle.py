@@ -602,14 +602,14 @@ def test_find_searches_the_current_chain_innermost_first():
 
     The inner one wins, and nothing is found outside a task.
     """
-    outer, inner, asked = Plain("same"), Plain("same"), Plain("same")
+    outer, inner, target = Plain("same"), Plain("same"), Plain("same")
     only_outer = Plain("only here")
     lifecycle, _ = machine(topology("a", outer, only_outer), topology("b", inner))
     lifecycle.begin(["a", "b"], "task")
-    assert lifecycle.find(asked._stagecrew) is inner
+    assert lifecycle.find(target._stagecrew) is inner
     assert lifecycle.find(only_outer._stagecrew) is only_outer
     lifecycle.begin(["a"], "task")
-    assert lifecycle.find(asked._stagecrew) is outer
+    assert lifecycle.find(target._stagecrew) is outer
     lifecycle.begin(["b"], "task")
     with pytest.raises(LookupError):
         lifecycle.find(only_outer._stagecrew)
@@ -636,19 +636,19 @@ def test_find_prefers_the_exact_listener_to_an_equal_one():
 
 def test_the_error_of_find_names_where_it_searched():
     """The error names the task's topologies, innermost first, with their listeners, or a listener not open yet."""
-    asked = Plain("asked")
-    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), asked))
+    target = Plain("asked")
+    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), target))
     with pytest.raises(NotRegisteredError) as nowhere:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert (nowhere.value.inside, nowhere.value.registered) == ((), ())
     lifecycle.begin(["a"], "task")
     with pytest.raises(NotRegisteredError) as elsewhere:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert (elsewhere.value.inside, elsewhere.value.registered) == (("name of a",), ("Plain",))
     lifecycle.end(None)
 
     def asks(topology, registered):
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
 
     hooks.open = asks
     with pytest.raises(LookupError, match=r"it is not open yet: listeners open in the order registered"):
@@ -662,7 +662,7 @@ def test_the_error_of_find_names_where_it_searched():
     assert both.value.reason == ""
     lifecycle.begin(["a"], "task")
     with pytest.raises(NotRegisteredError) as other:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert other.value.others == ("name of b",)
 
 

@@ -109,12 +109,12 @@ def test_a_pickled_copy_is_the_same(listener):
 
 def test_a_module_imported_again_creates_the_same_listeners(module):
     """Equal names and arguments give the same listener, though the objects and classes differ."""
-    here, there = module(), module()
-    assert here.by_class is not there.by_class
-    assert is_same(here.by_class, there.by_class)
-    assert is_same(here.by_function, there.by_function)
-    assert not is_same(here.by_function, there.other)
-    assert not is_same(here.by_class, there.by_function)
+    first_import, second_import = module(), module()
+    assert first_import.by_class is not second_import.by_class
+    assert is_same(first_import.by_class, second_import.by_class)
+    assert is_same(first_import.by_function, second_import.by_function)
+    assert not is_same(first_import.by_function, second_import.other)
+    assert not is_same(first_import.by_class, second_import.by_function)
 
 
 def test_listeners_of_one_factory_differ_by_arguments():
@@ -590,13 +590,13 @@ def test_get_asks_the_innermost_resolver_first():
 
 def test_get_works_in_every_thread():
     """A thread that a task started gets the same resources. After the task it gets the error."""
-    orders, answers = pool("a"), []
+    orders, results = pool("a"), []
 
     def ask():
         try:
-            answers.append(orders.get())
+            results.append(orders.get())
         except ResourceNotOpen as error:
-            answers.append(type(error))
+            results.append(type(error))
 
     def in_thread():
         thread = threading.Thread(target=ask)
@@ -606,7 +606,7 @@ def test_get_works_in_every_thread():
     with resolving(lambda identity: "a value"):
         in_thread()
     in_thread()
-    assert answers == ["a value", ResourceNotOpen]
+    assert results == ["a value", ResourceNotOpen]
 
 
 # -- built-in listeners

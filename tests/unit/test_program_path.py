@@ -132,8 +132,8 @@ def test_a_topology_begun_by_another_thread():
 
     def run():
         with topology("customer", program) as place:
-            own = Uses(place)
-            keys = [own.key("splits"), own.key("splits"), application.key("c", "x")]
+            uses = Uses(place)
+            keys = [uses.key("splits"), uses.key("splits"), application.key("c", "x")]
             try:
                 application.key("c")
             except OperatorMisused as error:
@@ -184,11 +184,11 @@ def test_the_keys_of_a_topology_begin_at_the_topology():
     """The keys of a topology's own uses do not contain the topology: a checkpoint belongs to one topology."""
     program = Place()
     with step("a", program), topology("t") as place:
-        own = Uses(place)
-        assert own.key("splits") == "splits/1"
+        uses = Uses(place)
+        assert uses.key("splits") == "splits/1"
         with step("b") as inner, Inside(Place(inner, "batch", "2")) as batch:
-            key = own.key("splits")
-            assert (key, own.is_in(key, batch)) == ("step=b/batch=2:splits/1", True)
+            key = uses.key("splits")
+            assert (key, uses.is_in(key, batch)) == ("step=b/batch=2:splits/1", True)
 
 
 # -- Operators: which use gets which state
@@ -228,12 +228,12 @@ def test_an_unclaimed_state_is_kept_and_not_reused(instances):
     first = operators_of(instances)
     with step("a"):
         use(first, instances, "of a")
-    taken = first.checkpoint(None, 5)
+    checkpoint_of_first = first.checkpoint(None, 5)
     first.close("the process ends")
     instances.clear()
 
     second = operators_of(instances)
-    second.reset(taken)
+    second.reset(checkpoint_of_first)
     assert use(second, instances, "outside") == ""
     later = second.checkpoint(None, 5)
     assert later.states == {"step=a:c/1": b"of a", "c/1": b"outside"}

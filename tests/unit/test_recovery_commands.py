@@ -191,8 +191,8 @@ def test_a_result_cannot_control_the_terminal(places):
     assert [one for one in printed if not one.isprintable() and one != "\n"] == []
 
 
-@pytest.mark.parametrize("behind", [1, 2, 3])
-def test_a_job_that_ends_during_result(places, monkeypatch, behind):
+@pytest.mark.parametrize("ends_after", [1, 2, 3])
+def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
     """State, value and exit code of `result` belong together, even if the job ends between its reads."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     real, seen = Jobs.read, []
@@ -200,7 +200,7 @@ def test_a_job_that_ends_during_result(places, monkeypatch, behind):
     def read(self, job):
         found = real(self, job)
         seen.append(job)
-        if len(seen) == behind:
+        if len(seen) == ends_after:
             end("one", Result.of_value(7))
         return found
 

@@ -253,11 +253,11 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
         while not argv.exists() or "--term=2" not in argv.read_text():
             assert time.monotonic() < due
             time.sleep(0.01)
-        said = argv.read_text().split("\n")
-        assert not [one for one in said if "s3cret" in one]
+        submit_arguments = argv.read_text().split("\n")
+        assert not [one for one in submit_arguments if "s3cret" in one]
         # The run is in client mode, whatever the defaults of this host's Spark say.
-        assert said[said.index("--deploy-mode") + 1] == "client"
-        assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(said)
+        assert submit_arguments[submit_arguments.index("--deploy-mode") + 1] == "client"
+        assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(submit_arguments)
         [properties] = (tmp_path / "work").rglob("spark.properties")
         assert "spark.password=s3cret\\ \\=\\ \\u00fc\\#\\!\\\\\n" in properties.read_text()
         assert stat.S_IMODE(properties.stat().st_mode) == 0o600

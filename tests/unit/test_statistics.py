@@ -263,14 +263,14 @@ def test_waits_for_an_incomplete_checkpoint():
         task.send(1)
         seen = []
 
-        def look():
+        def check_waits():
             seen.append(statistics_after(harness)[0]["waitsFor"])
             harness.coordinator.state.set_result(b"s")
             harness.run()
             seen.append(statistics_after(harness)[0]["waitsFor"])
             task.say("ACCEPTED", sequence=1)
 
-        harness.checkpoint(meanwhile=look)
+        harness.checkpoint(meanwhile=check_waits)
         assert seen[0].startswith("the coordinator's state, for checkpoint 1, since ")
         assert seen[1].startswith("the acknowledgement of what it had sent, for checkpoint 1, since ")
         assert statistics_after(harness)[0]["waitsFor"] == ""

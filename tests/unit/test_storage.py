@@ -158,8 +158,8 @@ def test_a_storage_without_times(tmp_path):
         def __getattr__(self, name):
             return getattr(real, name)
 
-        def get_file_info(self, what):
-            found = real.get_file_info(what)
+        def get_file_info(self, selector):
+            found = real.get_file_info(selector)
             one = isinstance(found, pyarrow.fs.FileInfo)
             infos = [pyarrow.fs.FileInfo(info.path, info.type, size=info.size) for info in ([found] if one else found)]
             return infos[0] if one else infos

@@ -31,9 +31,9 @@ def test_any_order(data):
     gathering = Gathering("x", subtasks)
     for step in range(data.draw(st.integers(0, 4))):
         order = data.draw(st.permutations(range(subtasks)))
-        answers = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
-        assert answers[:-1] == [None] * (subtasks - 1)
-        assert answers[-1] == [(step, subtask) for subtask in range(subtasks)]
+        results = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
+        assert results[:-1] == [None] * (subtasks - 1)
+        assert results[-1] == [(step, subtask) for subtask in range(subtasks)]
     for subtask in data.draw(st.permutations(range(subtasks))):
         last = gathering.end(subtask)
     assert last

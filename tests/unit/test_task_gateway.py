@@ -85,14 +85,14 @@ def test_a_send_continues_when_a_message_is_handled(gateway, connection):
 
 def test_credit_that_arrives_between_two_checks(gateway, connection):
     """If another thread reads the credit while a sender checks for it, the sender continues."""
-    look = gateway._has_room
+    real_has_room = gateway._has_room
 
-    def looks(size):
-        found = look(size)
+    def has_room_with_late_credit(size):
+        found = real_has_room(size)
         gateway._handled = WINDOW  # the other reader, just after the check
         return found
 
-    gateway._has_room = looks
+    gateway._has_room = has_room_with_late_credit
     gateway.send(b"one more")
     assert connection.waits == []
 

@@ -345,7 +345,7 @@ def test_close_all(crew):
     with pytest.raises(CoordinatorFailed, match="'d' failed"):
         crew.close_all()
     assert crew.facade.ended == [d.id, c.id, b.id, a.id]
-    assert [one for what, one in crew.facade.calls if what == "cancel"] == [d.id, c.id, b.id, a.id]
+    assert [one for call, one in crew.facade.calls if call == "cancel"] == [d.id, c.id, b.id, a.id]
     assert crew.active == ()
     assert is_in(crew)
     crew.close_all()
