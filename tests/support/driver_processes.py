@@ -72,7 +72,7 @@ class DriverProcesses:
                 info = jobs.leader()
             return info and next((one for one in self.running if one.pid == info.pid and one.poll() is None), None)
 
-        return wait_until(found, "somebody leads")
+        return wait_until(found, "a driver leads")
 
     def jobs(self):
         return open_jobs(self.store, str(self.state))

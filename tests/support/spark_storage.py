@@ -33,7 +33,7 @@ def block_folders(spark: SparkSession, path: Path) -> set[str]:
     """Returns the folders in which the executors keep blocks. All executors run a task at the same time to find out."""
     context = spark.sparkContext
     local = context.master.startswith("local[")
-    executors = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor comes")
+    executors = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor is registered")
     key = (context.applicationId, frozenset(executors))
     if key not in _FOLDERS:
         many = slots(context.master)

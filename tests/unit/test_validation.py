@@ -141,7 +141,7 @@ def test_everything_that_creates_generators_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "what"),
+    ("args", "kwargs", "problem"),
     [
         ((), {}, "missing a required argument: 'dsn'"),
         (("a", 2), {}, "too many positional arguments"),
@@ -226,7 +226,7 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["validated_etl", "zipped_etl.nightly"])
 @pytest.mark.parametrize(
-    ("function", "arguments", "what"),
+    ("function", "arguments", "problem"),
     [
         ("load", {}, "is called without day"),
         ("load", {"day": 1, "limits": 2}, "does not take limits"),
