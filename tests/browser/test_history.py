@@ -20,7 +20,7 @@ from pyspark import cloudpickle
 
 import stagecrew
 from support.clusters import history_server
-from support.coordination import table_rows as row_of
+from support.coordination import batch_of as row_of
 from support.driver_scripts import driver_script
 from support.event_logs import CLASS, application, example_events, listener, operator, state, topology, write_log
 from support.journal import Journal
