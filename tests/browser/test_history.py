@@ -20,14 +20,14 @@ from pyspark import cloudpickle
 
 import stagecrew
 from support.clusters import history_server
-from support.coordination import rows as row_of
-from support.driver_scripts import driver
-from support.event_logs import CLASS, application, example, listener, operator, state, topology, written
+from support.coordination import batch_of as row_of
+from support.driver_scripts import driver_script
+from support.event_logs import CLASS, application, example_events, listener, operator, state, topology, write_log
 from support.journal import Journal
 from support.processes import kill
 from support.sessions import Sessions
 from support.waiting import eventually
-from support.web_pages import THEMES, dark, fetched, rows
+from support.web_pages import THEMES, fetch_json, set_theme, table_rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -42,7 +42,7 @@ BROWSED = ("stagecrew/", "stagecrew/processes/", "stagecrew/jobs/")
 #: A driver that is in the middle of a topology when it is killed.
 MIDDLE = """
 import pyspark
-session = stagecrew.configure(base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", {logs!r}))
+session = stagecrew.configure(session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.dir", {logs!r}))
 session = session.config("spark.eventLog.compress", "false")
 spark = session.config("spark.stagecrew.eventLog.interval", "1s").config("spark.app.name", "killed").getOrCreate()
 topology = stagecrew.crew(spark).topology("middle", listeners=[Recorder(journal, "pool")])
@@ -108,7 +108,7 @@ def made(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             operator = topology.coordinate("echo", Echo)
             assert operator.map(spark.range(0, 4, 1, 2), asks, "a long").count() == 4
         made.reports[which] = topology.report
-        made.live[which] = fetched(f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew/json/")
+        made.live[which] = fetch_json(f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew/json/")
         return str(spark.sparkContext.applicationId)
 
     def capped() -> str:
@@ -126,7 +126,7 @@ def made(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         return app
 
     journal = Journal(str(folder / "journal"))
-    with driver(folder, journal, "local[2]", MIDDLE.replace("{logs!r}", repr(logs.as_uri()))) as process:
+    with driver_script(folder, journal, "local[2]", MIDDLE.replace("{logs!r}", repr(logs.as_uri()))) as process:
         made.finished = ran("finished")
         ready = eventually(lambda: journal.read(event="ready"), 120, "the driver is in its topology")[0]
         made.killed = ready["application"]
@@ -147,11 +147,11 @@ def made(sessions: Sessions, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture(scope="module")
 def history(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A History Server that has the jar on its class path, over logs of real applications and such as are made up."""
-    written(made.logs, "app-example", example())
-    written(made.logs, "app-without", [])
-    written(made.logs, "app-hostile", hostile())
-    written(made.logs, "app-newer", newer())
-    written(made.logs, "app-many-rows", [state("topology", topology(f"t-{i:03}", f"run {i}")) for i in range(130)])
+    write_log(made.logs, "app-example", example_events())
+    write_log(made.logs, "app-without", [])
+    write_log(made.logs, "app-hostile", hostile())
+    write_log(made.logs, "app-newer", newer())
+    write_log(made.logs, "app-many-rows", [state("topology", topology(f"t-{i:03}", f"run {i}")) for i in range(130)])
     with history_server(tmp_path_factory.mktemp("server"), made.logs, stagecrew.jar_path()) as base:
         listed(base, 9)
         yield base
@@ -167,7 +167,7 @@ def stored(logs: Path, app: str, id_: str) -> list[dict[str, Any]]:
 def listed(base: str, how_many: int) -> None:
     """Waits until so many applications are listed."""
     eventually(
-        lambda: len(fetched(f"{base}/api/v1/applications")) >= how_many, 60, f"{how_many} applications are listed"
+        lambda: len(fetch_json(f"{base}/api/v1/applications")) >= how_many, 60, f"{how_many} applications are listed"
     )
 
 
@@ -209,9 +209,9 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
     """Its topologies have closed, and the numbers are those of the reports."""
     report = made.reports["finished"]
     page.goto(f"{history}/history/{made.finished}/stagecrew/")
-    named = next(row for row in rows(page, "stagecrew-topologies") if row["Id"] == report.id)
+    named = next(row for row in table_rows(page, "stagecrew-topologies") if row["Id"] == report.id)
     assert (named["State"], named["Jobs"], named["Executors"]) == ("closed", str(report.jobs), "1")
-    (quiet,) = rows(page, "stagecrew-listeners")
+    (quiet,) = table_rows(page, "stagecrew-listeners")
     (counted,) = report.listeners
     assert [int(quiet[name]) for name in ("Opens", "Closes", "Failures", "Lost")] == [
         counted.opens, counted.closes, counted.failures, counted.lost,
@@ -220,7 +220,7 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
     page.get_by_role("link", name="nightly").first.click()
     page.wait_for_url("**/stagecrew/topology/**")
     assert page.locator(".alert").count() == 0
-    body = fetched(f"{history}/history/{made.finished}/stagecrew/json/")
+    body = fetch_json(f"{history}/history/{made.finished}/stagecrew/json/")
     assert [stagecrew.TopologyReport.of(node) for node in body["topologies"] if node["id"] == report.id] == [report]
     assert {node["state"] for node in body["topologies"]} == {"closed"}
     # All of it is as it was: spans, partitions and coordinators too.
@@ -235,7 +235,7 @@ def test_a_finished_application_is_shown_as_its_report_said(made: Made, history:
         assert [at.get(sample["time"], sample) for sample in one["samples"]] == one["samples"]
     topology_page = f"{history}/history/{made.finished}/stagecrew/topology/json/?id={report.id}"
     (node,) = (node for node in body["topologies"] if node["id"] == report.id)
-    assert fetched(topology_page) == {"version": 1, "until": node["ended"], "notes": [], "topology": node}
+    assert fetch_json(topology_page) == {"version": 1, "until": node["ended"], "notes": [], "topology": node}
     assert report.released > 0
     assert [(one.requests, one.events_in, one.finished) for one in report.operators] == [(4, 2, 2)]
 
@@ -247,14 +247,14 @@ def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
     """Of a killed application, as of one that runs, there is what its log has; and the page says so."""
     app = getattr(made, which)
     page.goto(f"{history}/history/{app}/stagecrew/")
-    states = {row["Topology"]: row["State"] for row in rows(page, "stagecrew-topologies")}
+    states = {row["Topology"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
     assert states == {"application": "active", **({"middle": "active"} if which == "killed" else {"nightly": "closed"})}
     page.get_by_role("link", name="middle" if which == "killed" else "application").first.click()
     page.wait_for_url("**/stagecrew/topology/**")
     assert "it had not ended then" in page.locator(".alert").inner_text()
     page.goto(f"{history}/history/{app}/stagecrew/")
     assert "Python processes and the stored job are shown as of" in page.locator(".alert").inner_text()
-    (listener_,) = rows(page, "stagecrew-listeners")
+    (listener_,) = table_rows(page, "stagecrew-listeners")
     opens = made.opens if which == "killed" else made.reports["running"].opens
     assert int(listener_["Opens"]) == opens >= 1
     assert f"opens {opens}, " in page.locator("li", has_text="Listeners").inner_text()
@@ -271,7 +271,7 @@ def test_so_often_a_topology_is_stored_and_the_page_says_what_is_left_out(made: 
     page.goto(f"{history}/history/{made.capped}/stagecrew/topology/?id={report.id}")
     note = page.locator(".alert").inner_text()
     assert "is left out (spark.stagecrew.eventLog.maxEvents)" in note
-    body = fetched(f"{history}/history/{made.capped}/stagecrew/topology/json/?id={report.id}")
+    body = fetch_json(f"{history}/history/{made.capped}/stagecrew/topology/json/?id={report.id}")
     assert body["notes"] == [note]
     assert stagecrew.TopologyReport.of(body["topology"]) == report
     assert report.jobs == 3
@@ -296,7 +296,7 @@ def test_every_page_is_right_in_both_themes(history: str, page: Page, theme: str
         ("/jobs/", "#stagecrew-steps td"),
     ):
         page.goto(base + path)
-        dark(page, theme)
+        set_theme(page, theme)
         text = page.locator(what).first
         assert text.is_visible()
         paint = "fill" if "text" in what else "color"
@@ -317,7 +317,7 @@ def test_a_timeline_has_a_lane_for_each_executor_and_words(history: str, page: P
     box = page.locator("rect.stagecrew-failed").bounding_box()
     assert box is not None
     assert box["width"] > 5
-    progress = {row["Name"]: row["Progress"] for row in rows(page, "stagecrew-coordinators")}
+    progress = {row["Name"]: row["Progress"] for row in table_rows(page, "stagecrew-coordinators")}
     assert progress == {"flights": "splits done 64 / splits left 0", "budget": "spent 80"}
 
 
@@ -329,7 +329,7 @@ def test_texts_of_users_stay_text(history: str, page: Page) -> None:
         assert page.locator("table script, table img, li script, svg script").count() == 0
         assert page.evaluate("document.querySelectorAll('[onclick*=alert]').length") == 0
     page.goto(f"{base}/stagecrew/")
-    names = [row["Topology"] for row in rows(page, "stagecrew-topologies")]
+    names = [row["Topology"] for row in table_rows(page, "stagecrew-topologies")]
     assert HOSTILE.strip() in names
     assert max(map(len, names)) == 120
     assert page.evaluate("document.documentElement.scrollWidth") < 4000
@@ -337,14 +337,14 @@ def test_texts_of_users_stay_text(history: str, page: Page) -> None:
         page.goto(f"{base}/stagecrew/")
         page.locator("#stagecrew-topologies tbody tr").nth(i).get_by_role("link").click()
         page.wait_for_url("**/stagecrew/topology/**")
-        assert rows(page, "stagecrew-listeners")[0]["Last error"] == HOSTILE.strip()
+        assert table_rows(page, "stagecrew-listeners")[0]["Last error"] == HOSTILE.strip()
         assert page.locator("#stagecrew-timeline rect.stagecrew-failed").count() == 1
 
 
 def test_logs_of_later_versions_and_logs_without_our_events_are_readable(history: str, page: Page) -> None:
     """What is known of a newer log is shown, with a word that it is newer; without an event of ours there is no tab."""
     page.goto(f"{history}/history/app-newer/stagecrew/")
-    assert [row["Topology"] for row in rows(page, "stagecrew-topologies")] == ["later"]
+    assert [row["Topology"] for row in table_rows(page, "stagecrew-topologies")] == ["later"]
     page.get_by_role("link", name="later").click()
     page.wait_for_url("**/stagecrew/topology/**")
     assert "newer stagecrew" in page.locator(".alert").inner_text()
@@ -361,7 +361,7 @@ def test_a_history_server_without_the_jar_reads_our_logs(made: Made, tmp_path: P
                 body = response.read().decode()
             assert response.status == 200
             assert tab_of(app) not in body
-            assert fetched(f"{base}/api/v1/applications/{app}/jobs")
+            assert fetch_json(f"{base}/api/v1/applications/{app}/jobs")
 
 
 def test_a_table_of_many_rows_is_turned_as_sparks_own(history: str, page: Page) -> None:
@@ -369,7 +369,7 @@ def test_a_table_of_many_rows_is_turned_as_sparks_own(history: str, page: Page) 
     page.goto(f"{history}/history/app-many-rows/stagecrew/?topologies.sort=Id")
 
     def ids() -> list[str]:
-        return [row["Id"] for row in rows(page, "stagecrew-topologies")]
+        return [row["Id"] for row in table_rows(page, "stagecrew-topologies")]
 
     every = [f"t-{i:03}" for i in range(130)]
     assert ids() == every[:100]
@@ -412,7 +412,7 @@ def test_who_may_not_see_an_application_is_denied_its_tab(tmp_path: Path) -> Non
     subprocess.run(["javac", "-cp", jars, "-d", str(tmp_path / "classes"), str(tmp_path / "Asking.java")], check=True)
     logs = tmp_path / "logs"
     logs.mkdir()
-    written(logs, "app-example", example())
+    write_log(logs, "app-example", example_events())
     acls = {"spark.history.ui.acls.enable": "true", "spark.history.ui.admin.acls": "root", "spark.ui.filters": "Asking"}
     classes = f"{stagecrew.jar_path()}:{tmp_path / 'classes'}"
 
@@ -457,8 +457,8 @@ def test_a_thousand_topologies_in_under_a_second(tmp_path: Path, page: Page) -> 
     """The first page of a History Server's tab over 1,000 topologies that ran for a while comes in under a second."""
     logs = tmp_path / "logs"
     logs.mkdir()
-    busy = next(event for event in example() if event["id"].startswith("enrich"))
-    written(
+    busy = next(event for event in example_events() if event["id"].startswith("enrich"))
+    write_log(
         logs,
         "app-many",
         [{**busy, "id": f"t{i}", "body": busy["body"].replace("enrich-2b8c41d09e63", f"t{i}")} for i in range(1000)],
@@ -473,4 +473,4 @@ def test_a_thousand_topologies_in_under_a_second(tmp_path: Path, page: Page) -> 
             took = page.evaluate("(e => e.responseEnd - e.requestStart)(performance.getEntriesByType('navigation')[0])")
             assert took < 1000
             assert page.locator("tbody tr").count() <= 200
-        assert len(fetched(f"{base}/history/app-many/stagecrew/json/")["topologies"]) == 1000
+        assert len(fetch_json(f"{base}/history/app-many/stagecrew/json/")["topologies"]) == 1000

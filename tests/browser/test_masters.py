@@ -13,10 +13,10 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Journal, together
+from support.journal import Journal, rendezvous
 from support.sessions import Sessions, slots
 from support.waiting import eventually
-from support.web_pages import THEMES, dark, fetched, rows
+from support.web_pages import THEMES, fetch_json, set_theme, table_rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -44,7 +44,7 @@ def ran(spark: SparkSession, master: str, tmp_path_factory: pytest.TempPathFacto
     tasks = slots(master)
     with stagecrew.crew(spark).topology("everywhere", listeners=[Quiet()]) as topology:
         data = spark.sparkContext.parallelize(range(tasks), tasks)
-        workers = data.mapPartitions(together(path, "everywhere", tasks)).collect()
+        workers = data.mapPartitions(rendezvous(path, "everywhere", tasks)).collect()
         assert data.map(lambda x: (x % 2, x)).groupByKey().count() == 2
     assert len(Journal(path).read(event="body")) == tasks
     return f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}/stagecrew", topology.report, workers
@@ -56,18 +56,18 @@ def test_pages_show_each_executor_as_the_report_does(ran: tuple[str, Any, list[i
     base, report, _ = ran
     for path in ("/processes/", "/jobs/", "/"):
         page.goto(base + path)
-        dark(page, theme)
+        set_theme(page, theme)
     page.get_by_role("link", name="everywhere").first.click()
     page.wait_for_url("**/topology/**")
-    dark(page, theme)
-    shown = {row["Executor"]: row for row in rows(page, "stagecrew-listeners")}
+    set_theme(page, theme)
+    shown = {row["Executor"]: row for row in table_rows(page, "stagecrew-listeners")}
     assert set(shown) == {listener.executor for listener in report.listeners}
     for listener in report.listeners:
         row = shown[listener.executor]
         assert [int(row[name]) for name in ("Opens", "Closes", "Failures")] == [
             listener.opens, listener.closes, listener.failures,
         ]  # fmt: skip
-    released = {row["Executor"]: int(row["Released"]) for row in rows(page, "stagecrew-executors")}
+    released = {row["Executor"]: int(row["Released"]) for row in table_rows(page, "stagecrew-executors")}
     assert released == {stored.executor: stored.released for stored in report.partitions}
     assert sum(released.values()) > 0
 
@@ -77,12 +77,12 @@ def test_each_worker_has_a_row_with_its_memory(ran: tuple[str, Any, list[int]], 
     base, report, workers = ran
 
     def looked_at() -> bool:
-        found = fetched(f"{base}/processes/json/")["processes"]
+        found = fetch_json(f"{base}/processes/json/")["processes"]
         return {one["pid"] for one in found if one["samples"]} >= set(workers)
 
     eventually(looked_at, 30, "each worker is looked at")
     page.goto(f"{base}/processes/")
-    shown = {int(row["Process"]): row for row in rows(page, "stagecrew-processes")}
+    shown = {int(row["Process"]): row for row in table_rows(page, "stagecrew-processes")}
     assert {shown[pid]["Role"] for pid in workers} == {"worker"}
     assert {shown[pid]["Executor"] for pid in workers} == {listener.executor for listener in report.listeners}
     for pid in workers:
@@ -95,6 +95,6 @@ def test_json_of_each_page_is_there(ran: tuple[str, Any, list[int]]) -> None:
     """Each page's JSON has a version, and the topology's is that of the report."""
     base, report, _ = ran
     for path in ("/json/", "/processes/json/", "/jobs/json/"):
-        assert fetched(base + path)["version"] == 1
-    body = eventually(lambda: fetched(f"{base}/topology/json/?id={report.id}"), what="the topology's JSON")
+        assert fetch_json(base + path)["version"] == 1
+    body = eventually(lambda: fetch_json(f"{base}/topology/json/?id={report.id}"), what="the topology's JSON")
     assert stagecrew.TopologyReport.of(body["topology"]) == report

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 import stagecrew
 from support.sessions import Sessions
 from support.waiting import eventually
-from support.web_pages import dark, rows
+from support.web_pages import set_theme, table_rows
 
 # Executors do not have this module: its listeners travel by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -71,7 +71,7 @@ def test_an_application_without_topologies_says_how_to_begin(spark: SparkSession
     page.goto(f"{base}/jobs/")
     page.get_by_role("link", name="Stagecrew").click()
     assert "crew(spark).topology(" in page.locator("#stagecrew-begin").inner_text()
-    (application,) = rows(page, "stagecrew-topologies")
+    (application,) = table_rows(page, "stagecrew-topologies")
     shown = (application["Topology"], application["Kind"], application["State"])
     assert shown == ("application", "application", "active")
     assert page.locator("#stagecrew-listeners").count() == 0
@@ -82,14 +82,14 @@ def test_tables_show_what_the_report_says_and_run_nothing(
 ) -> None:
     """Topologies and listeners stand in the tab with the report's numbers, and names that are markup stay text."""
     page.goto(f"{base}/stagecrew/")
-    application, named = rows(page, "stagecrew-topologies")
+    application, named = table_rows(page, "stagecrew-topologies")
     assert (application["Kind"], application["Jobs"], application["Executors"]) == ("application", "1", "1")
     shown = (named["Topology"], named["Id"], named["Kind"], named["State"])
     assert shown == (HOSTILE_TOPOLOGY, reported.id, "named", "closed")
     counts = [named[name] for name in ("Jobs", "Executors", "Lost executors", "Unclosed")]
     assert counts == ["1", "1", "0", "0"]
     assert int(named["Failures"]) == reported.failures
-    listeners = {row["Listener"]: row for row in rows(page, "stagecrew-listeners")}
+    listeners = {row["Listener"]: row for row in table_rows(page, "stagecrew-listeners")}
     assert set(listeners) == {HOSTILE, "failing"}
     for listener in reported.listeners:
         row = listeners[listener.name]
@@ -116,16 +116,16 @@ def test_columns_sort_by_value(base: str, page: Page, reported: stagecrew.Topolo
     header = page.locator("#stagecrew-topologies thead th", has_text="Duration").get_by_role("link")
     with page.expect_navigation():
         header.click()
-    assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["named", "application"]
+    assert [row["Kind"] for row in table_rows(page, "stagecrew-topologies")] == ["named", "application"]
     with page.expect_navigation():
         header.click()
-    assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["application", "named"]
+    assert [row["Kind"] for row in table_rows(page, "stagecrew-topologies")] == ["application", "named"]
 
 
 def test_dark_theme(base: str, page: Page, reported: stagecrew.TopologyReport, tmp_path: Path) -> None:
     """In Spark's dark theme the text of the tables is light: the tab brings no colours of its own."""
     page.goto(f"{base}/stagecrew/")
-    dark(page)
+    set_theme(page)
     colour = "e => getComputedStyle(e).color.match(/[0-9]+/g).slice(0, 3).map(Number)"
     assert min(page.locator("#stagecrew-listeners tbody td").first.evaluate(colour)) > 128
     page.screenshot(path=tmp_path / "dark.png", full_page=True)
@@ -137,10 +137,10 @@ def test_a_reload_shows_the_state_now(
     """A topology that runs is shown as active, and as closed when the page is loaded again after its end."""
     with stagecrew.crew(spark).topology("live") as topology:
         page.goto(f"{base}/stagecrew/")
-        states = {row["Id"]: row["State"] for row in rows(page, "stagecrew-topologies")}
+        states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
         assert states[topology.id] == "active"
     page.reload()
-    states = {row["Id"]: row["State"] for row in rows(page, "stagecrew-topologies")}
+    states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
     assert states[topology.id] == "closed"
 
 

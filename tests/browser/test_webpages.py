@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import Browser, Route
 
-from support.web_pages import watched
+from support.web_pages import checked_page
 
 POLICY = {"Content-Security-Policy": "script-src 'self'"}
 
@@ -26,7 +26,7 @@ def loaded(browser: Browser, body: str, script: str) -> None:
         else:
             route.fulfill(status=204 if path == "/favicon.ico" else 404)
 
-    with watched(browser) as page:
+    with checked_page(browser) as page:
         page.route("**/*", answer)
         page.goto("http://pages.test/")
         page.evaluate("1")  # what happened before it is known then

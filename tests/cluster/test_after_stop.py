@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import stagecrew
-from support.journal import Recorder, body
+from support.journal import Recorder, recording_body
 from support.sessions import LOCAL, Sessions
 
 
@@ -17,7 +17,7 @@ def test_a_topology_after_the_stop_of_its_session(sessions: Sessions, journal):
     begun = crew.topology("begun", listeners=[Recorder(journal)]).start()
     ran = []
     wrapped = begun.wrap(lambda: ran.append(1))
-    spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+    spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal)).collect()
     sessions.stop()
     with pytest.raises(stagecrew.StagecrewError):
         wrapped()

@@ -15,14 +15,14 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from support.coordination import executor_of_this_worker
+from support.coordination import executor_pid
 from support.hdfs import hdfs
 from support.postgres import postgresql
-from support.processes import alive, kill
+from support.processes import is_alive, kill
 from support.s3 import s3_server
 from support.sessions import LOCAL_CLUSTER
-from support.sink_targets import Place, accepted, attempts, rows_of, telling
-from support.spark_storage import executors
+from support.sink_targets import SinkTarget, accepted_attempts, attempts_by_partition, recording_sink, rows_of
+from support.spark_storage import executor_ids
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -51,14 +51,14 @@ def server(tmp_path_factory):
 @pytest.fixture(params=["objects", *OTHERS])
 def place(request, tmp_path):
     (tmp_path / "sink").mkdir()
-    return Place(request.param, tmp_path / "sink")
+    return SinkTarget(request.param, tmp_path / "sink")
 
 
 @pytest.fixture(params=["append", pytest.param("objects", marks=pytest.mark.long), *OTHERS, *SERVERS])
 def anywhere(request, tmp_path, server):
     """A place in the folder of the test, or at a server."""
     (tmp_path / "sink").mkdir()
-    return Place(request.param, tmp_path / "sink", server(request.param))
+    return SinkTarget(request.param, tmp_path / "sink", server(request.param))
 
 
 @pytest.fixture
@@ -97,10 +97,10 @@ def check(spark, place, journal):
     """All rows are there, once, and those of each partition by one attempt, which Spark accepted."""
     visible = place.visible()
     assert [number for number, _ in visible] == list(range(40))
-    writers = attempts(visible)
+    writers = attempts_by_partition(visible)
     assert {partition for partition, numbers in writers.items() if len(numbers) == 1} == {0, 1, 2, 3}
-    assert set.union(*writers.values()) <= accepted(spark, journal)
-    assert place.left() == []
+    assert set.union(*writers.values()) <= accepted_attempts(spark, journal)
+    assert place.leftovers() == []
 
 
 def test_tasks_that_die(cluster, anywhere, tmp_path, journal):
@@ -116,10 +116,10 @@ def test_tasks_that_die(cluster, anywhere, tmp_path, journal):
             with contextlib.suppress(FileExistsError):
                 os.close(os.open(died, os.O_CREAT | os.O_EXCL))
                 eventually(lambda: os.path.exists(offered), 60, "the driver has heard of it")
-                kill(executor_of_this_worker())
+                kill(executor_pid())
                 time.sleep(60)
 
-    sink = telling(anywhere.sink(), journal, staged=staged, offered=dies)
+    sink = recording_sink(anywhere.sink(), journal, staged=staged, offered=dies)
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def heard():
@@ -143,7 +143,7 @@ def test_speculation(sessions, standalone, place, tmp_path, journal, ends):
         spark__speculation__multiplier="0.1",
         spark__speculation__minTaskRuntime="200ms",
     )
-    eventually(lambda: len(executors(spark)) == 2, 120, "both executors are here, on two hosts")
+    eventually(lambda: len(executor_ids(spark)) == 2, 120, "both executors are here, on two hosts")
     go = str(tmp_path / "go")
 
     def meets(partition, attempt, number):
@@ -153,7 +153,7 @@ def test_speculation(sessions, standalone, place, tmp_path, journal, ends):
             if ends == "one" and number == 0:
                 time.sleep(60)
 
-    sink = telling(place.sink(), journal, offered=meets)
+    sink = recording_sink(place.sink(), journal, offered=meets)
     with stagecrew.crew(spark).topology("t") as topology, when(offers(topology, 5), lambda: Path(go).touch()):
         assert topology.commit(rows_of(spark), sink).rows == 40
     assert len(journal.read(event="staged", partition=0)) == 2
@@ -162,7 +162,7 @@ def test_speculation(sessions, standalone, place, tmp_path, journal, ends):
 
 def tree_of_this_worker():
     """The executor, its daemon, and this worker."""
-    return [executor_of_this_worker(), os.getppid(), os.getpid()]
+    return [executor_pid(), os.getppid(), os.getpid()]
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
@@ -191,7 +191,7 @@ def test_a_zombie(sessions, anywhere, tmp_path, journal, how):
         for pid in journal.read(event="late")[0]["pids"]:
             kill(pid, signal.SIGSTOP)
 
-    sink = telling(anywhere.sink(), journal, before=late)
+    sink = recording_sink(anywhere.sink(), journal, before=late)
     try:
         stops = when(lambda: journal.read(event="late"), stop) if how == "stopped" else contextlib.nullcontext()
         with stagecrew.crew(cluster).topology("t") as topology, stops:
@@ -203,9 +203,9 @@ def test_a_zombie(sessions, anywhere, tmp_path, journal, how):
             kill(pid, signal.SIGCONT)
     eventually(lambda: journal.read(event="goes on"), 30, "it goes on")
     worker = line["pids"][2]
-    eventually(lambda: not alive(worker), 60, "it has ended")
+    eventually(lambda: not is_alive(worker), 60, "it has ended")
     check(cluster, anywhere, journal)
-    eventually(lambda: not any(map(alive, line["pids"])), 60, "and so have its executor and its daemon")
+    eventually(lambda: not any(map(is_alive, line["pids"])), 60, "and so have its executor and its daemon")
 
 
 CASES = {
@@ -238,7 +238,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
 
     def salted(batches):
         salt = os.urandom(4).hex()
-        (tmp_path / f"map-{executor_of_this_worker()}").touch()
+        (tmp_path / f"map-{executor_pid()}").touch()
         if os.path.exists(died):
             Path(again).touch()
         for batch in batches:
@@ -250,7 +250,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
         yield from batches
         if not first:
             return
-        executor = executor_of_this_worker()
+        executor = executor_pid()
         # One task kills its executor, and only one that has map output: on a slow machine an executor may have none.
         if (tmp_path / f"map-{executor}").exists() and claimed(tmp_path / "killer"):
             if before == "some":
@@ -271,7 +271,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
         stages = {line["stage"] for line in journal.read(event="attempt")}
         return any((info := tracker.getStageInfo(stage)) and info.numCompletedTasks for stage in stages)
 
-    sink, failure = telling(place.sink(), journal), None
+    sink, failure = recording_sink(place.sink(), journal), None
     try:
         takes = when(one_is_taken, lambda: Path(taken).touch()) if before == "some" else contextlib.nullcontext()
         with stagecrew.crew(cluster).topology("t") as topology, takes:
@@ -283,7 +283,7 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
         cluster.conf.unset("spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch")
     visible = place.visible()
     assert os.path.exists(again)
-    assert place.left() == []
+    assert place.leftovers() == []
     if case == "taken":
         assert failure is not None
         assert "indeterminate output" in failure
@@ -291,6 +291,6 @@ def test_upstream_with_other_output(cluster, place, tmp_path, journal, case):
         return
     assert failure is None
     assert [number for number, _ in visible] == list(range(40))
-    assert {int(text.rsplit(" ", 1)[1]) for _, text in visible} <= accepted(cluster, journal)
+    assert {int(text.rsplit(" ", 1)[1]) for _, text in visible} <= accepted_attempts(cluster, journal)
     salts = {text.split(" by ")[0] for _, text in visible}
     assert len(salts) == 4 if case == "again" else len(salts) > 4

@@ -17,19 +17,19 @@ import pyspark
 import pytest
 
 import stagecrew
-from support.driver_scripts import driver, java_processes
-from support.journal import Journal, Recorder, body, executor_wide, together
-from support.processes import alive, kill
-from support.sessions import LOCAL, LOCAL_CLUSTER, Sessions, free_master
+from support.driver_scripts import driver_script, java_processes
+from support.journal import Journal, Recorder, executor_wide, recording_body, rendezvous
+from support.processes import is_alive, kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, Sessions, master_with_free_cores
 from support.waiting import eventually
 
 EIGHT = "local-cluster[1,8,1024]"
 
 RUNNING = """
 listeners = [Recorder(journal), executor_wide(journal.path)]
-spark = stagecrew.configure(base({master!r}).config("spark.port.maxRetries", "50"), listeners=listeners).getOrCreate()
+spark = stagecrew.configure(session_builder({master!r}).config("spark.port.maxRetries", "50"), listeners=listeners).getOrCreate()
 def run(partitions, seconds=0.0):
-    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, seconds=seconds)).collect()
+    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(recording_body(journal, seconds=seconds)).collect()
 run(2)
 """
 
@@ -47,12 +47,12 @@ def more(lines: str) -> str:
     ]
 )
 def anywhere(request, sessions) -> str:
-    return free_master(request.param, request, sessions)
+    return master_with_free_cores(request.param, request, sessions)
 
 
 @pytest.fixture(params=[LOCAL_CLUSTER, "standalone"])
 def cluster(request, sessions) -> str:
-    return free_master(request.param, request, sessions)
+    return master_with_free_cores(request.param, request, sessions)
 
 
 def all_closed(journal: Journal, seconds: float = 20) -> None:
@@ -72,7 +72,7 @@ def all_closed(journal: Journal, seconds: float = 20) -> None:
 def nothing_left(journal: Journal, seconds: float = 20) -> None:
     """No process that opened something is alive."""
     pids = {e["pid"] for e in journal.read(event="open")}
-    eventually(lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds, f"processes {pids} end")
 
 
 def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
@@ -88,7 +88,7 @@ def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
     run(2)
     spark.stop()
     """)
-    with driver(tmp_path, journal, anywhere, script) as process:
+    with driver_script(tmp_path, journal, anywhere, script) as process:
         assert process.wait(120) == 0
     all_closed(journal)
     nothing_left(journal)
@@ -97,7 +97,7 @@ def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
 
 def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
     """A script that simply ends closes everything, and nobody is said not to have closed."""
-    with driver(tmp_path, journal, anywhere, RUNNING + 'spark.sparkContext.setLogLevel("WARN")') as process:
+    with driver_script(tmp_path, journal, anywhere, RUNNING + 'spark.sparkContext.setLogLevel("WARN")') as process:
         assert process.wait(120) == 0
     all_closed(journal)
     nothing_left(journal)
@@ -134,7 +134,7 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
     journal.write(event="left", closed=closed, active=active, state=topology.report.state, ends=len(journal.read(event="body end")))
     spark.stop()
     """)
-    with driver(tmp_path, journal, anywhere, script) as process:
+    with driver_script(tmp_path, journal, anywhere, script) as process:
         eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks run")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
@@ -155,7 +155,7 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
 @pytest.mark.parametrize("who", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
 def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
     """When the Python driver, or its JVM, is killed with SIGKILL, workers and executors close and end."""
-    with driver(tmp_path, journal, anywhere, RUNNING + "time.sleep(1000)") as process:
+    with driver_script(tmp_path, journal, anywhere, RUNNING + "time.sleep(1000)") as process:
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
         jvm = java_of(process)
         (jvm if who == "JVM" else psutil.Process(process.pid)).kill()
@@ -175,7 +175,7 @@ def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
 )
 def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
     """An executor that gets SIGTERM closes what it has open, in its workers, idle or in a task, and in its agent."""
-    with driver(tmp_path, journal, cluster, RUNNING + then):
+    with driver_script(tmp_path, journal, cluster, RUNNING + then):
         eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
         if then.startswith("run"):
             eventually(lambda: len(journal.read(event="enter")) >= 5, 60, "the tasks of the second run")
@@ -185,7 +185,7 @@ def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
         psutil.Process(agent["pid"]).parent().terminate()
         mine = {e["pid"] for e in opened if e["executor"] == executor}
         eventually(lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, f"{mine} close")
-        eventually(lambda: not any(alive(pid) for pid in mine), 20, f"{mine} end")
+        eventually(lambda: not any(is_alive(pid) for pid in mine), 20, f"{mine} end")
 
 
 @pytest.mark.long
@@ -260,7 +260,7 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     """With spark.python.worker.reuse=false the listener closes when its worker ends, after each task."""
     spark = sessions.get(anywhere, spark__python__worker__reuse="false")
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal)).collect()
         all_closed(journal)
         assert len(journal.read(event="open")) == 4
     assert topology.report.opens == topology.report.closes == 4
@@ -277,7 +277,7 @@ def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, a
     spark = sessions.get(anywhere, spark__python__factory__idleWorkerMaxPoolSize="1")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
     with topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(together(journal.path, "body", 4)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(rendezvous(journal.path, "body", 4)).collect()
         opened = journal.read(event="open")
         assert len(opened) == 4
         idle = len(opened) - len({e["executor"] for e in opened})  # one stays on each executor
@@ -340,7 +340,7 @@ def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal,
     group = journal.path
     spark.sparkContext.setJobGroup(group, "eight first tasks")
     with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(recording_body(journal)).collect()
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
     rounds = len(journal.read(event="open"))
     assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
@@ -369,7 +369,7 @@ def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     with crew.topology("t", listeners=[Recorder(journal), executor_recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=0.3)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal, seconds=0.3)).collect()
         agent = next(e for e in journal.read(event="open", listener="agent's"))
         kill(psutil.Process(agent["pid"]).ppid())
         eventually(lambda: agent["executor"] in topology.report.lost_executors, 30, "the loss is reported")
@@ -406,7 +406,7 @@ def test_sigterm_of_an_executor_with_a_task_that_cannot_be_interrupted(
         psutil.Process(opened["pid"]).parent().terminate()
         eventually(lambda: journal.read(event="close"), 20, "the Python listener closes")
         eventually(lambda: jvm_journal.read(event="close"), 20, "the JVM listener closes")
-        eventually(lambda: not alive(opened["pid"]), 20, "the agent ends")
+        eventually(lambda: not is_alive(opened["pid"]), 20, "the agent ends")
         runner.join(60)
         assert not runner.is_alive()
     assert failed  # the task was lost with its executor

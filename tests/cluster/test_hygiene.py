@@ -21,9 +21,9 @@ from pyspark import SparkContext
 from pyspark.sql.functions import lit, udf
 
 import stagecrew
-from support.journal import Recorder, body
-from support.processes import alive
-from support.sessions import LOCAL_CLUSTER, Sessions, free_master
+from support.journal import Recorder, recording_body
+from support.processes import is_alive
+from support.sessions import LOCAL_CLUSTER, Sessions, master_with_free_cores
 from support.waiting import eventually
 
 TESTS = str(Path(__file__).parent.parent)
@@ -68,7 +68,7 @@ appender.stderr.layout.pattern = %p %c: %m%n%ex
 @pytest.mark.parametrize("where", [pytest.param("local[2]", marks=pytest.mark.long), "standalone"])
 def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_path_factory, sessions, request, where):
     """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
-    master = free_master(where, request, sessions)
+    master = master_with_free_cores(where, request, sessions)
     secrets = shapes(SECRET)
     events = tmp_path / "events"
     events.mkdir()
@@ -79,8 +79,8 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
     journal = Journal({journal.path!r})
     listeners = [Recorder(journal, "app", password={SECRET!r})]
     debug = "-Dlog4j2.configurationFile=file://{tmp_path}/log4j2.properties"
-    builder = (base({master!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
-        .config("spark.executor.extraJavaOptions", QUICK + " " + debug)
+    builder = (session_builder({master!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
+        .config("spark.executor.extraJavaOptions", QUICK_JVM_OPTIONS + " " + debug)
         .config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}"))
     spark = stagecrew.configure(builder, listeners=listeners).getOrCreate()
     application = spark.sparkContext.applicationId
@@ -122,7 +122,7 @@ def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
     from support.script_prelude import *
     import json
     journal = Journal({journal.path!r})
-    builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
+    builder = session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
     spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate()
     def place(rows):
         from pyspark import TaskContext
@@ -185,9 +185,9 @@ def bare_python(tmp_path_factory) -> str:
 )
 def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request, sessions):
     """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
-    master = free_master(where, request, sessions)
+    master = master_with_free_cores(where, request, sessions)
     done = run(f"""
-    from support.sessions import base
+    from support.sessions import session_builder
     import contextlib, stagecrew
     os.environ["PYSPARK_PYTHON"] = {bare_python!r}
     del os.environ["PYTHONPATH"]
@@ -209,7 +209,7 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
             yield
             note("leave", "pool")
     port, pool = number(), Pool()
-    builder = base({master!r}).config("spark.stagecrew.listeners", "stagecrew:LoggingContext")
+    builder = session_builder({master!r}).config("spark.stagecrew.listeners", "stagecrew:LoggingContext")
     spark = stagecrew.configure(builder, listeners=[port]).getOrCreate()
     with stagecrew.crew(spark).topology("t", listeners=[pool]) as topology:
         print("VALUES", spark.sparkContext.parallelize(range(4), 2).map(lambda _: port.get() > 0 and pool.get() is not None).collect())
@@ -232,11 +232,11 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
 )
 def test_a_session_leaves_nothing(journal, where, request, sessions):
     """After a session no process, port or file of ours is left."""
-    master = free_master(where, request, sessions)
+    master = master_with_free_cores(where, request, sessions)
     done = run(f"""
     from support.script_prelude import *
     journal = Journal({journal.path!r})
-    spark = stagecrew.configure(base({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+    spark = stagecrew.configure(session_builder({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
     import json
     def place(rows):
         from pyspark import TaskContext
@@ -249,7 +249,7 @@ def test_a_session_leaves_nothing(journal, where, request, sessions):
     places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
     assert places, done.stderr[-3000:]
     pids = {e["pid"] for e in journal.read(event="open")} | {e["daemon"] for e in journal.read(event="runs")}
-    eventually(lambda: not any(alive(pid) for pid in pids), 20, "its processes end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "its processes end")
     for path, port in places:
         eventually(lambda path=path: not os.path.exists(os.path.dirname(path)), 10, f"{path} is removed")
         listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -268,7 +268,7 @@ def test_twenty_sessions_leak_nothing(journal, tmp_path):
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     def once():
-        builder = base("local[1]")
+        builder = session_builder("local[1]")
         if "with" in sys.argv:
             spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
             around = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")])
@@ -370,7 +370,7 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
         return f"{os.environ.get('PYTHON_UNIX_DOMAIN_ENABLED')} {os.environ.get('SPARK_PIPELINED_UDF')}"
 
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-        sc.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        sc.parallelize(range(4), 4).mapPartitions(recording_body(journal)).collect()
         ways = [row[0] for row in spark.range(10).select(asked("id")).collect()]
         ((faults, memory),) = sc.parallelize([1], 1).mapPartitions(limits).collect()
     assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
@@ -450,7 +450,7 @@ def test_a_cancelled_task_that_goes_on_is_ended(sessions: Sessions, journal, int
         (runs,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
         raise ZeroDivisionError
     runner.join(60)
-    eventually(lambda: not alive(runs["pid"]), 30, "its process ends")
+    eventually(lambda: not is_alive(runs["pid"]), 30, "its process ends")
     assert len(journal.read(event="runs")) == 2  # asked once
     eventually(lambda: topology.report.lost == 1, 10, "the loss is reported")
 
@@ -541,7 +541,7 @@ def test_sessions_one_after_the_other(sessions: Sessions, journal):
         sessions.stop()
         mine = Recorder(journal, f"session {i}")
         spark = sessions.get("local[2,4]", listeners=(mine,))
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal, f"body {i}")).collect()
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal, f"body {i}")).collect()
         entered = {
             e["listener"]
             for b in journal.read(event="body", name=f"body {i}")
@@ -564,7 +564,7 @@ def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     from support.script_prelude import *
     import shutil
     assert shutil.which("python3") != sys.executable
-    spark = stagecrew.configure(base({master!r})).getOrCreate()
+    spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def agents(context):
         import sys
@@ -590,7 +590,7 @@ def test_an_interpreter_that_is_a_script(tmp_path):
         """
     from support.script_prelude import *
     import psutil
-    spark = stagecrew.configure(base("local[2]")).getOrCreate()
+    spark = stagecrew.configure(session_builder("local[2]")).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def agents(context):
         yield os.getpid()
@@ -605,7 +605,7 @@ def test_an_interpreter_that_is_a_script(tmp_path):
     def mine():
         return [p for p in psutil.process_iter(["cmdline"]) if any(one.endswith("/wrapped-python") for one in p.info["cmdline"] or ())]
     eventually(lambda: not mine(), 20, "the scripts end")
-    eventually(lambda: not any(alive(pid) for pid in pids), 20, "what they started ends")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "what they started ends")
     print("GONE")
     """,
         PYSPARK_PYTHON=str(wrapper),

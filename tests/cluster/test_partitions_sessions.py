@@ -18,12 +18,21 @@ from pyspark.sql import functions as f
 
 import stagecrew
 from support.clusters import shuffle_service
-from support.coordination import executor_of_this_worker
-from support.driver_scripts import driver, java_processes
-from support.journal import Journal, together
+from support.coordination import executor_pid
+from support.driver_scripts import driver_script, java_processes
+from support.journal import Journal, rendezvous
 from support.processes import kill
-from support.sessions import LOCAL, LOCAL_CLUSTER, base
-from support.spark_storage import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
+from support.sessions import LOCAL, LOCAL_CLUSTER, session_builder
+from support.spark_storage import (
+    block_folders,
+    cached_blocks,
+    cached_rdds,
+    dropped_events,
+    executor_ids,
+    map_outputs,
+    shuffle_files,
+    shuffle_handle,
+)
 from support.waiting import eventually
 
 TWO = "local-cluster[2,1,1024]"
@@ -61,9 +70,9 @@ def test_an_event_queue_of_one_place(sessions, tmp_path):
                 with crew.topology("inner"):
                     assert sorted(held[-3].collect()) == EXPECTED
     eventually(lambda: nothing_stored(crew), 30, "tables are empty")
-    eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "all is released")
-    assert not cached(spark)
-    assert not blocks(spark)
+    eventually(lambda: not shuffle_files(spark, tmp_path) and not map_outputs(spark), 30, "all is released")
+    assert not cached_rdds(spark)
+    assert not cached_blocks(spark)
     assert dropped_events(spark) > 0
 
 
@@ -84,11 +93,11 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
     with crew.topology("t"):
         dataset = counted(spark)
         assert sorted(dataset.collect()) == EXPECTED
-        assert executors(spark)
-    eventually(lambda: not executors(spark), WATCHED, "all executors are removed")
+        assert executor_ids(spark)
+    eventually(lambda: not executor_ids(spark), WATCHED, "all executors are removed")
     assert sorted(dataset.collect()) == EXPECTED  # by new ones
     sessions.stop()
-    builder = base(TWO)
+    builder = session_builder(TWO)
     for key, value in settings.items():
         builder = builder.config(key.replace("__", "."), value)
     plain = builder.getOrCreate()
@@ -97,7 +106,7 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
         assert sorted(dataset.collect()) == EXPECTED
         deadline = time.monotonic() + WATCHED
         while time.monotonic() < deadline:
-            assert executors(plain)
+            assert executor_ids(plain)
             time.sleep(0.5)  # it shows that for so long nothing happens
         assert sorted(dataset.collect()) == EXPECTED
     finally:
@@ -125,10 +134,10 @@ def test_not_idle_while_it_closes(sessions, journal):
     crew = stagecrew.crew(spark)
     topology = crew.topology("t", listeners=[slow_to_close(journal.path, 6)]).start()
     # Both end at once, and the exit follows: none was idle before.
-    meet = together(journal.path, "both", 2)
+    meet = rendezvous(journal.path, "both", 2)
     dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda n: (n, n)).partitionBy(2).mapPartitions(meet)
     assert len(dataset.collect()) == 2
-    assert list(outputs(spark).values()) == [2]
+    assert list(map_outputs(spark).values()) == [2]
     closing = threading.Thread(target=topology.close)
     closing.start()
     while closing.is_alive():
@@ -138,8 +147,8 @@ def test_not_idle_while_it_closes(sessions, journal):
     assert len(journal.read(event="closed")) == 2
     assert not topology.report.lost_executors
     assert not topology.report.unclosed
-    assert not outputs(spark)
-    eventually(lambda: not executors(spark), 20, "then they are removed")
+    assert not map_outputs(spark)
+    eventually(lambda: not executor_ids(spark), 20, "then they are removed")
 
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
@@ -158,17 +167,17 @@ def test_an_executor_that_is_lost_while_it_releases(sessions, tmp_path, journal)
     """The exit does not wait for it; elsewhere nothing is left, and what is used again is right."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
-    before = set(outputs(spark)), set(files(spark, tmp_path))
+    before = set(map_outputs(spark)), set(shuffle_files(spark, tmp_path))
     with crew.topology("t", listeners=[dies_at_close(str(tmp_path / "killed"))]) as topology:
         dataset = counted(spark)
-        meet = together(journal.path, "all", 4)
+        meet = rendezvous(journal.path, "all", 4)
         assert len(spark.sparkContext.parallelize(range(4), 4).mapPartitions(meet).collect()) == 4
         assert sorted(dataset.collect()) == EXPECTED
-        places = set(folders(spark, tmp_path))
+        places = set(block_folders(spark, tmp_path))
     (lost,) = topology.report.lost_executors
-    eventually(lambda: len(set(executors(spark)) - {lost}) == 2, 60, "another one comes")
-    assert set(outputs(spark)) <= before[0]
-    alive = folders(spark, tmp_path)
+    eventually(lambda: len(set(executor_ids(spark)) - {lost}) == 2, 60, "another one comes")
+    assert set(map_outputs(spark)) <= before[0]
+    alive = block_folders(spark, tmp_path)
     assert set(left_in(alive)) <= before[1]
     assert sorted(dataset.collect()) == EXPECTED
     assert places - alive
@@ -178,8 +187,8 @@ def test_a_stage_that_runs_again(sessions, tmp_path, journal):
     """What two attempts of a stage wrote goes, though an executor with some of it was killed in between."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
-    before = set(outputs(spark)), set(files(spark, tmp_path))
-    had = set(executors(spark))
+    before = set(map_outputs(spark)), set(shuffle_files(spark, tmp_path))
+    had = set(executor_ids(spark))
     marker = str(tmp_path / "marker")
 
     def kills(part: Any) -> Any:
@@ -188,15 +197,15 @@ def test_a_stage_that_runs_again(sessions, tmp_path, journal):
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return part
-        kill(executor_of_this_worker())
+        kill(executor_pid())
         return part
 
     with crew.topology("t") as topology:
         dataset = counted(spark, 8).mapPartitions(kills)
         assert sorted(dataset.collect()) == EXPECTED
-    assert set(outputs(spark)) <= before[0]
-    eventually(lambda: len(executors(spark)) == 2 and set(executors(spark)) != had, 60, "another one comes")
-    assert set(files(spark, tmp_path)) <= before[1]
+    assert set(map_outputs(spark)) <= before[0]
+    eventually(lambda: len(executor_ids(spark)) == 2 and set(executor_ids(spark)) != had, 60, "another one comes")
+    assert set(shuffle_files(spark, tmp_path)) <= before[1]
     assert nothing_stored(crew)
     assert topology.report.released >= 4
 
@@ -230,8 +239,8 @@ def test_speculation(sessions, standalone, tmp_path, journal):
         dataset = numbers.map(lambda n: (n % 5, n)).reduceByKey(operator.add)
         assert sorted(dataset.collect()) == EXPECTED
     assert len(journal.read(event="attempt")) == 2
-    assert not outputs(spark)
-    assert not files(spark, tmp_path)
+    assert not map_outputs(spark)
+    assert not shuffle_files(spark, tmp_path)
     assert nothing_stored(crew)
 
 
@@ -265,11 +274,11 @@ def test_each_of_sparks_writers(sessions, tmp_path):
         status = spark.sparkContext._jsc.sc().statusStore()
         spilled = [status.lastStageAttempt(stage).diskBytesSpilled() for stage in range(6)]  # maps and reduces in turn
         assert spilled[4] > 0
-        assert list(outputs(spark).values()) == [4, 4, 4]
-        assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 12
-    assert not outputs(spark)
-    assert not files(spark, tmp_path)
-    assert not files(spark, tmp_path, "temp_*")
+        assert list(map_outputs(spark).values()) == [4, 4, 4]
+        assert sum(name.endswith(".data") for name in shuffle_files(spark, tmp_path)) == 12
+    assert not map_outputs(spark)
+    assert not shuffle_files(spark, tmp_path)
+    assert not shuffle_files(spark, tmp_path, "temp_*")
     assert topology.report.released == 12
     assert sorted(bypass.collect()) == EXPECTED
     assert sort.count() == 5
@@ -292,16 +301,16 @@ def after_an_executor_is_gone(spark, tmp_path):
     with crew.topology("t"):
         dataset = counted(spark)
         assert sorted(dataset.collect()) == EXPECTED
-        places = set(folders(spark, tmp_path))
-        (pid,) = set(spark.sparkContext.parallelize([1], 1).map(lambda _: executor_of_this_worker()).collect())
+        places = set(block_folders(spark, tmp_path))
+        (pid,) = set(spark.sparkContext.parallelize([1], 1).map(lambda _: executor_pid()).collect())
         kill(pid)
         eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 30, "it is gone")
         more = counted(spark)
         assert sorted(more.collect()) == EXPECTED
-        assert sum(outputs(spark).values()) == 8
+        assert sum(map_outputs(spark).values()) == 8
         assert len([name for name in left_in(places) if name.endswith(".data")]) >= 4
-        places |= folders(spark, tmp_path)
-    assert not outputs(spark)
+        places |= block_folders(spark, tmp_path)
+    assert not map_outputs(spark)
     assert left_in(places) == []
     assert sorted(dataset.collect()) == sorted(more.collect()) == EXPECTED
 
@@ -309,21 +318,21 @@ def after_an_executor_is_gone(spark, tmp_path):
 def test_a_driver_that_is_killed(tmp_path, journal):
     """After SIGKILL of the driver executors delete what topologies had finished, though a shuffle service would keep it."""
     script = """
-from support.spark_storage import folders
+from support.spark_storage import block_folders
 from pathlib import Path
-builder = base("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
+builder = session_builder("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
 for key, value in SETTINGS.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder).getOrCreate()
 topology = stagecrew.crew(spark).topology("t").start()
 dataset = spark.range(0, 1000, 1, 1000).repartition(2)
 dataset.collect()
-journal.write(event="stored", folders=sorted(folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
+journal.write(event="stored", folders=sorted(block_folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
 time.sleep(600)
 """
     with (
         shuffle_service(tmp_path) as settings,
-        driver(tmp_path, journal, LOCAL, f"SETTINGS = {settings}\n{script}") as process,
+        driver_script(tmp_path, journal, LOCAL, f"SETTINGS = {settings}\n{script}") as process,
     ):
         (stored,) = eventually(lambda: journal.read(event="stored"), 90, "it has stored something")
         places = set(stored["folders"])
@@ -346,21 +355,21 @@ def test_decommissioning(sessions, tmp_path):
     """Outputs that an executor sent to another one before it left go as well."""
     spark = sessions.get(TWO, **DECOMMISSIONING)
     crew = stagecrew.crew(spark)
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
-    places = set(folders(spark, tmp_path))
+    eventually(lambda: len(executor_ids(spark)) == 2, 60, "both are here")
+    places = set(block_folders(spark, tmp_path))
     assert len(places) == 2
     with crew.topology("t"):
         dataset = counted(spark, 8)
         assert sorted(dataset.collect()) == EXPECTED
-        pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
+        pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_pid()).collect())
         leaver = min(pids)
         kill(leaver, signal.SIGPWR)
-        eventually(lambda: len(executors(spark)) >= 1 and not psutil.pid_exists(leaver), 60, "it has left")
+        eventually(lambda: len(executor_ids(spark)) >= 1 and not psutil.pid_exists(leaver), 60, "it has left")
         data = [name for name in left_in(places) if name.endswith(".data")]
         assert len(data) == 8  # the other one has them all now
-        assert sum(outputs(spark).values()) == 8
-    assert left_in(places | folders(spark, tmp_path)) == []
-    assert not outputs(spark)
+        assert sum(map_outputs(spark).values()) == 8
+    assert left_in(places | block_folders(spark, tmp_path)) == []
+    assert not map_outputs(spark)
 
 
 def sent_away(spark, places):
@@ -369,7 +378,7 @@ def sent_away(spark, places):
     def data():
         return {place: len(list(Path(place).glob("*/shuffle_*.data"))) for place in places}
 
-    pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
+    pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_pid()).collect())
     here = data()
     kill(min(pids), signal.SIGPWR)
     eventually(lambda: [place for place, count in data().items() if count > here[place]], 60, "some have come")
@@ -382,8 +391,8 @@ def two_of_whom_one_may_leave(sessions, tmp_path, **settings):
     spark = sessions.get(
         TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **settings, **DECOMMISSIONING
     )
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
-    return spark, set(folders(spark, tmp_path))
+    eventually(lambda: len(executor_ids(spark)) == 2, 60, "both are here")
+    return spark, set(block_folders(spark, tmp_path))
 
 
 def large(spark):
@@ -398,23 +407,23 @@ def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
     many = large(spark)
     with stagecrew.crew(spark).topology("t"):
         assert many.count() == 16
-        (shuffle,) = outputs(spark)
+        (shuffle,) = map_outputs(spark)
         again = counted(spark, 8)
         assert sorted(again.collect()) == EXPECTED
         leaver = sent_away(spark, places)
     assert psutil.pid_exists(leaver)  # it had not sent them all
     assert sorted(again.collect()) == EXPECTED  # of no topology
     eventually(lambda: not psutil.pid_exists(leaver), 60, "it has left")
-    places |= folders(spark, tmp_path)
+    places |= block_folders(spark, tmp_path)
     eventually(
         lambda: (
-            shuffle not in outputs(spark)
+            shuffle not in map_outputs(spark)
             and not [name for name in left_in(places) if name.startswith(f"shuffle_{shuffle}_")]
         ),
         30,
         "what arrived has gone",
     )
-    assert sum(outputs(spark).values()) == 8
+    assert sum(map_outputs(spark).values()) == 8
     assert sorted(again.collect()) == EXPECTED
 
 
@@ -434,7 +443,7 @@ def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
         assert many.count() == 16
         leaver = sent_away(spark, places)
     assert psutil.pid_exists(leaver)
-    eventually(lambda: not executors(spark), 60, "both have gone")
+    eventually(lambda: not executor_ids(spark), 60, "both have gone")
 
 
 @pytest.mark.long
@@ -448,8 +457,8 @@ def test_the_old_fetch_protocol(sessions, tmp_path):
         dataset = counted(spark, 8)
         assert sorted(dataset.collect()) == EXPECTED
     assert topology.report.released == 0
-    assert sum(outputs(spark).values()) == 8
-    assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 8
+    assert sum(map_outputs(spark).values()) == 8
+    assert sum(name.endswith(".data") for name in shuffle_files(spark, tmp_path)) == 8
     assert nothing_stored(crew)
     assert sorted(dataset.collect()) == EXPECTED
 
@@ -563,19 +572,19 @@ for key, value in (
     ("spark.shuffle.manager", "Own$Manager"),
     ("spark.shuffle.manager", "Own$Elsewhere"),
 ):
-    builder = base({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "WARN")
+    builder = session_builder({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "WARN")
     spark = stagecrew.configure(builder).getOrCreate()
     with stagecrew.crew(spark).topology("t") as topology:
         dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
         assert len(dataset.collect()) == 5
-        some = len(files(spark, Path.cwd()))
-    left, tracked, released = len(files(spark, Path.cwd())), sum(outputs(spark).values()), topology.report.released
-    again, tasks = ran(spark, dataset.collect)
+        some = len(shuffle_files(spark, Path.cwd()))
+    left, tracked, released = len(shuffle_files(spark, Path.cwd())), sum(map_outputs(spark).values()), topology.report.released
+    again, tasks = run_and_count_tasks(spark, dataset.collect)
     assert len(again) == 5
     journal.write(event="ran", stored=some, left=left, tracked=tracked, released=released, tasks=tasks)
     spark.stop()
 """
-    with driver(tmp_path, journal, LOCAL, script) as process:
+    with driver_script(tmp_path, journal, LOCAL, script) as process:
         assert process.wait(240) == 0
     own, *others = journal.read(event="ran")
     assert own["stored"] > 0
@@ -668,7 +677,7 @@ def test_what_finishes_behind_the_end(tmp_path, journal):
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from support.spark_storage import *
 from pathlib import Path
-builder = base({{master!r}})
+builder = session_builder({{master!r}})
 for key, value in {{
     "spark.shuffle.sort.io.plugin.class": "Late",
     "spark.own.gate": "{tmp_path}/gate",
@@ -682,7 +691,7 @@ spark = stagecrew.configure(builder).getOrCreate()
 crew = stagecrew.crew(spark)
 
 def on_disk():
-    return files(spark, Path.cwd()) + files(spark, Path.cwd(), "temp_*")
+    return shuffle_files(spark, Path.cwd()) + shuffle_files(spark, Path.cwd(), "temp_*")
 
 assert on_disk() == []
 numbers = spark.range(0, 100, 1, 1)
@@ -705,18 +714,18 @@ try:
         began = on_disk()
         raise ZeroDivisionError
 except ZeroDivisionError:
-    journal.write(event="exited", began=began, left=on_disk(), tracked=outputs(spark), unclosed=topology.report.unclosed)
+    journal.write(event="exited", began=began, left=on_disk(), tracked=map_outputs(spark), unclosed=topology.report.unclosed)
 for thread in threads:
     thread.join(60)
 Path("{tmp_path}/gate").touch()
 eventually(lambda: len(journal.read(event="over")) == 3, 60, "they are over")
 eventually(lambda: topology.report.released == 3, 30, "it is reported")
 eventually(lambda: not [o for o in crew.partitions() if o.outputs or o.in_progress], 30, "tables are empty")
-journal.write(event="released", left=on_disk(), tracked=outputs(spark), bytes=topology.report.released_bytes)
+journal.write(event="released", left=on_disk(), tracked=map_outputs(spark), bytes=topology.report.released_bytes)
 journal.write(event="again", counts=[run() for run in counts])
 spark.stop()
 """
-    with driver(tmp_path, journal, LOCAL_CLUSTER, script) as process:
+    with driver_script(tmp_path, journal, LOCAL_CLUSTER, script) as process:
         assert process.wait(240) == 0
     events = journal.read()
     order = [one["event"] for one in events]
@@ -817,7 +826,7 @@ def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
             pa.Table.from_pandas(table, preserve_index=False), tmp_path / name / "part.parquet", coerce_timestamps="us"
         )
     sessions.stop()
-    plain = base(LOCAL).getOrCreate()
+    plain = session_builder(LOCAL).getOrCreate()
     try:
         expected = [answers(plain, tmp_path, SETTINGS[i]) for i in settings]
     finally:
@@ -828,8 +837,8 @@ def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
         found = answers(spark, tmp_path, SETTINGS[i], crew)
         for query, mine, theirs in zip(QUERIES, found, wanted, strict=True):
             assert mine == theirs, query
-    assert not files(spark, tmp_path)
-    assert not outputs(spark)
+    assert not shuffle_files(spark, tmp_path)
+    assert not map_outputs(spark)
 
 
 def test_checkpoints_and_caches_of_the_user_are_left(sessions, tmp_path):
@@ -843,6 +852,6 @@ def test_checkpoints_and_caches_of_the_user_are_left(sessions, tmp_path):
         rdd = counted(spark)
         rdd.checkpoint()
         assert sorted(rdd.collect()) == EXPECTED
-    assert not outputs(spark)
+    assert not map_outputs(spark)
     assert sorted(map(tuple, frame.collect())) == sorted(map(tuple, local.collect()))
     assert sorted(rdd.collect()) == EXPECTED

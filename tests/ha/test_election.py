@@ -14,7 +14,7 @@ from stagecrew.errors import LeadershipLost
 from stagecrew.recovery.election import Fenced, fence, leader_of
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check
-from support.candidate_process import Contending
+from support.candidate_process import CandidateProcess
 from support.tcp_proxy import Proxy
 from support.waiting import eventually
 from support.zookeeper import zookeeper as own_server
@@ -40,15 +40,15 @@ class Contest:
         self._stack.callback(self.observer.close)
 
     def begin(self, url=None):
-        process = self._stack.enter_context(Contending(url or self.url, self._folder, f"p{len(self.processes)}"))
+        process = self._stack.enter_context(CandidateProcess(url or self.url, self._folder, f"p{len(self.processes)}"))
         self.processes.append(process)
-        eventually(lambda: process.said("begins"), 30, f"{process.name} begins")
+        eventually(lambda: process.events("begins"), 30, f"{process.name} begins")
         return process
 
     def grants(self):
         """(term, process, when), in the order of the terms."""
         return sorted(
-            ((grant["term"], process, grant["at"]) for process in self.processes for grant in process.said("grant")),
+            ((grant["term"], process, grant["at"]) for process in self.processes for grant in process.events("grant")),
             key=lambda one: one[0],
         )
 
@@ -76,8 +76,8 @@ class Contest:
         terms = [term for term, _, _ in self.grants()]
         assert len(set(terms)) == len(terms), "a term was granted twice"
         for process in self.processes:
-            granted = [one["term"] for one in process.said("grant")]
-            revoked = [one["term"] for one in process.said("revoke")]
+            granted = [one["term"] for one in process.events("grant")]
+            revoked = [one["term"] for one in process.events("revoke")]
             assert revoked in (granted, granted[:-1])
         written = [int(term) for term, _ in self.writes()]
         assert written == sorted(written), "a leader of before has written"
@@ -147,14 +147,14 @@ def test_a_leader_leaves(contest):
     standby = second if leader is first else first
     contest.written(1)
     began = time.time()
-    assert leader.leave() == 0
-    assert [one["reason"] for one in leader.said("revoke")] == ["it has resigned"]
-    assert leader.said("closed", ended=True)
+    assert leader.close() == 0
+    assert [one["reason"] for one in leader.events("revoke")] == ["it has resigned"]
+    assert leader.events("closed", ended=True)
     _, successor, granted_at = contest.granted(2)
     assert successor is standby
     assert granted_at - began < 1.0 + SLACK
     contest.written(2)
-    assert successor.leave() == 0
+    assert successor.close() == 0
     assert leader_of(contest.observer) is None
 
 
@@ -171,12 +171,12 @@ def test_a_leader_is_stopped_past_its_session(contest):
     assert granted_at - stopped_at < contest.promised + SLACK
     contest.written(2)
     first.signal(signal.SIGCONT)
-    eventually(lambda: first.said("revoke", term=1), 10, "it stands down")
-    eventually(lambda: first.said("refused", who="leader", term=1), 20, "what the leader writes is refused")
-    eventually(lambda: first.said("refused", who="job", error="LeadershipLost"), 20, "what its job writes is refused")
+    eventually(lambda: first.events("revoke", term=1), 10, "it stands down")
+    eventually(lambda: first.events("refused", who="leader", term=1), 20, "what the leader writes is refused")
+    eventually(lambda: first.events("refused", who="job", error="LeadershipLost"), 20, "what its job writes is refused")
     contest.written(2)
     assert leader_of(contest.observer).pid == second.pid
-    assert second.leave() == 0
+    assert second.close() == 0
     assert contest.granted(3)[1] is first, "it campaigns again, with a new session"
 
 
@@ -192,7 +192,7 @@ def test_a_stopped_leader_on_sqlite_leads(contest):
     assert len(contest.grants()) == 1
     first.signal(signal.SIGCONT)
     contest.written(1)
-    assert first.said("revoke") == []
+    assert first.events("revoke") == []
 
 
 def test_a_leader_is_cut_off_and_heals(contest, request):
@@ -208,7 +208,7 @@ def test_a_leader_is_cut_off_and_heals(contest, request):
         proxy.hold("to", "from")
         term, leader, granted_at = contest.granted(2)
         assert (term, leader) == (2, second)
-        (revoked,) = first.said("revoke")
+        (revoked,) = first.events("revoke")
         print(
             f"\ncut off: it stood down after {revoked['at'] - cut_at:.2f} s, another led after {granted_at - cut_at:.2f} s"
         )
@@ -216,10 +216,10 @@ def test_a_leader_is_cut_off_and_heals(contest, request):
         assert granted_at - cut_at < contest.promised + SLACK
         contest.written(2)
         proxy.heal()
-        eventually(lambda: first.said("refused", who="job", error="LeadershipLost"), 30, "its job is told")
-        assert second.leave() == 0
+        eventually(lambda: first.events("refused", who="job", error="LeadershipLost"), 30, "its job is told")
+        assert second.close() == 0
         assert contest.granted(3)[1] is first
-        assert first.leave() == 0
+        assert first.close() == 0
     finally:
         proxy.close()
 
@@ -236,7 +236,7 @@ def test_the_server_is_restarted(tmp_path):
         for _ in range(3):
             term = contest.grants()[-1][0]
             server.kill()
-            eventually(lambda leader=leader, term=term: leader.said("revoke", term=term), 30, "it stands down")
+            eventually(lambda leader=leader, term=term: leader.events("revoke", term=term), 30, "it stands down")
             server.start()
             server.wait()
             contest.observe()  # the session of before may have ended

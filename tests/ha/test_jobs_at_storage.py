@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-from support.cli import command
-from support.driver_processes import campaign, until
-from support.example_jobs import MODULE, job_of, lines
+from support.cli import run_stagecrew
+from support.driver_processes import campaigning_drivers, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -60,7 +60,7 @@ def disk(tmp_path):
 @pytest.fixture
 def drivers(tmp_path, disk):
     """Whose storage is that disk; the store is elsewhere."""
-    with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
+    with campaigning_drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
 
 
@@ -79,16 +79,18 @@ def refused(drivers, disk, words):
     (drivers.folder / "ha_jobs.py").write_text(MODULE)
     with drivers.jobs() as jobs:
         before = (jobs.names(), disk.files())
-    submitted = command("submit", "--id", "late", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
+    submitted = run_stagecrew(
+        "submit", "--id", "late", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places
+    )
     assert (submitted.returncode, submitted.stdout) == (1, "")
     [line] = submitted.stderr.splitlines()
     assert words in line
     with drivers.jobs() as jobs:
         assert (jobs.names(), disk.files()) == before
         assert jobs._store.children("specs") == [name for name in before[0] if not jobs.read(name)[0].clean]
-    assert command("jobs", **places).returncode == 0
-    assert command("leader", **places).returncode == 0
-    assert command("result", "late", **places).returncode == 1
+    assert run_stagecrew("jobs", **places).returncode == 0
+    assert run_stagecrew("leader", **places).returncode == 0
+    assert run_stagecrew("result", "late", **places).returncode == 1
 
 
 @WAYS
@@ -98,9 +100,9 @@ def test_jobs_go_on(drivers, disk, close, open_, words):
     (drivers.folder / "out" / "hold-stage").touch()
     driver = drivers.start()
     for job, function in {"steps": "steps", "rows": "storing", "ends": "ending"}.items():
-        drivers.submit(job_of(function, drivers, **({"count": 2} if job == "steps" else {})), job)
+        drivers.submit(job_spec(function, drivers, **({"count": 2} if job == "steps" else {})), job)
     for name in ("step-0", "stages", "ending"):
-        until(lambda name=name: lines(drivers, name), f"{name} runs")
+        wait_until(lambda name=name: recorded_lines(drivers, name), f"{name} runs")
     close(disk)
     refused(drivers, disk, words)
     for name in ("go-0", "go-stage", "go-ending"):
@@ -110,13 +112,15 @@ def test_jobs_go_on(drivers, disk, close, open_, words):
         "rows": "waits for its record",
         "ends": "waits for its result",
     }.items():
-        until(lambda job=job, said=said: said in drivers.logs(job), f"{job} waits for the storage: {drivers.logs(job)}")
-    assert (driver.poll(), lines(drivers, "step-1"), lines(drivers, "written")) == (None, [], [])
+        wait_until(
+            lambda job=job, said=said: said in drivers.logs(job), f"{job} waits for the storage: {drivers.logs(job)}"
+        )
+    assert (driver.poll(), recorded_lines(drivers, "step-1"), recorded_lines(drivers, "written")) == (None, [], [])
     open_(disk)
     assert [drivers.result(job).value() for job in ("steps", "rows", "ends")] == [10, 100, 7]
     assert [drivers.record(job).run for job in ("steps", "rows", "ends")] == [1, 1, 1]
-    assert [lines(drivers, name) for name in ("step-0", "step-1", "stages")] == [["1"], ["1"], ["1"]]
-    drivers.nothing_left("steps", "rows", "ends")
+    assert [recorded_lines(drivers, name) for name in ("step-0", "step-1", "stages")] == [["1"], ["1"], ["1"]]
+    drivers.assert_nothing_left("steps", "rows", "ends")
 
 
 @WAYS
@@ -126,17 +130,17 @@ def test_a_failover(drivers, disk, close, open_, words):
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=3), "steps")
-    drivers.submit(job_of("ending", drivers), "ends")
-    until(lambda: lines(drivers, "step-1") and lines(drivers, "ending"), "the jobs run")
+    drivers.submit(job_spec("steps", drivers, count=3), "steps")
+    drivers.submit(job_spec("ending", drivers), "ends")
+    wait_until(lambda: recorded_lines(drivers, "step-1") and recorded_lines(drivers, "ending"), "the jobs run")
     close(disk)
     drivers.kill(leader)
-    until(lambda: len(lines(drivers, "step-1")) == 2, "the step that was cut short runs again")
+    wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the step that was cut short runs again")
     with drivers.jobs() as jobs:
         jobs.cancel("ends")
     (drivers.folder / "out" / "go-1").touch()
     for job in ("steps", "ends"):
-        until(
+        wait_until(
             lambda job=job: "waits for its result" in drivers.logs(job),
             f"{job} waits for the storage: {drivers.logs(job)}",
         )
@@ -144,31 +148,33 @@ def test_a_failover(drivers, disk, close, open_, words):
     open_(disk)
     assert drivers.result("steps").value() == 30
     assert drivers.result("ends").state == "cancelled"
-    assert [lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
+    assert [recorded_lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
     assert drivers.record("steps").run == 2
-    drivers.nothing_left("steps", "ends")
+    drivers.assert_nothing_left("steps", "ends")
 
 
 def test_a_disk_of_both(tmp_path, disk):
     """Store and storage lie on one disk, which is full for longer than a leader needs to look: the leader leads, its job goes on in its
     first run when there is room, and submitting is an error in a line meanwhile."""
-    with campaign(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
+    with campaigning_drivers(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
         (drivers.folder / "out" / "hold-0").touch()
         driver = drivers.start()
-        drivers.submit(job_of("steps", drivers, count=2), "steps")
-        drivers.submit(job_of("ending", drivers), "ends")
-        until(lambda: lines(drivers, "step-0") and lines(drivers, "ending"), "the jobs run")
+        drivers.submit(job_spec("steps", drivers, count=2), "steps")
+        drivers.submit(job_spec("ending", drivers), "ends")
+        wait_until(lambda: recorded_lines(drivers, "step-0") and recorded_lines(drivers, "ending"), "the jobs run")
         disk.fill()
         (drivers.folder / "ha_jobs.py").write_text(MODULE)
         places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-        submitted = command("submit", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
+        submitted = run_stagecrew("submit", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
         assert (submitted.returncode, submitted.stdout) == (1, "")
         [line] = submitted.stderr.splitlines()
         assert "no room" in line
         for name in ("go-0", "go-ending"):
             (drivers.folder / "out" / name).touch()
         for job in ("steps", "ends"):
-            until(lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}")
+            wait_until(
+                lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}"
+            )
         assert driver.poll() is None
         disk.make_room()
         assert [drivers.result(job).value() for job in ("steps", "ends")] == [10, 7]

@@ -11,10 +11,10 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from support.cli import command
-from support.driver_processes import FAULT_POINTS, QUICK, campaign, until
-from support.example_jobs import MODULE, job_of, lines
-from support.processes import alive
+from support.cli import run_stagecrew
+from support.driver_processes import KILL_POINTS, QUICK_CONF, campaigning_drivers, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
+from support.processes import is_alive
 from support.tcp_proxy import Proxy
 from support.zookeeper import ensemble, tls_zookeeper
 
@@ -47,22 +47,23 @@ def test_the_leading_server_of_an_ensemble_is_killed(tmp_path):
     """Twice, while jobs run: drivers go on, finished steps are kept, rows are there once, and only a change of leadership costs a run."""
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
-        with campaign(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
+        with campaigning_drivers(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
             out = tmp_path / "out"
             for name in ("hold-1", "hold-2", "hold-stage"):
                 (out / name).touch()
             pair = [drivers.start(), drivers.start()]
-            drivers.submit(job_of("steps", drivers, count=4), "steps")
-            drivers.submit(job_of("storing", drivers), "rows")
-            until(lambda: lines(drivers, "stages"), "the job stages")
+            drivers.submit(job_spec("steps", drivers, count=4), "steps")
+            drivers.submit(job_spec("storing", drivers), "rows")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
             for number in (1, 2):
-                until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
-                killed = until(lambda: serving(servers), "a server leads")
+                wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
+                killed = wait_until(lambda: serving(servers), "a server leads")
                 killed.kill()
-                until(lambda: serving(servers), "another leads")
+                wait_until(lambda: serving(servers), "another leads")
                 (out / f"go-{number}").touch()
-                until(
-                    lambda number=number: lines(drivers, f"step-{number + 1}"), f"the job goes on behind step {number}"
+                wait_until(
+                    lambda number=number: recorded_lines(drivers, f"step-{number + 1}"),
+                    f"the job goes on behind step {number}",
                 )
                 killed.start()
                 killed.wait()
@@ -75,13 +76,13 @@ def test_the_leading_server_of_an_ensemble_is_killed(tmp_path):
                 term = jobs.leader().term
             for job in ("steps", "rows"):
                 assert drivers.record(job).run <= term
-            assert lines(drivers, "step-0") == ["1"]
+            assert recorded_lines(drivers, "step-0") == ["1"]
             for number in (1, 2, 3):
-                runs = lines(drivers, f"step-{number}")
+                runs = recorded_lines(drivers, f"step-{number}")
                 assert runs == sorted(set(runs), key=int)
-            assert len(lines(drivers, "step-3")) == 1
+            assert len(recorded_lines(drivers, "step-3")) == 1
             print("runs", drivers.record("steps").run, drivers.record("rows").run, "term", term)
-            drivers.nothing_left("steps", "rows")
+            drivers.assert_nothing_left("steps", "rows")
 
 
 @pytest.mark.parametrize(
@@ -95,71 +96,73 @@ def test_cut_off(zookeeper, tmp_path, cut, goes_on):
     path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
     direct = f"zookeeper://{zookeeper.hosts}/{path}"
     out = tmp_path / "out"
-    with Proxy(zookeeper.port) as proxy, campaign(direct, tmp_path) as drivers:
+    with Proxy(zookeeper.port) as proxy, campaigning_drivers(direct, tmp_path) as drivers:
         (out / "hold-stage").touch()
         behind = f"zookeeper://{proxy.hosts}/{path}"
         store = direct if cut == "run" else behind
         run_store = direct if cut == "driver" else behind
-        first = drivers.start(store=store, STAGECREW_TEST_RUN_STORE=run_store, PYTHONPATH=str(FAULT_POINTS))
+        first = drivers.start(store=store, STAGECREW_TEST_RUN_STORE=run_store, PYTHONPATH=str(KILL_POINTS))
         assert drivers.leader() is first
         second = drivers.start()
-        drivers.submit(job_of("storing", drivers), "job")
-        until(lambda: lines(drivers, "stages"), "the job stages")
+        drivers.submit(job_spec("storing", drivers), "job")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
         orphan = drivers.process("job")
         proxy.hold("to", "from")
         begun = time.monotonic()
         if goes_on:
             (out / "go-stage").touch()
-        until(lambda: not alive(orphan), "the run has ended itself")
+        wait_until(lambda: not is_alive(orphan), "the run has ended itself")
         assert time.monotonic() - begun < TIMEOUT + SLACK
         assert not (out / "table").exists()
         if cut == "run":
-            until(lambda: process(drivers) is None, "its session ends")
+            wait_until(lambda: process(drivers) is None, "its session ends")
             proxy.heal()  # the next one comes the same way
-        until(lambda: len(lines(drivers, "stages")) == 2, "the next run stages")
+        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run stages")
         proxy.heal()
         (out / "go-stage").touch()
         assert drivers.result("job").value() == 100
         rows_once(drivers)
-        stages = lines(drivers, "stages")
-        assert (len(stages), stages[0], stages[1:]) == (2, "1", lines(drivers, "written"))
+        stages = recorded_lines(drivers, "stages")
+        assert (len(stages), stages[0], stages[1:]) == (2, "1", recorded_lines(drivers, "written"))
         assert drivers.record("job").run == 2 or cut == "run"  # which may have tried before it was healed
         assert drivers.leader() is (first if cut == "run" else second)
         with drivers.jobs() as jobs:
             assert jobs.leader().term == (1 if cut == "run" else 2)
         assert [driver.poll() for driver in (first, second)] == [None, None]
-        drivers.nothing_left("job")
+        drivers.assert_nothing_left("job")
         # The other ends, and the one that was cut off leads, and runs jobs.
         second.terminate()
         assert second.wait(60) == 0
         drivers.running.remove(second)
         assert drivers.leader() is first
         (out / "go-ending").touch()
-        drivers.submit(job_of("ending", drivers), "next")
+        drivers.submit(job_spec("ending", drivers), "next")
         assert drivers.result("next").value() == 7
-        drivers.nothing_left("job", "next")
+        drivers.assert_nothing_left("job", "next")
 
 
 def test_a_run_that_is_stopped(zookeeper, tmp_path):
     """A run alone is stopped past its session, and comes back: it ends itself and has committed nothing; the same leader begins the next."""
     out = tmp_path / "out"
-    with campaign(f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path) as drivers:
+    with campaigning_drivers(
+        f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path
+    ) as drivers:
         (out / "hold-stage").touch()
         drivers.start()
-        drivers.submit(job_of("storing", drivers), "job")
-        until(lambda: lines(drivers, "stages"), "the job stages")
+        drivers.submit(job_spec("storing", drivers), "job")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
         run = drivers.process("job")
         os.kill(run, signal.SIGSTOP)
-        until(lambda: process(drivers) is None, "its session ends")
+        wait_until(lambda: process(drivers) is None, "its session ends")
         (out / "go-stage").touch()
         os.kill(run, signal.SIGCONT)
-        until(lambda: not alive(run), "it ends itself")
+        wait_until(lambda: not is_alive(run), "it ends itself")
         assert drivers.result("job").value() == 100
         rows_once(drivers)
-        assert [lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
+        assert [recorded_lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
         with drivers.jobs() as jobs:
             assert jobs.leader().term == 1
-        drivers.nothing_left("job")
+        drivers.assert_nothing_left("job")
 
 
 def test_over_tls(tmp_path, monkeypatch):
@@ -170,32 +173,32 @@ def test_over_tls(tmp_path, monkeypatch):
     (tmp_path / "tls").mkdir()
     files = "&".join(f"{name}={tmp_path}/tls/{file}.pem" for name, file in {"ca": "ca", "certfile": "ca", "keyfile": "key"}.items())  # fmt: skip
     with tls_zookeeper(tmp_path / "tls") as port:
-        with campaign(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
+        with campaigning_drivers(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
             (tmp_path / "out" / "hold-stage").touch()
             driver = drivers.start()
             (tmp_path / "ha_jobs.py").write_text(MODULE)
             places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-            conf = [word for key, value in QUICK.items() for word in ("--conf", f"{key}={value}")]
+            conf = [word for key, value in QUICK_CONF.items() for word in ("--conf", f"{key}={value}")]
             words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
-            submitted = command(*words, cwd=tmp_path, **places)
+            submitted = run_stagecrew(*words, cwd=tmp_path, **places)
             assert (submitted.returncode, submitted.stdout) == (0, "job\n"), submitted.stderr
-            until(lambda: lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
             tree = [driver.pid, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
             assert process(drivers)["pid"] in tree
-            for pid in filter(alive, tree):
+            for pid in filter(is_alive, tree):
                 assert b"s3cret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
             for other in ("crew:wrong", None):
                 with monkeypatch.context() as patch:
                     patch.delenv("STAGECREW_STORE_CREDENTIALS")
                     given = {} if other is None else {"STAGECREW_STORE_CREDENTIALS": other}
-                    asked = command("result", "job", **places, **given)
+                    asked = run_stagecrew("result", "job", **places, **given)
                 assert (asked.returncode, asked.stdout) == (1, "")
                 assert "STAGECREW_STORE_CREDENTIALS" in asked.stderr, asked.stderr
             (tmp_path / "out" / "go-stage").touch()
-            answered = command("result", "job", "--wait", "--timeout", "120", "--json", **places)
+            answered = run_stagecrew("result", "job", "--wait", "--timeout", "120", "--json", **places)
             assert answered.returncode == 0, answered.stderr
             assert (json.loads(answered.stdout)["value"], json.loads(answered.stdout)["run"]) == (100, 1)
             rows_once(drivers)
-            drivers.nothing_left("job")
+            drivers.assert_nothing_left("job")
         for log in [*tmp_path.glob("driver-*.log"), *tmp_path.glob("work-*/job/*.log")]:
             assert "s3cret" not in log.read_text()

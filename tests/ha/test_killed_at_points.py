@@ -7,10 +7,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from stagecrew.errors import JobUnreadable
-from support.cli import command
-from support.driver_processes import QUICK, campaign, point, until
-from support.example_jobs import MODULE, job_of, lines
-from support.processes import alive
+from support.cli import run_stagecrew
+from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
+from support.processes import is_alive
 
 #: Of a run, what it has written, or not, when it dies; and which runs stage the rows. That there is a result and the job is still
 #: running is no point: that is one write.
@@ -76,7 +76,7 @@ def consistent(drivers):
 
 def ended(drivers, mark, state="succeeded"):
     """What must hold at the end, whoever was killed where."""
-    until(mark.exists, f"somebody comes to the point: {drivers.logs('job')}")
+    wait_until(mark.exists, f"somebody comes to the point: {drivers.logs('job')}")
     consistent(drivers)
     result = drivers.result("job")
     assert result.state == state
@@ -86,7 +86,7 @@ def ended(drivers, mark, state="succeeded"):
         assert sorted(pq.read_table(table)["id"].to_pylist()) == list(range(100))
     else:
         assert not table.exists()
-    drivers.nothing_left("job")
+    drivers.assert_nothing_left("job")
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def drivers(request, tmp_path):
     url = f"sqlite://{tmp_path}/jobs.db"
     if getattr(request, "param", "sqlite") == "zookeeper":
         url = f"zookeeper://{request.getfixturevalue('zookeeper').hosts}/points-{uuid.uuid4().hex}?timeout=4"
-    with campaign(url, tmp_path) as found:
+    with campaigning_drivers(url, tmp_path) as found:
         yield found
 
 
@@ -109,25 +109,25 @@ def mark(tmp_path):
 def test_a_run_that_is_killed(drivers, mark, what):
     """The job's own process dies there: another goes on to the end, unless there was the result, and what was decided is not staged again."""
     stages, *where = what
-    drivers.start(**point(mark, "run", *where))
-    drivers.submit(job_of("storing", drivers), "job")
+    drivers.start(**kill_point(mark, "run", *where))
+    drivers.submit(job_spec("storing", drivers), "job")
     ended(drivers, mark)
-    assert lines(drivers, "stages") == stages
+    assert recorded_lines(drivers, "stages") == stages
     assert drivers.record("job").run == (1 if where == [RUN["the result"][1]] else 2)
 
 
 @each(DRIVER)
 def test_a_driver_that_is_killed(drivers, mark, what):
     """The leader dies there: a standby ends the job, or cleans behind it; a job that had ended does not run again."""
-    leader = drivers.start(**point(mark, "driver", *what))
+    leader = drivers.start(**kill_point(mark, "driver", *what))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    drivers.killed(leader)
+    drivers.submit(job_spec("storing", drivers), "job")
+    drivers.assert_killed(leader)
     had_ended = drivers.record("job").state.is_terminal
     ended(drivers, mark)
     if had_ended:
-        assert (drivers.record("job").run, lines(drivers, "stages")) == (1, ["1"])
+        assert (drivers.record("job").run, recorded_lines(drivers, "stages")) == (1, ["1"])
 
 
 @each({name: RUN[name] for name in ("decided, not done", "claimed for the end", "no byte of the result", "the bytes of the result", "the result")})  # fmt: skip
@@ -136,13 +136,13 @@ def test_a_leader_that_is_killed_while_a_run_ends(drivers, mark, what):
     """The leader dies while its job's process is there, which lives: whichever of that one and the next run ends the job, one does."""
     _, *where = what
     moment, number = (where[1:] + ["after", 1][len(where) - 1 :])[:2]
-    leader = drivers.start(**point(mark, "run", where[0], moment, number, "driver"))
+    leader = drivers.start(**kill_point(mark, "run", where[0], moment, number, "driver"))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    drivers.killed(leader)
+    drivers.submit(job_spec("storing", drivers), "job")
+    drivers.assert_killed(leader)
     ended(drivers, mark)
-    assert lines(drivers, "stages") == ["1"]
+    assert recorded_lines(drivers, "stages") == ["1"]
 
 
 @each(CANCELLED)
@@ -150,19 +150,19 @@ def test_a_cancelled_job_that_somebody_is_killed_at(drivers, mark, what):
     """Its driver, or who finishes what was decided, dies there: the job is cancelled in the end, and its commit is not there."""
     (drivers.folder / "out" / "hold-stage").touch()
     role, *where = what
-    leader = drivers.start(**point(mark, role, *where))
+    leader = drivers.start(**kill_point(mark, role, *where))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    until(lambda: lines(drivers, "stages"), "the job stages")
+    drivers.submit(job_spec("storing", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
     orphan = drivers.process("job")
     with drivers.jobs() as jobs:
         jobs.cancel("job")
     if role == "driver":
-        drivers.killed(leader)
+        drivers.assert_killed(leader)
     ended(drivers, mark, "cancelled")
-    assert not alive(orphan)
-    assert lines(drivers, "stages") == ["1"]
+    assert not is_alive(orphan)
+    assert recorded_lines(drivers, "stages") == ["1"]
 
 
 @each(SUBMIT)
@@ -170,16 +170,16 @@ def test_a_submitter_that_is_killed(drivers, mark, tmp_path, what):
     """Who submits dies there: the job is there, whole, or it is not; submitted again it is that job, and runs once."""
     (tmp_path / "ha_jobs.py").write_text(MODULE)
     places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-    conf = [word for key, value in QUICK.items() for word in ("--conf", f"{key}={value}")]
+    conf = [word for key, value in QUICK_CONF.items() for word in ("--conf", f"{key}={value}")]
     words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
-    died = command(*words, cwd=tmp_path, **places, **point(mark, "submit", *what))
+    died = run_stagecrew(*words, cwd=tmp_path, **places, **kill_point(mark, "submit", *what))
     assert (died.returncode, died.stdout) == (-signal.SIGKILL, "")
     consistent(drivers)
     with drivers.jobs() as jobs:
         assert jobs.names() == (["job"] if what == SUBMIT["the job"] else [])
-    again = command(*words, cwd=tmp_path, **places)
+    again = run_stagecrew(*words, cwd=tmp_path, **places)
     assert (again.returncode, again.stdout) == (0, "job\n"), again.stderr
     (tmp_path / "ha_jobs.py").unlink()
     drivers.start()
     ended(drivers, mark)
-    assert (drivers.record("job").run, lines(drivers, "stages")) == (1, ["1"])
+    assert (drivers.record("job").run, recorded_lines(drivers, "stages")) == (1, ["1"])

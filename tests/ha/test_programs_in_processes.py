@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import support
 from stagecrew.recovery.specs import JobSpec
-from support.driver_processes import QUICK, campaign, point
+from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
 from support.job_program_histories import history
 from support.job_program_strategy import programs as drawn
 
@@ -34,14 +34,16 @@ def test_programs_in_processes(tmp_path_factory, program, where, moment):
     writes = [one for one in points if one.startswith("before ") and " jobs/job" in one]
     folder = tmp_path_factory.mktemp("programs")
     mark = folder / "reached"
-    with campaign(f"sqlite://{folder}/jobs.db", folder) as drivers:
-        drivers.start(**point(mark, "run", "transact", moment, 1 + where * len(writes) // 1000))
+    with campaigning_drivers(f"sqlite://{folder}/jobs.db", folder) as drivers:
+        drivers.start(**kill_point(mark, "run", "transact", moment, 1 + where * len(writes) // 1000))
         archive = folder / "programs.zip"
         with zipfile.ZipFile(archive, "w") as zipped:
             for name in ("__init__", "job_programs", "job_programs_on_spark"):
                 zipped.write(f"{support.__path__[0]}/{name}.py", f"support/{name}.py")
         arguments = {"folder": str(folder / "out"), "program": program}
-        drivers.submit(JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK, [archive]), "job")
+        drivers.submit(
+            JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK_CONF, [archive]), "job"
+        )
         result = drivers.result("job", 300)
         assert (result.state, result.reason, result.shown) == ("succeeded", "", expected.value), drivers.logs("job")
         assert mark.exists()

@@ -105,7 +105,7 @@ def killed_in_the_middle(path, seed, kills):
         for _ in range(kills):
             with StoreProcess(url(path)) as process:
                 process("transact", Create("held", ephemeral=True))
-                process.tell("count", "a", "b")
+                process.send("count", "a", "b")
                 answered = chance.randrange(1, 40)
                 told = [int(process._process.stdout.readline()) for _ in range(answered)]
                 time.sleep(chance.random() / 200)  # anywhere in a transaction
@@ -134,8 +134,8 @@ def test_many_processes_that_are_killed_leave_no_half_transaction(path, seed):
 
 def test_processes_that_open_a_new_database_together_all_get_it(path):
     with contextlib.ExitStack() as all_of_them:
-        processes = [all_of_them.enter_context(StoreProcess.begun(url(path))) for _ in range(6)]
-        sessions = [process.answer() for process in processes]
+        processes = [all_of_them.enter_context(StoreProcess.starting(url(path))) for _ in range(6)]
+        sessions = [process.receive() for process in processes]
         assert len(set(sessions)) == 6
         for number, process in enumerate(processes):
             process("transact", Create(f"n{number}", ephemeral=True))
@@ -447,7 +447,7 @@ def test_who_waits_too_long_for_another_says_for_whom_and_has_done_nothing(path)
 def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_and_no_longer_than_it_is(path):
     with contextlib.closing(SQLiteStore(path, patience=0.2)) as store, StoreProcess(url(path)) as process:
         store.ensure("a", "b")
-        process.tell("count", "a", "b")
+        process.send("count", "a", "b")
         chance = random.Random(3)
 
         def held_up():

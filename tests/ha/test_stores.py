@@ -380,11 +380,11 @@ def test_of_two_processes_that_race_exactly_one_wins(real):
         for turn in range(20):
             for operation in (Create(f"{root}/{turn}", b"", ephemeral=True), Replace(f"{root}/n", b"", turn)):
                 for process in (one, two):
-                    process.tell("transact", operation)
+                    process.send("transact", operation)
                 results = []
                 for process in (one, two):
                     try:
-                        results.append(process.answer())
+                        results.append(process.receive())
                     except StoreConflict as error:
                         results.append(error.why)
                 assert sorted(map(str, results)) in (["[0]", "exists"], [f"[{turn + 1}]", "version"])
@@ -401,12 +401,12 @@ def test_a_paused_process_writes_nothing_when_its_session_is_over(request):
         other.kill(signal.SIGSTOP)
         eventually(lambda: store.read(f"{root}/e") is None, store.timeout + 4)
         for number in range(5):
-            other.tell("transact", Create(f"{root}/late-{number}"))
-        other.tell("transact", Create(f"{root}/late-e", ephemeral=True))
+            other.send("transact", Create(f"{root}/late-{number}"))
+        other.send("transact", Create(f"{root}/late-e", ephemeral=True))
         other.kill(signal.SIGCONT)
         for _ in range(6):
             with pytest.raises((SessionLost, PossiblyInconsistentError)):
-                other.answer()
+                other.receive()
         assert other("suspended")
         assert store.children(root) == ["n"]
     backend.close()

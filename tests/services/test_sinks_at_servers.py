@@ -27,18 +27,18 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
 from support.commit_schedules import (
-    at_once,
-    connections_that_are_lost,
+    commit_that_raises,
+    concurrent_commits,
+    disconnect,
     failing_at_each_moment,
     first_commits_of_two_schemas,
-    going_on_at_each_moment,
     killed_at_each_moment,
-    late_at_each_moment,
-    looked_at_within,
-    lose,
-    other_schemas,
-    raising_once,
-    seeded,
+    late_task_at_each_moment,
+    lost_connections,
+    mismatched_schemas,
+    random_history,
+    resume_at_each_moment,
+    rows_appear_at_once,
 )
 from support.commit_trials import (
     SCHEMA,
@@ -47,7 +47,7 @@ from support.commit_trials import (
     Tasks,
     Trial,
     files_below,
-    undisturbed,
+    moments_without_faults,
     watch_files,
     watch_transactions,
 )
@@ -140,21 +140,21 @@ def test_once(make):
     assert sorted(trial.visible()) == tasks.expected
     assert trial.drive(Driver(), Tasks(2)).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_faults(make, seed):
     """Drivers die, pause and go on at random."""
-    seeded(make(seed), seed, len(undisturbed(make("undisturbed"))))
+    random_history(make(seed), seed, len(moments_without_faults(make("undisturbed"))))
 
 
 @pytest.mark.long
 def test_random_faults_at_length(make):
     """At least a hundred for each."""
-    count = len(undisturbed(make("undisturbed")))
+    count = len(moments_without_faults(make("undisturbed")))
     for seed in range(100, 210):
-        seeded(make(seed), seed, count)
+        random_history(make(seed), seed, count)
 
 
 #: Of the moments of a driver those of `make test`. They come in twos, before and after.
@@ -176,18 +176,18 @@ def test_a_write_that_fails_at_each_moment(make, every):
 @EVERY
 def test_an_old_driver_goes_on(make, every):
     """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(make, every)
+    resume_at_each_moment(make, every)
 
 
 def test_a_commit_that_raises_once(make):
     """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
-    raising_once(make)
+    commit_that_raises(make)
 
 
 def test_two_that_have_decided(make):
     """Both land, when both commit at the same time."""
     for number in range(3):
-        assert at_once(make(number), "before commit") == []
+        assert concurrent_commits(make(number), "before commit") == []
 
 
 @pytest.mark.parametrize("how", ["dies_at", "raises_at"])
@@ -197,7 +197,7 @@ def test_a_manifest_whose_write_is_given_up(s3, tmp_path, how):
     opening = Driver(**{how: 4})  # behind the opening of the second stream: the first is that of the run's mark
 
     def watch(_driver, sink):
-        sink._filesystem = opening.watched(sink._filesystem, ["open_output_stream"])
+        sink._filesystem = opening.instrument(sink._filesystem, ["open_output_stream"])
 
     trial, tasks = at_s3(s3, tmp_path, 0), Tasks(1)
     trial.watch = watch
@@ -272,18 +272,18 @@ def test_a_record_with_sql_in_it(server, tmp_path):
     sink = trial.make_sink()
     commit(sink, trial.commit_log, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
     assert (7, "a") in trial.visible()
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_two_at_once(make):
     """Both land."""
-    assert at_once(make(0), "staged") == []
+    assert concurrent_commits(make(0), "staged") == []
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 def test_a_task_that_is_late(make, moments):
     """Whenever it pauses in its writing until the commit is over, or was given up: nothing is visible of it, nothing left."""
-    late_at_each_moment(make, moments)
+    late_task_at_each_moment(make, moments)
 
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["some", "all"])
@@ -310,7 +310,7 @@ def test_connections_to_a_store_that_are_lost(s3, tmp_path, moments):
             made.make_sink = lambda: ObjectSink(path, through)
             return made
 
-        connections_that_are_lost(make, proxy, moments)
+        lost_connections(make, proxy, moments)
 
 
 @pytest.fixture
@@ -338,7 +338,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
     """Before anything runs: it is said so. Behind the decision: what was staged stays, and a repeat goes on. Nothing is told of passwords."""
     proxy, trial = catalogue
     tasks = Tasks(1)
-    lose(proxy)
+    disconnect(proxy)
     with pytest.raises(CommitFailed, match="table db.target cannot be loaded: OperationalError") as failed:
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert server.password not in str(failed.value)
@@ -346,7 +346,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
 
     def run(staging):
         messages = tasks.run(trial.make_sink(), staging)
-        lose(proxy)
+        disconnect(proxy)
         return messages
 
     with pytest.raises(CommitPending, match="table db.target cannot be loaded: OperationalError") as pending:
@@ -356,7 +356,7 @@ def test_a_connection_to_a_catalogue_that_is_lost(server, catalogue):
     assert trial.visible() == []
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("what", ["question", "answer"])
@@ -384,7 +384,7 @@ def test_a_catalogue_whose_answer_is_lost(catalogue, what):
         sqlalchemy.event.remove(sqlalchemy.Engine, "commit", loses)
     lost[0].join()
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
@@ -416,7 +416,7 @@ def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
             )  # fmt: skip
         assert time.monotonic() - began[0] < 30
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.long  # it makes a network, which only root may
@@ -471,7 +471,7 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
         with within(connection):
             yield
             zombie.paused.set()
-            assert zombie.goes_on.wait(60)
+            assert zombie.resume.wait(60)
 
     def stages(staging):
         try:
@@ -493,14 +493,14 @@ def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
 
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
         assert sorted(trial.visible()) == tasks.expected
-        assert trial.left() == []
+        assert trial.leftovers() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
             stopped.execute("SELECT 1")
-    zombie.goes_on.set()
+    zombie.resume.set()
     threads[0].join(60)
     assert "rows for table" in str(ended[0])
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
@@ -574,19 +574,19 @@ def test_a_refusal_while_another_driver_adds_the_rows(server, tmp_path, last, is
     assert sorted(trial.visible()) == (tasks.expected if report else [])
     assert report is None or last == "one"
     assert trial.commit_log.read("c")[1]["state"] == ("applied" if report else "refused")
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
 
 
 def test_a_schema_that_does_not_fit(make, request):
     """It is said by the columns, before anything runs."""
-    other_schemas(make(0), "" if "postgresql" in request.node.name else "int64")
+    mismatched_schemas(make(0), "" if "postgresql" in request.node.name else "int64")
 
 
 def test_a_reader_within_a_transaction(server, tmp_path):
     """It sees all rows or none."""
-    looked_at_within(at_postgresql(server, tmp_path, 0))
+    rows_appear_at_once(at_postgresql(server, tmp_path, 0))
 
 
 def test_types_that_do_not_fit(server, tmp_path):
@@ -601,7 +601,7 @@ def test_types_that_do_not_fit(server, tmp_path):
     with pytest.raises(CommitFailed, match="could not be staged: InvalidTextRepresentation"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("missing", ["INSERT", "INSERT into the commits", "SELECT", "CREATE"])
@@ -625,7 +625,7 @@ def test_a_user_who_may_not(server, tmp_path, missing):
     ):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_rights_that_suffice(server, tmp_path):
@@ -641,7 +641,7 @@ def test_rights_that_suffice(server, tmp_path):
     sink = DatabaseSink(server.url.replace("//crew:", f"//{user}:"), table)
     assert commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
     assert len(trial.visible()) == 80
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -683,7 +683,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
     with pytest.raises(CommitFailed, match="could not be staged: AdminShutdown"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
     within, times = sink._within, []
 
@@ -704,7 +704,7 @@ def test_a_connection_that_is_lost(server, tmp_path):
     report = commit(sink, trial.commit_log, "d", SCHEMA, staged, sleep=lambda _: None)
     assert report.rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_server_that_is_gone(tmp_path):
@@ -725,10 +725,10 @@ def test_a_server_that_is_gone(tmp_path):
         sink.__class__ = Gone
         with pytest.raises(CommitPending, match="the server is gone"):
             commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-        assert trial.left() != []
+        assert trial.leftovers() != []
         assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert len(trial.visible()) == 40
-        assert trial.left() == []
+        assert trial.leftovers() == []
         trial.make_sink()
     with pytest.raises(CommitFailed, match="cannot be reached: OperationalError: .*Connection refused") as failed:
         commit(trial.make_sink(), trial.commit_log, "e", SCHEMA, lambda staging: [])

@@ -17,19 +17,19 @@ from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ParquetSink, parquet
 from support.commit_schedules import (
-    at_once,
-    connections_that_are_lost,
+    commit_that_raises,
+    concurrent_commits,
     failing_at_each_moment,
     first_commits_of_two_schemas,
-    going_on_at_each_moment,
     killed_at_each_moment,
-    late_at_each_moment,
-    moved_into_another,
-    other_schemas,
-    raising_once,
-    seeded,
+    late_task_at_each_moment,
+    lost_connections,
+    mismatched_schemas,
+    random_history,
+    rename_into_existing_folder,
+    resume_at_each_moment,
 )
-from support.commit_trials import SCHEMA, Driver, Tasks, Trial, files_below, undisturbed, watch_files
+from support.commit_trials import SCHEMA, Driver, Tasks, Trial, files_below, moments_without_faults, watch_files
 from support.hdfs import hdfs
 from support.tcp_proxy import Proxy
 
@@ -80,34 +80,36 @@ def test_once(make):
     assert sorted(trial.visible()) == tasks.expected
     assert trial.drive(Driver(), Tasks(2)).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.long
 def test_random_faults(make):
     """Drivers die, pause and go on at random, tasks write when nobody needs them: a hundred for each mode."""
-    count = len(undisturbed(make("undisturbed")))
+    count = len(moments_without_faults(make("undisturbed")))
     for seed in range(100, 200):
-        seeded(make(seed), seed, count)
+        random_history(make(seed), seed, count)
 
 
 @pytest.mark.long
 def test_two_at_once(dfs, tmp_path):
     """Both land."""
-    assert at_once(at_hdfs(dfs, tmp_path, 0), "staged") == []
+    assert concurrent_commits(at_hdfs(dfs, tmp_path, 0), "staged") == []
 
 
 @pytest.mark.long
 def test_two_that_have_decided(make, request):
     """Both land, or one says that it cannot, and leaves nothing."""
     for number in range(3):
-        assert len(at_once(make(number), "before commit")) == (request.node.callspec.params["make"] == "create")
+        assert len(concurrent_commits(make(number), "before commit")) == (
+            request.node.callspec.params["make"] == "create"
+        )
 
 
 @pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])
 def test_a_task_that_is_late(make, moments):
     """HDFS makes the folder anew in which it writes; it is gone behind that too."""
-    late_at_each_moment(make, moments)
+    late_task_at_each_moment(make, moments)
 
 
 @pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
@@ -125,13 +127,13 @@ def test_a_write_that_fails_at_each_moment(make):
 @pytest.mark.long
 def test_an_old_driver_goes_on(make):
     """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(make, 1)
+    resume_at_each_moment(make, 1)
 
 
 @pytest.mark.long
 def test_a_commit_that_raises_once(make):
     """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
-    raising_once(make)
+    commit_that_raises(make)
 
 
 @pytest.mark.parametrize("at", ["meanwhile", *(pytest.param(at, marks=pytest.mark.long) for at in ("there", "empty"))])
@@ -178,7 +180,7 @@ def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
         made.commit_log = FileCommitLog(tmp_path / name)
         return made
 
-    moved_into_another(dfs, f"/{tmp_path.name}/0/t", make)
+    rename_into_existing_folder(dfs, f"/{tmp_path.name}/0/t", make)
 
 
 @pytest.mark.parametrize("moments", [(4,), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["one", "all"])
@@ -189,7 +191,7 @@ def test_first_commits_of_two_schemas(dfs, tmp_path, moments):
 
 def test_a_schema_that_does_not_fit(dfs, tmp_path):
     """It is said by the columns, before anything runs."""
-    other_schemas(at_hdfs(dfs, tmp_path, 0))
+    mismatched_schemas(at_hdfs(dfs, tmp_path, 0))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +211,7 @@ def test_connections_that_are_lost(dfs, tmp_path, moments):
             return made
 
         with contextlib.closing(web.session):
-            connections_that_are_lost(make, proxy, moments)
+            lost_connections(make, proxy, moments)
             gc.collect()  # files that were given up are written when they are collected: while there is a server
 
 

@@ -49,4 +49,4 @@ def test_a_reader_meanwhile(sessions, tmp_path, make, every):
         assert numbers == sorted(numbers)
         assert set(numbers) <= {already, already + 40}
         assert look() == {already + 40}
-    assert trial.left() == []
+    assert trial.leftovers() == []

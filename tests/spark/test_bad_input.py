@@ -15,7 +15,7 @@ from pyspark.sql import SparkSession
 
 import stagecrew
 from support.journal import Recorder
-from support.sessions import OURS, Sessions, base
+from support.sessions import PACKAGE_IN_JAR, Sessions, session_builder
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -51,11 +51,11 @@ def test_unified_execution_at_the_start(sessions):
 def test_a_context_that_runs_without_the_plugin(sessions, journal):
     """With a SparkContext that runs already without the plugin, configure and crew say that Spark would ignore it."""
     sessions.stop()
-    plain = base("local[1]").getOrCreate()
+    plain = session_builder("local[1]").getOrCreate()
     try:
         assert not stagecrew.is_active(plain)
         with pytest.raises(stagecrew.NotActive, match=r"Stop this session and build it again"):
-            stagecrew.configure(base("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
+            stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
         with pytest.raises(stagecrew.NotActive, match=r"spark-submit --jars"):
             stagecrew.crew(plain)
     finally:
@@ -67,9 +67,9 @@ def test_configure_again_with_the_plugin(sessions, journal):
     mine = Recorder(journal, "mine")
     spark = sessions.get("local[1]", listeners=(mine,))
     assert stagecrew.is_active(spark)
-    assert stagecrew.configure(base("local[1]"), listeners=[mine]).getOrCreate() is spark
+    assert stagecrew.configure(session_builder("local[1]"), listeners=[mine]).getOrCreate() is spark
     with pytest.raises(stagecrew.ConfigurationError, match="it does not have: late"):
-        stagecrew.configure(base("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
+        stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
     with pytest.raises(stagecrew.ConfigurationError, match="takes SparkSession.builder"):
         stagecrew.configure(spark)
 
@@ -111,7 +111,7 @@ def test_a_name_that_cannot_be_imported(sessions, caplog):
     (line,) = (line for line in str(caught.value).splitlines() if "this task cannot begin on executor" in line)
     assert "ListenerNotImportable: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
     assert "--py-files" in line
-    assert OURS not in str(caught.value)
+    assert PACKAGE_IN_JAR not in str(caught.value)
 
 
 def test_a_name_that_the_module_does_not_have(sessions, tmp_path, monkeypatch):
@@ -179,9 +179,9 @@ def test_a_jar_of_another_version(tmp_path):
                 data = data.replace(stagecrew.__version__.encode(), b"0.0.1")
             theirs.writestr(item, data)
     done = run(f"""
-    from support.sessions import base
+    from support.sessions import session_builder
     import stagecrew
-    spark = base("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
+    spark = session_builder("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
     try:
         stagecrew.crew(spark)
     except stagecrew.VersionMismatch as error:
@@ -206,10 +206,10 @@ def test_a_missing_jar(monkeypatch):
 def test_a_first_session_without_stagecrew(tmp_path):
     """In a process whose JVM was started by a plain session, a later session with stagecrew works all the same."""
     done = run("""
-    from support.sessions import base
+    from support.sessions import session_builder
     import stagecrew
-    base("local[1]").getOrCreate().stop()
-    spark = stagecrew.configure(base("local[1]")).getOrCreate()
+    session_builder("local[1]").getOrCreate().stop()
+    spark = stagecrew.configure(session_builder("local[1]")).getOrCreate()
     @stagecrew.resource()
     def word(context):
         yield "opened"

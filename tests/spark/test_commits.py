@@ -22,10 +22,10 @@ from stagecrew.recovery.job import Job
 from stagecrew.recovery.run import _no_fault_of_its_own
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session.running_job import set_running_job
-from support.driver_scripts import driver
+from support.driver_scripts import driver_script
 from support.model_store import ModelServer
 from support.sessions import LOCAL, LOCAL_CLUSTER
-from support.sink_targets import ROWS, Place, rows_of
+from support.sink_targets import ROWS, SinkTarget, rows_of
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -36,7 +36,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def place(request, tmp_path):
     (tmp_path / "sink").mkdir()
-    return Place(request.param, tmp_path / "sink")
+    return SinkTarget(request.param, tmp_path / "sink")
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_session_remembers_its_commits(strict, place):
         report = topology.commit(through(rows_of(strict), never), sink, f"daily {place.folder}")
     assert (report.rows, report.repeated) == (40, True)
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long
@@ -116,12 +116,12 @@ def test_ctrl_c(cluster, place):
         threading.Thread(target=interrupts).start()
         topology.commit(rows_of(cluster), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 DRIVER = """
 import os, signal
-from support.sink_targets import Place, ROWS, rows_of
+from support.sink_targets import SinkTarget, ROWS, rows_of
 from support.commit_trials import Driver, Killed
 
 class Kills(Driver):
@@ -130,12 +130,12 @@ class Kills(Driver):
         if self.moments == {at}:
             os.kill(os.getpid(), signal.SIGKILL)
 
-place = Place.__new__(Place)
+place = SinkTarget.__new__(SinkTarget)
 place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({folder!r}), {conf!r}
-spark = stagecrew.configure(base({master!r})).getOrCreate()
+spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 watcher = Kills()
 sink = place.sink()
-decisions = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
+decisions = watcher.instrument(stagecrew.FileCommitLog({log!r}), ("write",))
 
 class Watches(type(sink)):
     def begin(self, staging):
@@ -164,7 +164,7 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
     """A driver that dies by SIGKILL; another brings all rows, once, and leaves nothing; when it repeats that nothing changes."""
     sessions.stop()
     (tmp_path / "sink").mkdir()
-    place = Place(name, tmp_path / "sink")
+    place = SinkTarget(name, tmp_path / "sink")
 
     def script(moment: int) -> str:
         values = {
@@ -177,19 +177,19 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
         return text
 
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    with driver(tmp_path / "one", journal, "local[2]", script(at)) as process:
+    with driver_script(tmp_path / "one", journal, "local[2]", script(at)) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         assert process.returncode == -signal.SIGKILL
     assert place.visible() in ([], ROWS)
-    with driver(tmp_path / "two", journal, "local[2]", script(0)) as process:
+    with driver_script(tmp_path / "two", journal, "local[2]", script(0)) as process:
         assert process.wait(120) == 0
     again, repeat = journal.read(event="done")
     assert again["repeated"] == (at >= 6)  # behind the write of the decision
     assert repeat["repeated"]
     assert again["there"] == repeat["there"]
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.parametrize("pending", [True, False])
@@ -229,7 +229,7 @@ def test_two_topologies_at_once(cluster, place):
     assert len(outcomes) == 2
     assert len(conflicts) == (1 if place.name == "parquet" else 0)
     assert len(place.visible()) == 40 * (2 - len(conflicts))
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 def test_other_content(strict, tmp_path, caplog):
@@ -276,7 +276,7 @@ def test_a_failed_job(strict, place):
     ):
         topology.commit(through(rows_of(strict), fails), place.sink())
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 def test_a_file_that_cannot_grow(strict, place, tmp_path):
@@ -304,7 +304,7 @@ def test_a_file_that_cannot_grow(strict, place, tmp_path):
     ):
         topology.commit(rows_of(strict), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from pyspark import cloudpickle
 
 import stagecrew
 from stagecrew.wire.serialization import WINDOW
-from support.coordination import Noting, executor_of_this_worker, rows, until_stop
+from support.coordination import RecordingCoordinator, batch_of, executor_pid, wait_for_stop
 from support.processes import kill
 from support.sessions import LOCAL_CLUSTER
 from support.waiting import eventually
@@ -72,7 +72,7 @@ def test_a_full_mailbox(small, made):
     """It fails the attempt that does not take its events, with that reason, and no other; whoever sent them learns of it."""
     futures = []
 
-    class Flooding(Noting):
+    class Flooding(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             if evaluation.subtask == 0 and evaluation.attempt_number == 0:
@@ -88,14 +88,14 @@ def test_a_full_mailbox(small, made):
         if gateway.subtask == 0 and TaskContext.get().attemptNumber() == 0:
             gateway.request("waits, and takes no events")
         assert next(gateway.events(timeout=30)) == "go"
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     never: Future[Any] = Future()
     with stagecrew.crew(small).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Flooding(context, made))
         found = operator.map(small.range(0, 2, 1, 2), work, "a long").collect()
     assert sorted(row.a for row in found) == [0, 1]
-    ((_, evaluation, reason),) = made[0].named("failed")
+    ((_, evaluation, reason),) = made[0].calls_named("failed")
     assert evaluation.subtask == 0
     assert "its mailbox is full: " in reason
     with pytest.raises(stagecrew.EvaluationEnded, match="its mailbox is full"):
@@ -106,13 +106,13 @@ def test_an_executor_that_does_not_acknowledge(small, made):
     """One that stands still fails the attempts there after spark.stagecrew.ack.timeout, and nothing else; they come again."""
 
     def work(gateway, batches):
-        gateway.send(executor_of_this_worker())
-        until_stop(gateway)
-        yield rows(gateway.subtask)
+        gateway.send(executor_pid())
+        wait_for_stop(gateway)
+        yield batch_of(gateway.subtask)
 
     outcome: list[Any] = []
     with stagecrew.crew(small).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         dataset = operator.map(small.range(0, 4, 1, 4), work, "a long")
         thread = running(topology, dataset, outcome)
         (coordinator,) = made
@@ -125,12 +125,14 @@ def test_an_executor_that_does_not_acknowledge(small, made):
         try:
             sent = {one: gateway.send("x") for one, gateway in tuple(coordinator.gateways.items())}
             there = {one for one, pid in executors.items() if pid == stopped}
-            eventually(lambda: len(coordinator.named("failed")) == len(there), 20, "those there have failed")
+            eventually(lambda: len(coordinator.calls_named("failed")) == len(there), 20, "those there have failed")
             took = time.monotonic() - began
         finally:
             kill(stopped, signal.SIGCONT)
-        assert {evaluation for _, evaluation, _ in coordinator.named("failed")} == there
-        assert all("has not said within 2.0 s that it has an event" in call[2] for call in coordinator.named("failed"))
+        assert {evaluation for _, evaluation, _ in coordinator.calls_named("failed")} == there
+        assert all(
+            "has not said within 2.0 s that it has an event" in call[2] for call in coordinator.calls_named("failed")
+        )
         assert 1.9 < took < 10
         for evaluation, future in sent.items():
             assert (future.exception(10) is not None) == (evaluation in there)
@@ -139,14 +141,14 @@ def test_an_executor_that_does_not_acknowledge(small, made):
             gateway.send("stop")
         thread.join(60)
     assert sorted(row.a for row in outcome[0]) == [0, 1, 2, 3]
-    assert len(coordinator.named("failed")) == len(there)
+    assert len(coordinator.calls_named("failed")) == len(there)
 
 
 def test_what_is_too_large_or_cannot_be_pickled(small, made):
     """Events, requests, replies, both ways: an error where it is sent, that names the setting, and nothing else fails."""
     seen = []
 
-    class Large(Noting):
+    class Large(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             for event, error in (
@@ -173,14 +175,14 @@ def test_what_is_too_large_or_cannot_be_pickled(small, made):
         with pytest.raises(stagecrew.RequestFailed, match="EventNotPicklable"):
             gateway.request("generator")
         gateway.send(b"x" * 60_000)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(small).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Large(context, made))
         assert operator.map(small.range(0, 1, 1, 1), work, "a long").count() == 1
     assert len(seen) == 2
     assert [len(event) for event in made[0].all_events()] == [60_000]
-    assert not made[0].named("failed")
+    assert not made[0].calls_named("failed")
 
 
 def test_an_event_size_that_does_not_fit_into_a_frame(sessions):
@@ -205,10 +207,10 @@ def test_large_events_behind_small_ones(cluster, made):
         gateway.send(b"y" * (15 << 20))
         gateway.send("small")
         assert time.monotonic() - started < 20
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
     assert [len(event) for event in made[0].all_events()] == [5, 9 << 20, 15 << 20, 5]
 
@@ -220,7 +222,7 @@ def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
     """While one thread of a task waits for room to send, another receives, and what it does makes room."""
     goes_on = tmp_path / "goes on"
 
-    class Blocking(Noting):
+    class Blocking(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             if event == 0:
                 self.gateways[evaluation].send("there is much")
@@ -236,7 +238,7 @@ def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
         assert next(gateway.events(timeout=30)) == "there is much"
         Path(goes_on).touch()
         sender.join()
-        yield rows(1)
+        yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
     with crew.topology("t") as topology:
@@ -248,7 +250,7 @@ def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
 def test_threads_of_one_task_request_and_receive(cluster, made):
     """Each request gets its own reply, each event one receiver, whichever threads ask at once."""
 
-    class Answering(Noting):
+    class Answering(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             for number in range(400):
@@ -275,7 +277,7 @@ def test_threads_of_one_task_request_and_receive(cluster, made):
             thread.join()
         assert wrong == []
         assert received == list(range(400))
-        yield rows(len(received))
+        yield batch_of(len(received))
 
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Answering(context, made))
@@ -290,9 +292,9 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
     ended = tmp_path / "ended"
 
     def work(gateway, batches):
-        yield rows(*range(3))
+        yield batch_of(*range(3))
         try:
-            yield rows(*range(12_500))  # more than Python's buffer holds, less than the socket's
+            yield batch_of(*range(12_500))  # more than Python's buffer holds, less than the socket's
         except GeneratorExit:  # the three rows were there, and enough, before these
             Path(ended).write_text("did not wait")
             raise
@@ -306,7 +308,7 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
     for _ in range(5):
         made.clear()
         with stagecrew.crew(cluster).topology("t") as topology:
-            operator = topology.coordinate("o", lambda context: Noting(context, made))
+            operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
             found = operator.map(cluster.range(0, 1, 1, 1), work, "a long").limit(3).collect()
             assert len(found) == 3
             said = eventually(lambda: ended.exists() and ended.read_text(), 10, "its evaluation has ended")
@@ -323,7 +325,7 @@ def test_what_is_late_fails_the_topology_too(cluster, made, way):
 
     job_is_over = threading.Event()
 
-    class Slow(Noting):
+    class Slow(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             assert job_is_over.wait(60)
             eventually(lambda: not topology.is_active, 60, "the topology closes")
@@ -331,7 +333,7 @@ def test_what_is_late_fails_the_topology_too(cluster, made, way):
 
     def work(gateway, batches):
         gateway.send(1)
-        yield rows(1)
+        yield batch_of(1)
 
     def run(topology):
         operator = topology.coordinate("o", lambda context: Slow(context, made))
@@ -355,7 +357,7 @@ def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
     """The exit that waits for a streaming query ends by it, and raises it."""
     asked = threading.Event()
 
-    class Failing(Noting):
+    class Failing(RecordingCoordinator):
         def handle_request(self, evaluation, request):
             asked.set()
             return never
@@ -390,7 +392,7 @@ def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
 def test_all_that_was_sent_has_arrived_when_the_job_ends(cluster, made):
     """A checkpoint that is taken right behind the action has every event of it, however slowly they are handled."""
 
-    class Counting(Noting):
+    class Counting(RecordingCoordinator):
         count = 0
 
         def handle_event(self, evaluation, event):
@@ -403,7 +405,7 @@ def test_all_that_was_sent_has_arrived_when_the_job_ends(cluster, made):
     def work(gateway, batches):
         for number in range(300):
             gateway.send(number)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Counting(context, made))
@@ -418,7 +420,7 @@ def test_a_way_that_breaks(cluster, made):
         gateway.send("waits")
         for _ in gateway.events(timeout=90):
             pass
-        yield rows(1)
+        yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
     with (
@@ -428,7 +430,7 @@ def test_a_way_that_breaks(cluster, made):
         ),
         crew.topology("t") as topology,
     ):
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
 
         def breaks():
             eventually(lambda: made and len(made[0].events) == 2, 60, "both wait")
@@ -438,9 +440,9 @@ def test_a_way_that_breaks(cluster, made):
         operator.map(cluster.range(0, 2, 1, 2), work, "a long").collect()
 
     def says(gateway, batches):
-        yield rows(gateway.request(20))
+        yield batch_of(gateway.request(20))
 
-    class Doubling(Noting):
+    class Doubling(RecordingCoordinator):
         def handle_request(self, evaluation, request):
             return 2 * request
 
@@ -456,13 +458,13 @@ def test_a_way_that_breaks(cluster, made):
 def test_resets_while_threads_send_and_fail_is_called(small, made):
     """1,000 coordinators take over one from the other while foreign threads send, and call what is closed: the topology lives,
     and no evaluation of an instance that was reset succeeds."""
-    started: queue.SimpleQueue[Noting] = queue.SimpleQueue()
-    known: dict[int, Noting] = {}
+    started: queue.SimpleQueue[RecordingCoordinator] = queue.SimpleQueue()
+    known: dict[int, RecordingCoordinator] = {}
     gateways: list[stagecrew.Gateway] = []
     over = threading.Event()
     sent = [0]
 
-    class Quick(Noting):
+    class Quick(RecordingCoordinator):
         def start(self):
             started.put(self)
 
@@ -483,8 +485,8 @@ def test_resets_while_threads_send_and_fail_is_called(small, made):
             time.sleep(0.002)
 
     def work(gateway, batches):
-        until_stop(gateway)
-        yield rows(gateway.id)
+        wait_for_stop(gateway)
+        yield batch_of(gateway.id)
 
     outcome: list[Any] = []
     with stagecrew.crew(small).topology("t") as topology:

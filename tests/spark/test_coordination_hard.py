@@ -22,8 +22,8 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
-from support.coordination import Noting, rows
-from support.sessions import LOCAL, LOCAL_CLUSTER, base
+from support.coordination import RecordingCoordinator, batch_of
+from support.sessions import LOCAL, LOCAL_CLUSTER, session_builder
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -53,7 +53,7 @@ def dies_at_once(gateway: Any, batches: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in batches:
         pass
-    yield rows(gateway.subtask)
+    yield batch_of(gateway.subtask)
 
 
 @pytest.mark.long
@@ -61,10 +61,10 @@ def test_workers_that_die_at_their_first_word(cluster, made):
     """Spark hears of their end before the executor has read what they said (its first evaluation takes long to set up): they
     failed, and were not cut short."""
     with stagecrew.crew(cluster).topology("early") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         operator.map(cluster.range(0, 8, 1, 8), dies_at_once, "a long").collect()
     (coordinator,) = made
-    assert [len(coordinator.named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
+    assert [len(coordinator.calls_named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
 
 
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
@@ -88,28 +88,28 @@ def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
             sender.start()
         for sender in senders:
             sender.join()
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     return work
 
 
-def flooded(spark: Any, made: list[Noting], events: int) -> None:
+def flooded(spark: Any, made: list[RecordingCoordinator], events: int) -> None:
     """Four subtasks send so many events each, from eight threads each; the first attempts of two are killed."""
     threads = 8
     per_thread = events // threads
     kills = {1: per_thread // 2, 3: per_thread // 5}
     with stagecrew.crew(spark).topology("flood") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         operator.map(spark.range(0, 4, 1, 4), flood(events, threads, kills), "a long").collect()
         (coordinator,) = made
-    finished = [call[1] for call in coordinator.named("finished")]
+    finished = [call[1] for call in coordinator.calls_named("finished")]
     assert sorted(one.subtask for one in finished) == [0, 1, 2, 3]
     for evaluation in finished:
         by_thread = collections.defaultdict(list)
         for thread, number in coordinator.events[evaluation]:
             by_thread[thread].append(number)
         assert by_thread == {n: list(range(per_thread)) for n in range(threads)}
-    failed = [call[1] for call in coordinator.named("failed")]
+    failed = [call[1] for call in coordinator.calls_named("failed")]
     assert sorted(one.subtask for one in failed) == [1, 3]
     for evaluation in failed:  # what came of one that was killed is a beginning, of each thread
         by_thread = collections.defaultdict(list)
@@ -130,7 +130,7 @@ def test_a_million_events(cluster, made):
     flooded(cluster, made, 260_000)
 
 
-class Sender(Noting):
+class Sender(RecordingCoordinator):
     """Sends each evaluation so many events from eight threads, no more than its mailbox holds ahead of it; then ends the stream."""
 
     def __init__(self, context, made, count):
@@ -180,19 +180,19 @@ def test_many_events_to_tasks(cluster, made, count):
             if taken % 1000 == 0:
                 gateway.send(taken)
         assert numbers == [count // 8] * 8
-        yield rows(sum(numbers))
+        yield batch_of(sum(numbers))
 
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Sender(context, made, count))
         found = operator.map(cluster.range(0, 4, 1, 4), work, "a long").collect()
     assert [row.a for row in found] == [count] * 4
-    assert sorted(call[1].subtask for call in made[0].named("failed")) == [1, 3]
+    assert sorted(call[1].subtask for call in made[0].calls_named("failed")) == [1, 3]
 
 
 def test_large_events_both_ways(cluster, made):
     """Events of a megabyte arrive, more of them than the window or what is asked for at once holds."""
 
-    class Returning(Noting):
+    class Returning(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             self.gateways[evaluation].send(event)
 
@@ -203,7 +203,7 @@ def test_large_events_both_ways(cluster, made):
         for i in range(24):
             event = next(events)
             assert (event[0], len(event)) == (i, 1 << 20)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Returning(context, made))
@@ -213,7 +213,7 @@ def test_large_events_both_ways(cluster, made):
 def test_both_flood_each_other(cluster, made):
     """A coordinator that answers each event with two and a task that reads late: no deadlock, nothing lost."""
 
-    class Doubling(Noting):
+    class Doubling(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             for _ in range(2):
                 self.gateways[evaluation].send(event)
@@ -227,7 +227,7 @@ def test_both_flood_each_other(cluster, made):
         events = gateway.events(timeout=60)
         for i in range(total):
             assert next(events) == next(events) == i
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Doubling(context, made))
@@ -239,7 +239,7 @@ def test_many_tasks_wait_on_two_cores(sessions, made, tasks):
     """All wait for the same event, hold no thread of the driver, and all get it."""
     spark = sessions.get(f"local[{tasks}]")
 
-    class Starter(Noting):
+    class Starter(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             if len(self.gateways) == tasks:
@@ -248,7 +248,7 @@ def test_many_tasks_wait_on_two_cores(sessions, made, tasks):
 
     def work(gateway, batches):
         assert next(gateway.events(timeout=120)) == "go"
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     with stagecrew.crew(spark).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Starter(context, made))
@@ -265,7 +265,7 @@ def test_a_driver_whose_python_is_busy(cluster, made, seconds):
         while time.monotonic() < until:
             sum(range(10_000_000))  # one bytecode: the GIL is held all the while
 
-    class Returning(Noting):
+    class Returning(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             super().handle_event(evaluation, event)
             self.gateways[evaluation].send(event)
@@ -279,7 +279,7 @@ def test_a_driver_whose_python_is_busy(cluster, made, seconds):
                 gateway.send(count + i)
             assert [next(events) for _ in range(100)] == list(range(count, count + 100))
             count += 100
-        yield rows(count)
+        yield batch_of(count)
 
     threads = [threading.Thread(target=busy, daemon=True) for _ in range(2)]
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -290,7 +290,7 @@ def test_a_driver_whose_python_is_busy(cluster, made, seconds):
         found = dataset.collect()
     (coordinator,) = made
     assert sorted(len(events) for events in coordinator.events.values()) == sorted(row.a for row in found)
-    assert not coordinator.named("failed")
+    assert not coordinator.calls_named("failed")
     for thread in threads:
         thread.join(30)
 
@@ -305,7 +305,7 @@ def test_what_had_succeeded_is_lost(cluster, made, tmp_path):
     def work(gateway, batches):
         for batch in batches:
             gateway.send("hello")
-            yield rows(*batch.column("id").to_pylist())
+            yield batch_of(*batch.column("id").to_pylist())
 
     def kills(batches):
         if not marker.exists():
@@ -315,12 +315,12 @@ def test_what_had_succeeded_is_lost(cluster, made, tmp_path):
         yield from batches
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         bound = operator.map(cluster.range(0, 40, 1, 4), work, "a long")
         found = bound.repartition(2, "a").mapInArrow(kills, "a long").collect()
     assert sorted(row.a for row in found) == list(range(40))
     (coordinator,) = made
-    again = {call[1] for call in coordinator.named("reset")}
+    again = {call[1] for call in coordinator.calls_named("reset")}
     assert again
     for subtask in range(4):
         mine = [
@@ -359,19 +359,19 @@ def test_speculation(sessions, standalone, made, tmp_path):
             else:
                 for _ in gateway.events(timeout=120):  # the first attempt waits until it is killed
                     pass
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     with stagecrew.crew(spark).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         found = operator.map(spark.range(0, 8, 1, 8), work, "a long").collect()
         (coordinator,) = made
-        eventually(lambda: coordinator.named("failed"), 20, "the loser is heard to fail")
+        eventually(lambda: coordinator.calls_named("failed"), 20, "the loser is heard to fail")
     assert sorted(row.a for row in found) == list(range(8))
     mine = [call for call in coordinator.calls if call[0] != "close" and call[0] != "reset" and call[1].subtask == 0]
     assert [call[0] for call in mine] == ["ready", "ready", "finished", "failed"]
     loser, winner = mine[0][1], mine[1][1]
     assert (mine[2][1], mine[3][1]) == (winner, loser)
-    assert not coordinator.named("reset")
+    assert not coordinator.calls_named("reset")
 
 
 def test_two_operators_in_one_stage(cluster, made):
@@ -381,16 +381,16 @@ def test_two_operators_in_one_stage(cluster, made):
         for batch in batches:
             for value in batch.column(0).to_pylist():
                 gateway.send(value)
-            yield rows(*batch.column(0).to_pylist())
+            yield batch_of(*batch.column(0).to_pylist())
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        first = topology.coordinate("first", lambda context: Noting(context, made))
-        second = topology.coordinate("second", lambda context: Noting(context, made))
+        first = topology.coordinate("first", lambda context: RecordingCoordinator(context, made))
+        second = topology.coordinate("second", lambda context: RecordingCoordinator(context, made))
         inner = first.map(cluster.range(0, 1000, 1, 4), work, "a long")
         assert second.map(inner, work, "a long").count() == 1000
     for coordinator in made:
         assert sorted(coordinator.all_events()) == list(range(1000))
-        assert sorted(call[1].subtask for call in coordinator.named("finished")) == [0, 1, 2, 3]
+        assert sorted(call[1].subtask for call in coordinator.calls_named("finished")) == [0, 1, 2, 3]
 
 
 def test_identity_under_a_cross_join(cluster, made):
@@ -398,10 +398,10 @@ def test_identity_under_a_cross_join(cluster, made):
 
     def work(gateway, batches):
         for batch in batches:
-            yield rows(*[gateway.subtask * 1000 + value for value in batch.column("id").to_pylist()])
+            yield batch_of(*[gateway.subtask * 1000 + value for value in batch.column("id").to_pylist()])
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         bound = operator.map(cluster.range(0, 40, 1, 4), work, "a long")
         other = cluster.range(0, 3, 1, 3)
         expected = sorted([n // 10 * 1000 + n for n in range(40)] * 3)
@@ -426,7 +426,7 @@ def waiting(gateway, batches):
     gateway.send("waits")
     for _ in gateway.events():
         pass
-    yield rows(1)
+    yield batch_of(1)
 
 
 @pytest.mark.parametrize("how", ["fail", "cancel", "end"])
@@ -441,7 +441,7 @@ def ends_a_wait(cluster, made, how, journal) -> float:
     """Seconds until Spark shows no task any more; the user's function is over within one, the first time too."""
     crew = stagecrew.crew(cluster)
     topology = crew.topology("t").start()
-    operator = topology.coordinate("o", lambda context: Noting(context, made))
+    operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
 
     def noted(gateway, batches):
         try:
@@ -505,7 +505,7 @@ def test_fail_many_times_from_many_threads(cluster, made, caplog):
         pytest.raises(stagecrew.CoordinatorFailed, match="number") as caught,
         stagecrew.crew(cluster).topology("t") as topology,
     ):
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         dataset = operator.map(cluster.range(0, 2, 1, 2), work, "a long")
 
         def fails():
@@ -534,7 +534,7 @@ def test_a_callback_that_raises(cluster, made, callback):
     def factory(context):
         if callback == "factory":
             raises(None)
-        coordinator = Noting(context, made)
+        coordinator = RecordingCoordinator(context, made)
         if callback == "run_in_coordinator_thread":
             coordinator.start = lambda: context.run_in_coordinator_thread(raises, None)
         else:
@@ -543,7 +543,7 @@ def test_a_callback_that_raises(cluster, made, callback):
 
     def work(gateway, batches):
         gateway.send(1)
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     expected = ZeroDivisionError if callback == "factory" else stagecrew.CoordinatorFailed
     with pytest.raises(expected, match=callback), stagecrew.crew(cluster).topology("t") as topology:
@@ -555,7 +555,7 @@ def test_a_coordinator_that_blocks_in_close(sessions, made, caplog):
     spark = sessions.get(LOCAL, **{"spark.stagecrew.close.timeout": "1s"})
     release = threading.Event()
 
-    class Blocking(Noting):
+    class Blocking(RecordingCoordinator):
         def close(self):
             release.wait(60)
 
@@ -572,7 +572,7 @@ def test_an_inner_topology_that_is_left_open(cluster, made):
     crew = stagecrew.crew(cluster)
     with crew.topology("outer"):
         inner = crew.topology("inner").start()
-        inner.coordinate("o", lambda context: Noting(context, made)).bind(lambda gateway: 1)
+        inner.coordinate("o", lambda context: RecordingCoordinator(context, made)).bind(lambda gateway: 1)
     assert made[0].calls == [("close",)]
 
 
@@ -580,9 +580,9 @@ def test_an_inner_topology_that_is_left_open(cluster, made):
 def test_what_is_unavailable(cluster, made):
     """Names are used once; a function that is bound serves one dataset; both say what to do."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
         with pytest.raises(stagecrew.OperatorMisused, match="has an operator 'o' already"):
-            topology.coordinate("o", lambda context: Noting(context, made))
+            topology.coordinate("o", lambda context: RecordingCoordinator(context, made))
 
         def work(gateway, batches):
             gateway.send(1)
@@ -614,7 +614,7 @@ def test_checkpoints_under_load(cluster, made, monkeypatch, checkpoints):
     """With four threads that send at their own pace: when a checkpoint is complete exactly what its state counts as sent is in
     the tasks' mailboxes."""
 
-    class Streaming(Noting):
+    class Streaming(RecordingCoordinator):
         def __init__(self, context, made):
             super().__init__(context, made)
             self.lock = threading.Lock()
@@ -648,7 +648,7 @@ def test_checkpoints_under_load(cluster, made, monkeypatch, checkpoints):
         for event in gateway.events(timeout=60):
             if event == "stop":
                 break
-        yield rows(1)
+        yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
     host, at_completion = crew.connection.host(), []
@@ -689,7 +689,7 @@ def test_coordinators_of_the_session(sessions, made):
     sessions.stop()
     seen = []
 
-    class Counter(Noting):
+    class Counter(RecordingCoordinator):
         total = 0
 
         def __init__(self, context):
@@ -713,10 +713,10 @@ def test_coordinators_of_the_session(sessions, made):
             return b"%d" % self.total
 
     def work(gateway, batches):
-        yield rows(gateway.request(1))
+        yield batch_of(gateway.request(1))
 
     restore = stagecrew.Checkpoint(4, {"counter/1": b"10"})
-    builder = stagecrew.configure(base("local[2]"), coordinators={"counter": Counter}, restore=restore)
+    builder = stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Counter}, restore=restore)
     spark = builder.getOrCreate()
     try:
         eventually(lambda: len(seen) == 3, 10, "it starts")
@@ -735,16 +735,21 @@ def test_coordinators_of_the_session(sessions, made):
         assert (taken.id, taken.states) == (5, {"counter/1": b"12", "counter/2": b"1"})
         with pytest.raises(stagecrew.OperatorMisused, match="no operator 'other', but 'counter'"):
             crew.operator("other")
-        assert stagecrew.configure(base("local[2]"), coordinators={"counter": Counter}).getOrCreate() is not None
+        assert (
+            stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Counter}).getOrCreate()
+            is not None
+        )
         with pytest.raises(stagecrew.ConfigurationError, match="it does not have: more"):
-            stagecrew.configure(base("local[2]"), coordinators={"more": Counter}).getOrCreate()
+            stagecrew.configure(session_builder("local[2]"), coordinators={"more": Counter}).getOrCreate()
         made[0].context.fail(ValueError("gone"))
         with pytest.raises(Exception, match="topology 'application' failed: ValueError: gone"):
             bound.first()
         with pytest.raises(stagecrew.CoordinatorFailed, match="gone"):
             crew.operator("counter")
         assert spark.range(3).count() == 3
-        crew.topology("open").start().coordinate("o", lambda context: Noting(context, made)).bind(lambda gateway: 1)
+        crew.topology("open").start().coordinate("o", lambda context: RecordingCoordinator(context, made)).bind(
+            lambda gateway: 1
+        )
     finally:
         spark.stop()
     assert all(coordinator.calls[-1] == ("close",) for coordinator in made)
@@ -754,7 +759,7 @@ def test_a_corrupt_state_fails_before_spark_starts(sessions, made):
     """getOrCreate says which coordinator cannot be restored, and no SparkContext was made."""
     sessions.stop()
 
-    class Picky(Noting):
+    class Picky(RecordingCoordinator):
         def __init__(self, context):
             super().__init__(context, made)
 
@@ -762,7 +767,7 @@ def test_a_corrupt_state_fails_before_spark_starts(sessions, made):
             int(state)
 
     restore = stagecrew.Checkpoint(4, {"counter/1": b"garbage"})
-    builder = stagecrew.configure(base("local[2]"), coordinators={"counter": Picky}, restore=restore)
+    builder = stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Picky}, restore=restore)
     with pytest.raises(
         stagecrew.CoordinatorFailed, match="'counter' cannot be created, or restored from checkpoint 4: ValueError"
     ):
@@ -771,7 +776,7 @@ def test_a_corrupt_state_fails_before_spark_starts(sessions, made):
     eventually(lambda: "stagecrew-counter" not in {one.name for one in threading.enumerate()}, 5, "its thread ends")
     for wrong in ({"counter": 3}, {3: Picky}):
         with pytest.raises(stagecrew.OperatorMisused, match="coordinators= takes factories"):
-            stagecrew.configure(base("local[2]"), coordinators=wrong)
+            stagecrew.configure(session_builder("local[2]"), coordinators=wrong)
 
 
 # -- Streams
@@ -781,7 +786,7 @@ def test_a_streaming_query(sessions, made, tmp_path):
     """A coordinator serves every micro-batch of a query inside its topology."""
     spark = sessions.get(LOCAL)
 
-    class Summing(Noting):
+    class Summing(RecordingCoordinator):
         total = 0
 
         def handle_request(self, evaluation, request):
@@ -791,7 +796,7 @@ def test_a_streaming_query(sessions, made, tmp_path):
     def work(gateway, batches):
         for batch in batches:
             gateway.request(batch.num_rows)
-            yield rows(*batch.column("value").to_pylist())
+            yield batch_of(*batch.column("value").to_pylist())
 
     with stagecrew.crew(spark).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Summing(context, made))
@@ -803,7 +808,7 @@ def test_a_streaming_query(sessions, made, tmp_path):
         eventually(lambda: made[0].total > 150, 60, "some batches")
         query.stop()
         count = spark.table("mapped").agg(f.count("*").alias("n")).first().n
-    evaluations = [call[1] for call in made[0].named("ready")]
+    evaluations = [call[1] for call in made[0].calls_named("ready")]
     assert len({one.stage for one in evaluations}) > 1
     assert made[0].total >= count > 0
 
@@ -832,7 +837,7 @@ def test_bound_functions_at_every_entry_point(sessions, made):
     """A function of `bind` talks with its coordinator wherever PySpark calls one: UDFs, pandas, Arrow, groups, UDTFs, data sources."""
     spark = sessions.get(LOCAL)
 
-    class Doubling(Noting):
+    class Doubling(RecordingCoordinator):
         def handle_request(self, evaluation, request):
             return 2 * request
 

@@ -12,7 +12,7 @@ import psycopg
 import pyarrow.parquet as pq
 import pytest
 
-from support.cli import command
+from support.cli import run_stagecrew
 from support.driver_scripts import java_processes
 from support.postgres import postgresql
 
@@ -35,7 +35,7 @@ def processes() -> set[int]:
 def demo(folder: Path, *arguments: str, **environment: str):
     """Runs the demo on a part of the flights; afterwards none of its processes is left."""
     before = processes()
-    ran = command(
+    ran = run_stagecrew(
         "demo", "--output", str(folder / "out"), "--flights", str(FLIGHTS), *arguments, cwd=folder, **environment
     )
     assert processes() <= before

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.docs_blocks import blocks
-from support.sessions import QUICK
+from support.sessions import QUICK_JVM_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -37,7 +37,7 @@ def outcomes(tmp_path_factory):
         **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
-        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK}",
+        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK_JVM_OPTIONS}",
     }
     command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
     done = subprocess.run(

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import stagecrew
-from support.cli import command
+from support.cli import run_stagecrew
 
 
 def checks(ran) -> dict[str, dict[str, str]]:
@@ -19,7 +19,7 @@ def checks(ran) -> dict[str, dict[str, str]]:
 
 def test_all_is_well():
     """Every check passes: the plugin is active, executors run the driver's Python and import stagecrew from the jar."""
-    ran = command("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)
+    ran = run_stagecrew("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)
     assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
     found = checks(ran)
     assert {name: check["status"] for name, check in found.items()} == dict.fromkeys(
@@ -34,7 +34,7 @@ def test_all_is_well():
 
 def test_as_people_read_it():
     """Without --json it prints one line for each check and the verdict, and no line of Spark's log."""
-    ran = command("doctor")
+    ran = run_stagecrew("doctor")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""
     lines = ran.stdout.splitlines()
@@ -45,7 +45,7 @@ def test_as_people_read_it():
 @pytest.mark.long
 def test_executors_without_a_python():
     """When workers cannot start, the check of Python fails and says what to set; the exit code is 1."""
-    ran = command("doctor", "--json", PYSPARK_PYTHON="/nowhere/python3")
+    ran = run_stagecrew("doctor", "--json", PYSPARK_PYTHON="/nowhere/python3")
     assert ran.returncode == 1, ran.stdout + ran.stderr
     found = checks(ran)
     assert (found["Spark"]["status"], found["Python"]["status"]) == ("ok", "failed")
@@ -55,7 +55,7 @@ def test_executors_without_a_python():
 
 def test_a_master_that_is_none():
     """A master that Spark does not know fails the check of Spark, with how to write one."""
-    ran = command("doctor", "--master", "nonsense")
+    ran = run_stagecrew("doctor", "--master", "nonsense")
     assert ran.returncode == 1
     line, remedy = re.findall(r"^failed +Spark +(.*)\n +-> (.*)$", ran.stdout, re.MULTILINE)[0]
     assert "nonsense" in line

@@ -9,7 +9,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Journal, Recorder, body
+from support.journal import Journal, Recorder, recording_body
 from support.sessions import Sessions
 from support.waiting import eventually
 
@@ -49,7 +49,7 @@ def test_listeners_of_the_builder_cover_named_topologies_too(spark, application,
     """The builder's listeners are opened first and outermost in a named topology, and stay open after it."""
     log = application[0]
     with stagecrew.crew(spark).topology("named", listeners=[Recorder(log, "named")]):
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(log, "in named")).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "in named")).collect()
     for inside in log.read(event="body", name="in named"):
         entered = [e["listener"] for e in log.read(event="enter", attempt=inside["attempt"])]
         assert entered == ["application", "execution", "named"]
@@ -88,7 +88,7 @@ def test_each_rdd_job_is_an_execution(spark, application):
     log = application[0]
     before = len(log.read(listener="execution"))
     for _ in range(2):
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(log, "job")).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "job")).collect()
     events = settled(log, before, 2)
     assert len(topologies(events)) == 2
     for name in topologies(events):
@@ -125,7 +125,7 @@ def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
 def test_everything_of_the_application_closes_at_the_stop(sessions, spark, application):
     """spark.stop() closes what the application opened, in every process."""
     log = application[0]
-    spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(log, "last")).collect()
+    spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(log, "last")).collect()
     sessions.stop()
     opened = log.read(event="open")
     assert opened

@@ -14,9 +14,9 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Recorder, body
+from support.journal import Recorder, recording_body
 from support.processes import kill
-from support.sessions import LOCAL, LOCAL_CLUSTER, OURS, STANDALONE, Sessions, free_master
+from support.sessions import LOCAL, LOCAL_CLUSTER, PACKAGE_IN_JAR, STANDALONE, Sessions, master_with_free_cores
 from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,11 +46,11 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
         crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology,
         pytest.raises(Exception) as caught,
     ):
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     text = str(caught.value)
     assert "ValueError: open of recorder fails on purpose" in text
     assert "in _called" in text  # the user's own frames
-    assert OURS not in text
+    assert PACKAGE_IN_JAR not in text
     assert "raised by open of listener 'recorder' (topology 't', executor" in text
     assert not journal.read(event="body")
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 4
@@ -74,7 +74,7 @@ def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, c
         caplog.at_level(logging.WARNING, "stagecrew"),
         crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology,
     ):
-        assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(body(journal)).count() == 4
+        assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(recording_body(journal)).count() == 4
     opened = journal.read(event="open", listener="optional")
     assert len(opened) == len(journal.read(event="close", listener="optional")) == topology.report.failures
     assert not journal.read(event="enter", listener="optional")
@@ -96,7 +96,7 @@ def test_a_later_attempt_may_open_again(spark, crew, journal, tmp_path):
                 raise ValueError("only the first time")
 
     with crew.topology("t", listeners=[Once(journal)]):
-        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).count() == 1
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 2
 
 
@@ -107,7 +107,7 @@ def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
     optional = Recorder(journal, "sleepy", hang=hang)
     started = time.time()
     with crew.topology("t", listeners=[optional]), pytest.raises(Exception, match="sleepy") as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     text = str(caught.value)
     assert re.search(
         r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 1\.?5", text
@@ -123,7 +123,7 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
     """A close that raises is warned of, counted, shown in the report, and the other listeners close."""
     good, bad = Recorder(journal, "good", scope=scope), Recorder(journal, "bad", fail=("close",), scope=scope)
     with caplog.at_level(logging.WARNING, "stagecrew"), crew.topology("t", listeners=[good, bad]) as topology:
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal)).collect()
     assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
     reports = [one for one in topology.report.listeners if one.name == "bad"]
     assert sum(one.failures for one in reports) == len(journal.read(event="close", listener="bad")) > 0
@@ -142,7 +142,7 @@ def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, h
 @ONE_NOW
 def test_a_close_that_hangs_in_the_agent(sessions, request, journal, hang, where, caplog):
     """The same for a listener of the executor's scope."""
-    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
+    spark = sessions.get(master_with_free_cores(where, request, sessions), **BRIEF)
     hangs_in_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 
 
@@ -150,7 +150,7 @@ def hangs_in_close(spark, crew, journal, hang, scope, caplog) -> None:
     topology = crew.topology("t", listeners=[Recorder(journal, "stuck", hang=hang, scope=scope)])
     with caplog.at_level(logging.WARNING, "stagecrew"):
         with topology:
-            spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+            spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal)).collect()
             left = time.time()
         assert time.time() - left < 2 + 2.5
     report = topology.report
@@ -176,10 +176,10 @@ def test_a_decorate_that_raises(spark, crew, journal):
         crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "bad", fail=("enter",))]),
         pytest.raises(Exception, match="enter of bad fails on purpose"),
     ):
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     assert len(journal.read(event="leave", listener="outer")) == len(journal.read(event="enter", listener="outer")) == 4
     with crew.topology("t2", listeners=[Recorder(journal, "late", fail=("leave",))]) as topology:
-        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).count() == 1
     assert topology.report.failures == 1
 
 
@@ -193,7 +193,7 @@ def test_killed_workers_are_counted_as_lost(spark, crew, journal):
         log.write(event="close", listener="server")
 
     with crew.topology("t", listeners=[server(journal), Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(recording_body(journal)).collect()
         workers = {e["pid"] for e in journal.read(event="open", listener="recorder")}
         # With those that have nothing open.
         for daemon in {psutil.Process(pid).parent() for pid in workers}:
@@ -266,10 +266,10 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
     """The same for a Python listener of the executor's scope: the user sees its own traceback."""
     failing = Recorder(journal, "server", fail=("open",), scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[failing]), pytest.raises(Exception) as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     line = str(caught.value).partition("could not be opened on executor")[2].splitlines()[1]
     assert line == "ValueError: open of server fails on purpose"
-    assert OURS not in str(caught.value)
+    assert PACKAGE_IN_JAR not in str(caught.value)
     assert not journal.read(event="body")
     assert 4 <= len(journal.read(event="open")) <= 8
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
@@ -279,11 +279,11 @@ def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew,
 @ONE_NOW
 def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, journal, hang, where):
     """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
-    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
+    spark = sessions.get(master_with_free_cores(where, request, sessions), **BRIEF)
     crew = stagecrew.crew(spark)
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     assert re.search(
         r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 1\.?5",
         str(caught.value),
@@ -306,7 +306,7 @@ def test_a_local_directory_that_cannot_be_used(sessions, journal, tmp_path, list
     assert not conf.contains("spark.local.dir")
     crew = stagecrew.crew(spark)
     listeners = [Recorder(journal)] if listening else []
-    numbers = spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal))
+    numbers = spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal))
     conf.set("spark.local.dir", str(file))
     utils.clearLocalRootDirs()
     try:

@@ -14,7 +14,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from support.journal import Journal, Recorder, body, together
+from support.journal import Journal, Recorder, recording_body, rendezvous
 from support.processes import kill
 from support.sessions import slots
 from support.waiting import eventually
@@ -23,7 +23,9 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def run(spark: SparkSession, journal: Journal, partitions: int = 4, name: str = "body", seconds: float = 0.0) -> None:
-    spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, name, seconds)).collect()
+    spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(
+        recording_body(journal, name, seconds)
+    ).collect()
 
 
 def by_process(journal: Journal, **matching: object) -> dict[int, list[dict]]:
@@ -106,7 +108,9 @@ def test_two_topologies_at_once(spark, crew, journal):
     def one(name: str) -> None:
         try:
             with crew.topology(name, listeners=[Recorder(journal, name)]):
-                spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal, name)).mapPartitions(meet).collect()
+                spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal, name)).mapPartitions(
+                    meet
+                ).collect()
                 for _ in range(2):
                     run(spark, journal, 4, name)
         except BaseException as error:
@@ -191,7 +195,7 @@ def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal,
         try:
             with crew.topology("long", listeners=[Recorder(journal, "long")]):
                 sc.parallelize(range(many), many).mapPartitions(
-                    together(journal.path, "long", many, str(end))
+                    rendezvous(journal.path, "long", many, str(end))
                 ).collect()
         except BaseException as error:
             errors.append(error)
@@ -199,7 +203,7 @@ def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal,
     thread = threading.Thread(target=long_one)
     try:
         with crew.topology("short", listeners=[Recorder(journal, "short")]) as short:
-            sc.parallelize(range(many), many).mapPartitions(together(journal.path, "short", many)).collect()
+            sc.parallelize(range(many), many).mapPartitions(rendezvous(journal.path, "short", many)).collect()
             thread.start()
             long = eventually(
                 lambda: (e := journal.read(event="body", name="long")) and len(e) == many and e, 60, "no slot is free"
@@ -301,7 +305,7 @@ def test_an_agent_that_is_killed_between_two_jobs(spark, crew, master, journal):
     port = executor_port(journal.path)
 
     def places(name: str):
-        run_together = together(journal.path, name, many)
+        run_together = rendezvous(journal.path, name, many)
 
         def run(rows):
             from pyspark import TaskContext

@@ -19,17 +19,17 @@ import stagecrew
 from support.journal import Journal
 from support.sessions import LOCAL, LOCAL_CLUSTER
 from support.spark_storage import (
-    blocks,
-    cached,
-    deaf,
-    end_reaches_nobody,
-    field,
-    files,
-    outputs,
+    cached_blocks,
+    cached_rdds,
+    executed_plan,
+    forget_executors,
+    map_outputs,
     paths,
-    plan,
-    ran,
+    private_field,
+    run_and_count_tasks,
+    shuffle_files,
     tracker,
+    without_spark_events,
 )
 from support.waiting import eventually
 
@@ -50,13 +50,13 @@ def master(request):
 @pytest.fixture
 def before(spark, tmp_path):
     """What was stored before the test: nothing of it may go."""
-    return set(files(spark, tmp_path)), outputs(spark)
+    return set(shuffle_files(spark, tmp_path)), map_outputs(spark)
 
 
 def stored_since(spark, tmp_path, before):
     """Files and outputs that came since."""
-    now = outputs(spark)
-    return set(files(spark, tmp_path)) - before[0], {s: n for s, n in now.items() if s not in before[1]}
+    now = map_outputs(spark)
+    return set(shuffle_files(spark, tmp_path)) - before[0], {s: n for s, n in now.items() if s not in before[1]}
 
 
 def frame(spark, rows=1000, parts=4):
@@ -122,7 +122,7 @@ def test_what_cannot_be_deleted_is_no_release(spark, crew, tmp_path, before):
         shuffled, stored = counted(spark), spark.sparkContext.parallelize(range(100), 4).persist(StorageLevel.DISK_ONLY)
         assert sorted(shuffled.collect()) == EXPECTED
         assert stored.count() == 100
-        size = sum(outputs(spark)[shuffle] for shuffle in outputs(spark) if shuffle not in before[1])
+        size = sum(map_outputs(spark)[shuffle] for shuffle in map_outputs(spark) if shuffle not in before[1])
         held = [replaced("shuffle_*.data"), replaced(f"rdd_{stored.id()}_*")]
     report = topology.report
     assert (report.released, report.release_failures) == (size + 4 - 2, 2)
@@ -177,14 +177,14 @@ def test_what_the_application_uses_stays(spark, crew, tmp_path, before):
             other.start()
             other.join(60)
         assert len(stored_since(spark, tmp_path, before)[1]) == 3  # the outer one has it
-        assert ran(spark, passed.collect)[1] == 4
+        assert run_and_count_tasks(spark, passed.collect)[1] == 4
     assert len(stored_since(spark, tmp_path, before)[1]) == 2
     assert sorted(mine.collect()) == sorted(shared.collect()) == sorted(passed.collect()) == EXPECTED
 
 
 def test_keep(spark, crew, tmp_path, before):
     """What is kept stays, of RDDs and of DataFrames: it is read again, and not computed."""
-    already = cached(spark)
+    already = cached_rdds(spark)
     with crew.topology("t", release="all") as topology:
         kept, gone, data = counted(spark), counted(spark), frame(spark)
         held = spark.range(100).cache()
@@ -192,11 +192,11 @@ def test_keep(spark, crew, tmp_path, before):
             dataset.collect()
         topology.keep(kept, data, held)
     assert len(stored_since(spark, tmp_path, before)[1]) == 2
-    answer, tasks = ran(spark, kept.collect)
+    answer, tasks = run_and_count_tasks(spark, kept.collect)
     assert (sorted(answer), tasks) == (EXPECTED, 4)  # the reduce stage alone
-    assert ran(spark, lambda: rows(data))[1] <= 2
-    assert len(cached(spark) - already) == 1
-    assert ran(spark, gone.collect)[1] == 8
+    assert run_and_count_tasks(spark, lambda: rows(data))[1] <= 2
+    assert len(cached_rdds(spark) - already) == 1
+    assert run_and_count_tasks(spark, gone.collect)[1] == 8
     held.unpersist(True)
 
 
@@ -211,7 +211,7 @@ def test_keep_of_what_an_inner_topology_ran(spark, crew, tmp_path, before):
         assert len(stored_since(spark, tmp_path, before)[1]) == 1
         outer.keep(spark.range(3).selectExpr("raise_error('no plan of this runs') as a"))
     assert sum(stored_since(spark, tmp_path, before)[1].values()) == 4
-    assert ran(spark, dataset.collect)[1] == 4
+    assert run_and_count_tasks(spark, dataset.collect)[1] == 4
 
 
 LEVELS = [StorageLevel.MEMORY_ONLY, StorageLevel.MEMORY_AND_DISK, StorageLevel.DISK_ONLY]
@@ -221,7 +221,7 @@ def test_cached_datasets(spark, crew, tmp_path, before):
     """Policy `all` unpersists what was cached inside, at every level; the others leave it; what was cached outside stays."""
     outside = spark.sparkContext.parallelize(range(10), 2).cache()
     outside.count()
-    already = cached(spark)
+    already = cached_rdds(spark)
 
     def cache_some() -> list[Any]:
         some = [spark.range(100 + i).persist(level) for i, level in enumerate(LEVELS)]
@@ -233,10 +233,10 @@ def test_cached_datasets(spark, crew, tmp_path, before):
 
     with crew.topology("shuffles"):
         some = cache_some()
-    assert len(cached(spark) - already) == 6
+    assert len(cached_rdds(spark) - already) == 6
     with crew.topology("reads", release="all"):
         some[0].count()
-    assert len(cached(spark) - already) == 6
+    assert len(cached_rdds(spark) - already) == 6
     for dataset in some:
         dataset.unpersist(True)
     with crew.topology("all", release=stagecrew.Release.ALL) as topology:
@@ -244,7 +244,7 @@ def test_cached_datasets(spark, crew, tmp_path, before):
         local = spark.sparkContext.parallelize(list(range(10)), 2)
         local.localCheckpoint()
         assert local.count() == 10
-    assert len(cached(spark) - already) == 1  # a local checkpoint has no lineage to be computed again from
+    assert len(cached_rdds(spark) - already) == 1  # a local checkpoint has no lineage to be computed again from
     assert local.count() == 10
     assert topology.report.released >= 12
     assert topology.report.release_failures == 0
@@ -258,8 +258,8 @@ def test_cached_datasets(spark, crew, tmp_path, before):
             reader.start()
             reader.join(60)
         assert shared.getStorageLevel().useMemory
-        assert len(cached(spark) - already) == 2
-    assert len(cached(spark) - already) == 1  # it went with its last user
+        assert len(cached_rdds(spark) - already) == 2
+    assert len(cached_rdds(spark) - already) == 1  # it went with its last user
     outside.unpersist(True)
 
 
@@ -279,10 +279,13 @@ EVERY_LEVEL = [
 
 def test_every_storage_level(spark, crew, tmp_path):
     """What is cached at any level, twice or thrice too, goes with policy `all` from disks and the BlockManagerMaster."""
-    before = blocks(spark), files(spark, tmp_path, "rdd_*")  # of which Spark's cleaner may take something away
+    before = (
+        cached_blocks(spark),
+        shuffle_files(spark, tmp_path, "rdd_*"),
+    )  # of which Spark's cleaner may take something away
 
     def since():
-        now = blocks(spark), files(spark, tmp_path, "rdd_*")
+        now = cached_blocks(spark), shuffle_files(spark, tmp_path, "rdd_*")
         return [Counter(new) - Counter(old) for new, old in zip(now, before, strict=True)]
 
     with crew.topology("t", release="all") as topology:
@@ -333,14 +336,14 @@ def test_adaptive_reads(spark, crew, tmp_path, before):
         small = left.groupBy("k").agg(f.sum("a").alias("s")).join(f.broadcast(few), "k")
         with crew.topology("t"):
             wanted = [rows(skewed), rows(small)]
-            plans = [plan(skewed), plan(small)]
+            plans = [executed_plan(skewed), executed_plan(small)]
         assert stored_since(spark, tmp_path, before) == (set(), {})
         assert "skewed" in plans[0]
         assert "AQEShuffleRead coalesced" in plans[1]
         assert "BroadcastExchange" in plans[1]
         assert [rows(skewed), rows(small)] == wanted
-        assert "skewed" in plan(skewed)
-        assert "AQEShuffleRead coalesced" in plan(small)
+        assert "skewed" in executed_plan(skewed)
+        assert "AQEShuffleRead coalesced" in executed_plan(small)
 
 
 def test_policy_none(spark, crew, tmp_path, before):
@@ -357,7 +360,7 @@ def test_policy_none(spark, crew, tmp_path, before):
         dataset.collect()
     assert sum(stored_since(spark, tmp_path, before)[1].values()) == 4
     assert topology.report.released == 0
-    assert ran(spark, dataset.collect)[1] == 4
+    assert run_and_count_tasks(spark, dataset.collect)[1] == 4
 
 
 def stays(condition, seconds=3.0):
@@ -405,7 +408,7 @@ def test_a_job_that_begins_while_its_topology_closes(spark, crew, tmp_path, befo
     topology.close()
     assert stored_since(spark, tmp_path, before)[1] == mine
     for dataset in (old, new):
-        assert ran(spark, dataset.collect)[1] == 4  # the reduce stage alone
+        assert run_and_count_tasks(spark, dataset.collect)[1] == 4  # the reduce stage alone
 
 
 def test_a_job_of_a_closed_topology_whose_start_is_not_heard(spark, crew, tmp_path, before, journal):
@@ -425,7 +428,7 @@ def test_a_job_of_a_closed_topology_whose_start_is_not_heard(spark, crew, tmp_pa
     with crew.topology("t") as topology:
         user = threading.Thread(target=topology.wrap(uses))
         user.start()
-    with deaf(spark):
+    with without_spark_events(spark):
         may.set()
         try:
             eventually(lambda: list(stored_since(spark, tmp_path, before)[1].values()) == [4], 60, "it is written")
@@ -445,14 +448,14 @@ def test_an_end_that_reaches_no_executor(spark, crew, tmp_path, before):
             dataset = counted(spark)
             assert sorted(dataset.collect()) == sorted(shared.collect()) == EXPECTED
             eventually(lambda: sum(one.outputs for one in topology.partitions) == 4, 20, "it is reported")
-            end_reaches_nobody(crew, topology.id)
+            forget_executors(crew, topology.id)
         assert list(stored_since(spark, tmp_path, before)[1].values()) == [4]
         eventually(
             lambda: sum(n.endswith(".data") for n in stored_since(spark, tmp_path, before)[0]) == 4, 20, "files go"
         )
         eventually(lambda: not [one for one in topology.partitions if one.outputs], 20, "tables are empty")
         assert topology.report.released == 4
-        assert ran(spark, shared.collect)[1] == 4  # what another uses stays
+        assert run_and_count_tasks(spark, shared.collect)[1] == 4  # what another uses stays
         outer.close()
     assert stored_since(spark, tmp_path, before) == (set(), {})
     assert sorted(dataset.collect()) == EXPECTED
@@ -557,7 +560,7 @@ def test_a_release_in_the_middle_of_a_stage(spark, crew, tmp_path, before, journ
         eventually(lambda: sum(stored_since(spark, tmp_path, before)[1].values()) == 3, 60, "three are written")
     else:
         eventually(lambda: journal.read(event="reduce"), 60, "it is read")
-    new = [shuffle for shuffle in outputs(spark) if shuffle not in before[1]]
+    new = [shuffle for shuffle in map_outputs(spark) if shuffle not in before[1]]
     assert new
     drop(spark, crew, new)
     delete(spark, tmp_path, new)
@@ -570,17 +573,17 @@ def test_a_release_in_the_middle_of_a_stage(spark, crew, tmp_path, before, journ
 def drop(spark, crew, shuffles):
     """Takes outputs off the tracker by what does it at the end of a topology."""
     to_scala = spark.sparkContext._jvm.org.apache.spark.api.python.PythonUtils.toSeq
-    field(crew.connection.facade, "crew").partitions().drop(to_scala(shuffles))
-    assert not set(outputs(spark)) & set(shuffles)
+    private_field(crew.connection.facade, "crew").partitions().drop(to_scala(shuffles))
+    assert not set(map_outputs(spark)) & set(shuffles)
 
 
 def delete(spark, tmp_path, shuffles):
     """Deletes the files of these shuffles."""
     from pathlib import Path
 
-    from support.spark_storage import folders
+    from support.spark_storage import block_folders
 
-    for folder in folders(spark, tmp_path):
+    for folder in block_folders(spark, tmp_path):
         for shuffle in shuffles:
             for file in Path(folder).glob(f"*/shuffle_{shuffle}_*"):
                 file.unlink(missing_ok=True)
@@ -624,7 +627,7 @@ def test_a_release_between_two_stages_of_an_adaptive_query(spark, crew, tmp_path
                 assert topology.report.released == count
             assert stored_since(spark, tmp_path, before)[1] == {}
             assert thread.is_alive()
-            assert "isFinalPlan=false" in plan(query)
+            assert "isFinalPlan=false" in executed_plan(query)
         finally:
             gate.touch()
             thread.join(120)

@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 import stagecrew
 from stagecrew.cli import main
 from stagecrew.observability.event_log import read_event_log
-from support.event_logs import listener, state, topology, written
+from support.event_logs import listener, state, topology, write_log
 from support.waiting import eventually
 
 # Executors do not have this module: its listeners travel by value.
@@ -71,8 +71,8 @@ KILLED = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import stagecrew
-from support.sessions import base
-builder = base("local[2]")
+from support.sessions import session_builder
+builder = session_builder("local[2]")
 for key, value in {conf!r}.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder).getOrCreate()
@@ -110,7 +110,7 @@ TRICKS = "\u202ebackwards\u2066 \x1b[2Jcleared\rover"
 def test_what_ends_a_line_elsewhere_is_text_here(tmp_path: Path) -> None:
     """Separators of Unicode, marks of direction and escape sequences of a name or an error reach neither parser nor terminal."""
     counts = {"1": {"listeners": [listener(0, TRICKS, 1, lastError=LINES)], "partitions": {}}}
-    written(tmp_path, "app-1", [state("topology", topology("t-1", LINES + TRICKS, executors=counts))], name=TRICKS)
+    write_log(tmp_path, "app-1", [state("topology", topology("t-1", LINES + TRICKS, executors=counts))], name=TRICKS)
     found = read_event_log(str(tmp_path / "app-1"))
     assert found["application"]["name"] == TRICKS
     (one,) = found["topologies"]
@@ -127,7 +127,7 @@ def test_what_ends_a_line_elsewhere_is_text_here(tmp_path: Path) -> None:
 
 def test_a_clusters_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs here, whatever master and deploy mode this machine's Spark has as its defaults."""
-    written(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
+    write_log(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
     (tmp_path / "conf").mkdir()
     defaults = {
         "spark.master": "spark://127.0.0.1:1",

@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
-from support.coordination import executor_of_this_worker
+from support.coordination import executor_pid
 from support.processes import kill
 from support.sessions import LOCAL, LOCAL_CLUSTER
 
@@ -130,7 +130,7 @@ def test_a_cached_dataset_that_lost_blocks(cluster):
         assert counted.value == len(SPLITS)
 
         def executor(batches):
-            yield pa.record_batch({"pid": [executor_of_this_worker()]})
+            yield pa.record_batch({"pid": [executor_pid()]})
 
         kill(cluster.range(0, 1, 1, 1).mapInArrow(executor, "pid long").first().pid)
         assert ids(cached) == EXPECTED
@@ -368,7 +368,7 @@ def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
         if fate == "worker":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fate == "executor":
-            os.kill(executor_of_this_worker(), signal.SIGKILL)
+            os.kill(executor_pid(), signal.SIGKILL)
         elif fate == "raise":
             raise OSError("on purpose")
         elif fate == "slow":

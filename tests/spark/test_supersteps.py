@@ -19,7 +19,7 @@ from pyspark import cloudpickle
 from pyspark.sql import functions as f
 
 import stagecrew
-from support.coordination import executor_of_this_worker
+from support.coordination import executor_pid
 from support.journal import Journal
 from support.processes import kill
 from support.sessions import LOCAL, LOCAL_CLUSTER
@@ -156,7 +156,7 @@ def failing(path: str, how: str, times: int) -> Any:
                     if how == "worker":
                         os.kill(os.getpid(), signal.SIGKILL)
                     if how == "executor":
-                        kill(executor_of_this_worker())
+                        kill(executor_pid())
                     raise ValueError("the third step went wrong")
         yield batch(steps.subtask, total)
 
@@ -194,7 +194,7 @@ def test_output_that_is_lost_between_two_actions(sessions, journal):
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
-            Journal(path).write(subtask=steps.subtask, together=steps.subtasks, executor=executor_of_this_worker())
+            Journal(path).write(subtask=steps.subtask, together=steps.subtasks, executor=executor_pid())
             yield batch(steps.subtask, steps.reduce(float(sum(numbers(batches)))))
 
         sums = topology.supersteps(cluster.range(0, 100, 1, 4), work, SCHEMA)

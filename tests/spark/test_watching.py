@@ -26,7 +26,7 @@ from stagecrew.cli import main
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.storage import StateStorage
-from support.coordination import rows
+from support.coordination import batch_of
 from support.journal import Journal, Recorder, executor_wide
 from support.model_store import ModelServer
 from support.sessions import Sessions
@@ -121,7 +121,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
             assert gateway.request(number) == number
         journal.write(event="task")
         eventually(lambda: os.path.exists(held), 120, "the test lets its tasks go")
-        yield rows(os.getpid())
+        yield batch_of(os.getpid())
 
     name = "watched <&>"
     with crew.topology(name, listeners=[Recorder(journal), executor_wide(journal.path)]) as topology:
@@ -148,7 +148,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         Path(held).touch()
         run.join(60)
         assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
-        split = topology.splits(range(5), lambda one: [rows(one)], "a long", parallelism=2)
+        split = topology.splits(range(5), lambda one: [batch_of(one)], "a long", parallelism=2)
         assert sorted(row.a for row in split.collect()) == list(range(5))
         assert spark.sparkContext.parallelize(range(6), MAPS).map(lambda x: (x % 2, x)).groupByKey(REDUCES).count() == 2
         stored = eventually(lambda: sum(one.outputs for one in topology.report.partitions) == MAPS and topology.report)
@@ -318,7 +318,7 @@ def test_what_waits_for_a_coordinator_is_counted(sessions: Sessions, tmp_path: P
             pass
         for number in range(sent):
             gateway.send(number)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(spark).topology("blocked") as topology:
         dataset = topology.coordinate("o", lambda context: Blocked(context, go, handled)).map(
