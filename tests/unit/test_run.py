@@ -325,7 +325,7 @@ def test_errors_that_are_no_failure_of_the_job():
     assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
     assert "away" in _no_fault_of_its_own(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
     # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
-    for text, text in (
+    for text, message in (
         (
             "Return Message: Traceback:\n  raise E\nstagecrew.errors.CommitPending: it waits\n SQLSTATE: 39000",
             "it waits",
@@ -336,7 +336,7 @@ def test_errors_that_are_no_failure_of_the_job():
         ("it said that stagecrew.errors.CommitPending: it waits", None),
     ):
         why = _no_fault_of_its_own(wrapped(PySparkException(text)))
-        assert text in why if text else why is None
+        assert message in why if message else why is None
     assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
