@@ -41,7 +41,9 @@ def read_at_pace(path: str, pace: dict[int, float], dies: int | None = None, mar
             aligner.advance(event)
             journal.write(subtask=aligner.subtask, at=event, pid=os.getpid())
             if event == 0:  # a task that has not begun holds no other
-                eventually(lambda: {entry["subtask"] for entry in journal.read()} == set(pace), 60, "all tasks take part")
+                eventually(
+                    lambda: {entry["subtask"] for entry in journal.read()} == set(pace), 60, "all tasks take part"
+                )
             time.sleep(pace[aligner.subtask])
             if event == dies and aligner.subtask == 0 and not os.path.exists(marker):
                 Path(marker).touch()
@@ -215,7 +217,9 @@ def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
         stream = spark.readStream.format("merged").load().writeStream.foreachBatch(collect_batch)
         query = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
         try:
-            eventually(lambda: not query.isActive or sum(map(len, batches.values())) >= row_count, 60, "the rows of the stream")
+            eventually(
+                lambda: not query.isActive or sum(map(len, batches.values())) >= row_count, 60, "the rows of the stream"
+            )
         finally:
             query.stop()
         return query.exception()

@@ -248,7 +248,9 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
         try:
             for attempt in (1, 2):
                 set_current(Job("nightly", attempt, *handles))
-                assert topology.commit(rows_of(few_retries), in_job, content=f"run {attempt}").repeated == (attempt == 2)
+                assert topology.commit(rows_of(few_retries), in_job, content=f"run {attempt}").repeated == (
+                    attempt == 2
+                )
             with pytest.raises(stagecrew.OperatorMisused, match="content is 'other', there 'run 1'"):
                 set_current(Job("nightly", 1, *handles))
                 topology.commit(rows_of(few_retries), in_job, content="other")

@@ -253,7 +253,10 @@ def test_a_dataset_of_a_closed_topology_fails_in_another_one(cluster, cluster_cr
     with cluster_crew.topology("first") as topology:
         operator = topology.coordinate("o", recording)
         dataset = operator.map(cluster.range(0, 1, 1, 1), work, "id long")
-    with cluster_crew.topology("second"), pytest.raises(Exception, match="topology 'first' has ended.*inside its `with`"):
+    with (
+        cluster_crew.topology("second"),
+        pytest.raises(Exception, match="topology 'first' has ended.*inside its `with`"),
+    ):
         dataset.collect()
 
 

@@ -123,7 +123,11 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         try:
             sent = {evaluation: gateway.send("x") for evaluation, gateway in tuple(coordinator.gateways.items())}
             on_stopped_executor = {evaluation for evaluation, pid in executors.items() if pid == stopped_pid}
-            eventually(lambda: len(coordinator.named("failed")) == len(on_stopped_executor), 20, "the attempts on the stopped executor have failed")
+            eventually(
+                lambda: len(coordinator.named("failed")) == len(on_stopped_executor),
+                20,
+                "the attempts on the stopped executor have failed",
+            )
             elapsed = time.monotonic() - began
         finally:
             kill(stopped_pid, signal.SIGCONT)
@@ -132,7 +136,9 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         assert 1.9 < elapsed < 10
         for evaluation, future in sent.items():
             assert (future.exception(10) is not None) == (evaluation in on_stopped_executor)
-        eventually(lambda: len(coordinator.events) == 4 + len(on_stopped_executor), 60, "the failed attempts are retried")
+        eventually(
+            lambda: len(coordinator.events) == 4 + len(on_stopped_executor), 60, "the failed attempts are retried"
+        )
         for gateway in tuple(coordinator.gateways.values()):
             gateway.send("stop")
         thread.join(60)
@@ -228,9 +234,7 @@ def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordina
     def work(gateway, batches):
         sender = threading.Thread(target=lambda: [gateway.send(n) for n in range(10_000)])
         sender.start()
-        eventually(
-            lambda: gateway._asked_at >= WINDOW, 30, "the sender has used up its window and requested credit"
-        )
+        eventually(lambda: gateway._asked_at >= WINDOW, 30, "the sender has used up its window and requested credit")
         assert next(gateway.events(timeout=30)) == "there is much"
         Path(received).touch()
         sender.join()

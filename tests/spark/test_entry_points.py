@@ -151,7 +151,13 @@ def two_chained_maps(spark: SparkSession) -> Any:
         for batch in batches:
             yield pa.RecordBatch.from_pydict({"word": [hello.get()] * batch.num_rows})
 
-    return [row[0] for row in spark.range(4).mapInArrow(check_greeting, "id long").mapInArrow(replace_by_greeting, "word string").collect()]
+    return [
+        row[0]
+        for row in spark.range(4)
+        .mapInArrow(check_greeting, "id long")
+        .mapInArrow(replace_by_greeting, "word string")
+        .collect()
+    ]
 
 
 def broadcast_join_under_aqe(spark: SparkSession) -> Any:
