@@ -267,7 +267,8 @@ def test_an_application_that_has_not_ended_is_shown_as_of_its_last_event(
 def test_the_page_says_which_states_a_capped_log_leaves_out(
     applications: Applications, history: str, page: Page
 ) -> None:
-    """The log of a topology that changes often has a limited number of states plus the last, which equals its report."""
+    """The log of a topology that changes often has a limited number of states plus the last, which equals its
+    report."""
     report = applications.reports["capped"]
     states = stored_states(applications.logs, applications.capped, report.id)
     assert [(one["number"], one["capped"], json.loads(one["body"])["state"]) for one in states] == [
@@ -414,7 +415,10 @@ public class HeaderUserFilter implements Filter {
 
 @pytest.mark.long
 def test_a_user_without_access_to_an_application_is_denied_its_tab(tmp_path: Path) -> None:
-    """With `spark.history.ui.acls.enable`, an application's owner and admins see the tab and its JSON. Others get 403."""
+    """With `spark.history.ui.acls.enable`, an application's owner and admins see the tab and its JSON.
+
+    Others get 403.
+    """
     (tmp_path / "HeaderUserFilter.java").write_text(HEADER_FILTER)
     jars = f"{Path(pyspark.__file__).parent}/jars/*"
     subprocess.run(

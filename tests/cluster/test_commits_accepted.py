@@ -1,4 +1,7 @@
-"""Commits on real clusters: exactly the attempts that Spark accepted are committed. Others leave nothing, however late."""
+"""Commits on real clusters: exactly the attempts that Spark accepted are committed.
+
+Others leave nothing, however late.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def check_commit(spark, place, journal):
 
 
 def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, tmp_path, journal):
-    """One worker is killed after it has staged its rows, and one executor after the driver has received its task's offer."""
+    """A worker is killed after it has staged its rows, an executor after the driver has received its task's offer."""
     offered, died = str(tmp_path / "offered"), str(tmp_path / "died")
 
     def kill_after_staging(partition, attempt, number):
@@ -136,7 +139,10 @@ def test_attempts_that_die_after_staging_are_not_committed(cluster, any_place, t
 def test_only_one_of_two_speculative_attempts_is_committed(
     sessions, standalone, place, tmp_path, journal, ending_attempts
 ):
-    """Two attempts of a task stage all rows. Either both end at the same time, or one of them runs until it is killed."""
+    """Two attempts of a task stage all rows.
+
+    Either both end at the same time, or one of them runs until it is killed.
+    """
     spark = sessions.get(
         standalone,
         spark__speculation="true",
@@ -225,7 +231,10 @@ CASES = {
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_recomputed_stage_with_other_rows_commits_what_spark_accepts(cluster, place, tmp_path, journal, case):
-    """A map stage is recomputed with other rows. The rows that Spark accepts are committed, or none if it fails the job."""
+    """A map stage is recomputed with other rows.
+
+    The rows that Spark accepts are committed, or none if it fails the job.
+    """
     checksum_enabled, results_before = CASES[case]
     cluster.conf.set("spark.sql.shuffle.orderIndependentChecksum.enabled", checksum_enabled)
     cluster.conf.set("spark.sql.shuffle.orderIndependentChecksum.enableFullRetryOnMismatch", checksum_enabled)

@@ -115,7 +115,10 @@ def test_a_driver_that_ends_without_stop_closes_everything(tmp_path, journal, an
 
 
 def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
-    """Ctrl-C in a topology cancels its jobs and closes in cancelled workers too. KeyboardInterrupt is raised unchanged."""
+    """Ctrl-C in a topology cancels its jobs and closes in cancelled workers too.
+
+    KeyboardInterrupt is raised unchanged.
+    """
     script = RUNNING_DRIVER + driver_code("""
     crew = stagecrew.crew(spark)
     topology = crew.topology("t", listeners=[Recorder(journal, "inner")])
@@ -285,7 +288,10 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
     indirect=True,
 )
 def test_idle_workers_close_before_spark_ends_them(sessions: Sessions, journal, any_master):
-    """Spark ends workers beyond `spark.python.factory.idleWorkerMaxPoolSize` at once. They close their listeners first."""
+    """Spark ends workers beyond `spark.python.factory.idleWorkerMaxPoolSize` at once.
+
+    They close their listeners first.
+    """
     spark = sessions.get(any_master, spark__python__factory__idleWorkerMaxPoolSize="1")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
     with topology:
@@ -383,7 +389,8 @@ def test_concurrent_first_tasks_share_a_failing_open(sessions: Sessions, journal
 
 
 def test_a_killed_executor_is_named_in_the_report(sessions: Sessions, journal):
-    """After SIGKILL of an executor, the report names it, its agent and workers close on their own, and the exit does not hang."""
+    """After SIGKILL of an executor, the report names it, its processes close on their own, and the exit does not
+    hang."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     with crew.topology("t", listeners=[Recorder(journal), executor_recorder(journal)]) as topology:

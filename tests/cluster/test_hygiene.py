@@ -255,7 +255,8 @@ def test_a_session_leaves_no_process_port_or_file(journal, master_name, request,
 
 @pytest.mark.long
 def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
-    """Repeated sessions in one process leak no more threads and descriptors, in Python and the JVM, than plain Spark."""
+    """Repeated sessions in one process leak no more threads and descriptors, in Python and the JVM, than plain
+    Spark."""
     script = f"""
     import os, sys
     sys.path.insert(0, {TESTS!r})
@@ -349,7 +350,10 @@ FAULT_HANDLER, MEMORY, PROFILE = (
     ],
 )
 def test_sparks_python_settings_stay_in_effect(sessions: Sessions, journal, key, value):
-    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect. Listeners open and close."""
+    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect.
+
+    Listeners open and close.
+    """
     spark = sessions.get("local[2,4]", **{key.replace(".", "__"): value})
     sc = spark.sparkContext
 
@@ -425,7 +429,8 @@ def test_a_worker_that_spark_ends_as_idle_closes_its_listeners(sessions: Session
     "interrupt_threads", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"]
 )
 def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, journal, interrupt_threads):
-    """A task that swallows `TaskKilled` is killed with its process, whether or not Spark interrupts the task's thread."""
+    """A task that swallows `TaskKilled` is killed with its process, whether or not Spark interrupts the task's
+    thread."""
     spark = sessions.get("local[2,4]")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
 
@@ -505,7 +510,7 @@ def test_os_exit_and_sys_exit_look_the_same_as_without_the_plugin(tmp_path, jour
         except Exception as error:
             print("RAISED", type(error).__name__)
             cause = error.java_exception
-            while cause is not None and cause.getClass().getName().startswith("org.apache.spark"):  # the next cause is the socket's
+            while cause is not None and cause.getClass().getName().startswith("org.apache.spark"):
                 print("RAISED", cause.getClass().getName(), cause.getMessage().split(":")[0].split("\\n")[0])
                 cause = cause.getCause()
         sys.exit(3)
@@ -555,7 +560,8 @@ def test_consecutive_sessions_have_separate_listeners(sessions: Sessions, journa
 
 @pytest.mark.parametrize("master", ["local[1]", pytest.param("local-cluster[1,1,1024]", marks=pytest.mark.long)])
 def test_local_masters_use_the_drivers_interpreter(tmp_path, master):
-    """In a local master, workers and agents run the driver's interpreter, not the PATH's, unless PYSPARK_PYTHON is set."""
+    """In a local master, workers and agents run the driver's interpreter, not the PATH's, unless PYSPARK_PYTHON is
+    set."""
     failing_python = tmp_path / "python3"
     failing_python.write_text("#!/bin/sh\nexit 3\n")
     failing_python.chmod(0o700)
@@ -583,7 +589,8 @@ def test_local_masters_use_the_drivers_interpreter(tmp_path, master):
 
 @pytest.mark.long
 def test_a_wrapper_script_as_interpreter_works(tmp_path):
-    """If PYSPARK_PYTHON is a script that starts the interpreter as its child, listeners of both scopes open, close and end."""
+    """If PYSPARK_PYTHON is a script that starts the interpreter, listeners of both scopes open and close, and all
+    processes end."""
     wrapper = tmp_path / "wrapped-python"
     wrapper.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
     wrapper.chmod(0o700)

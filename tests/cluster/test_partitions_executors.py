@@ -225,7 +225,10 @@ def test_outputs_of_speculative_attempts_are_released(sessions, standalone, tmp_
 
 @pytest.mark.long
 def test_outputs_in_an_external_shuffle_service_are_deleted_at_the_exit(sessions, tmp_path):
-    """The service deletes the outputs of a lost executor at the exit. Outputs of live executors are released as usual."""
+    """The service deletes the outputs of a lost executor at the exit.
+
+    Outputs of live executors are released as usual.
+    """
     with shuffle_service(tmp_path) as settings:
         spark = sessions.get(
             "local-cluster[1,2,1024]", **{key.replace(".", "__"): value for key, value in settings.items()}
@@ -351,7 +354,10 @@ def large_shuffle(spark):
 
 
 def test_outputs_that_migrate_during_the_exit_are_released_on_arrival(sessions, tmp_path):
-    """Outputs that migrate between executors during the exit are released on arrival. A shuffle that is used again is kept."""
+    """Outputs that migrate between executors during the exit are released on arrival.
+
+    A shuffle that is used again is kept.
+    """
     spark, directories = decommissioning_session(sessions, tmp_path)
     dataset = large_shuffle(spark)
     with stagecrew.crew(spark).topology("t"):

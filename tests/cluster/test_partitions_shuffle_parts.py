@@ -26,7 +26,7 @@ def tables_are_empty(crew) -> bool:
 
 
 def test_outputs_of_every_shuffle_writer_are_released(sessions, tmp_path):
-    """Nothing is left of the outputs of the bypass, the sort and the unsafe writer; the unsafe one spills several times."""
+    """Nothing is left of the outputs of the bypass, the sort and the (spilling) unsafe writer."""
     sessions.stop()  # in a new application stage ids start at 0
     spark = sessions.get(
         LOCAL,
@@ -71,8 +71,8 @@ def test_outputs_of_every_shuffle_writer_are_released(sessions, tmp_path):
 def test_shuffles_of_the_old_fetch_protocol_are_not_tracked(sessions, tmp_path):
     """With the old protocol, map outputs are named by partition, not by attempt.
 
-    Recomputed outputs have the names of released ones. Therefore such shuffles are not tracked, and no recomputed output
-    is lost.
+    Recomputed outputs have the names of released ones. Therefore such shuffles are not tracked, and no recomputed
+    output is lost.
     """
     sessions.stop()  # the test counts every file of its session
     spark = sessions.get(TWO_EXECUTORS, spark__shuffle__useOldFetchProtocol="true")
@@ -185,8 +185,8 @@ def compile_into_jar(folder: Path, name: str, source: str) -> None:
 def test_custom_shuffle_plugins_keep_working(tmp_path, journal):
     """A user's ShuffleDataIO becomes the delegate.
 
-    One that stores elsewhere, and a foreign shuffle manager, work untracked, and the log says so once. Their outputs are
-    left alone and are read again after the exit.
+    One that stores elsewhere, and a foreign shuffle manager, work untracked, and the log says so once. Their outputs
+    are left alone and are read again after the exit.
     """
     compile_into_jar(tmp_path, "Own", JAVA)
     script = f"""

@@ -1,4 +1,5 @@
-"""A test of stagecrew next to PySpark's: workers find modules of the executor's PYTHONPATH, with or without the plugin."""
+"""A test of stagecrew next to PySpark's: workers find modules of the executor's PYTHONPATH, with or without the
+plugin."""
 
 import os
 import pathlib

@@ -1,14 +1,16 @@
-"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`. The difference must be empty.
+"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`.
+
+The difference must be empty.
 
 SPARK_SOURCE is a tree of Spark's sources, preferably at the tag of the installed PySpark. Only its tests are used; jars
 and Python code are those of the installed PySpark. Each module runs in a process of its own, in three variations:
-without the plugin, with the plugin and no listener, and with a listener that opens, decorates and closes in every worker.
-The variations of a module run concurrently.
+without the plugin, with the plugin and no listener, and with a listener that opens, decorates and closes in every
+worker. The variations of a module run concurrently.
 
-A test whose outcome with the plugin differs from its outcome without it is run again, alone, in all variations one after
-the other. If it then no longer differs, it is run once more with its whole module. It counts as a difference if it differs
-again. A test that fails in all variations (the tree may not match the installed version) is no difference, but compares
-nothing either.
+A test whose outcome with the plugin differs from its outcome without it is run again, alone, in all variations one
+after the other. If it then no longer differs, it is run once more with its whole module. It counts as a difference if
+it differs again. A test that fails in all variations (the tree may not match the installed version) is no difference,
+but compares nothing either.
 
 The exit code is 0 without differences and 1 with differences. It is 2 without differences if a module had no test that
 passes without the plugin, or if the listener was never opened: then the run proves nothing.
@@ -112,7 +114,10 @@ class SparkInstallation:
             shutil.copytree(source / "tests", into / "tests")
 
     def variation(self, name: str, jar: pathlib.Path) -> dict[str, str]:
-        """Creates the directories of a variation and returns its environment. Only variations that need it copy `pyspark`."""
+        """Creates the directories of a variation and returns its environment.
+
+        Only variations that need it copy `pyspark`.
+        """
         folder = self.root / name.replace(" ", "-")
         conf, python = folder / "conf", self.home / "python"
         conf.mkdir(parents=True)

@@ -137,7 +137,8 @@ def kill_leaders(campaign, kills):
     indirect=["campaign"],
 )
 def test_a_standby_leads_after_the_leader_is_killed(campaign, kills):
-    """A standby leads in the next term within the session timeout plus one second (ZooKeeper), or one second (SQLite)."""
+    """A standby leads in the next term within the session timeout plus one second (ZooKeeper), or one second
+    (SQLite)."""
     kill_leaders(campaign, kills)
 
 
@@ -232,7 +233,8 @@ def test_a_leader_that_is_cut_off_stands_down_and_campaigns_again(campaign, requ
 
 @pytest.mark.long
 def test_leadership_survives_restarts_of_the_server(tmp_path):
-    """The server is killed and restarted: the leader stands down, a later term begins, and writes stay ordered by term."""
+    """The server is killed and restarted: the leader stands down, a later term begins, and writes stay ordered by
+    term."""
     with own_server() as server, contextlib.ExitStack() as stack:
         campaign = Campaign("zookeeper", f"zookeeper://{server.hosts}/crew?timeout={TIMEOUT}", tmp_path, stack)
         campaign.start_process()

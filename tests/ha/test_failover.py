@@ -44,7 +44,10 @@ def drivers(tmp_path):
 
 
 def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
-    """A standby finishes the job of a killed leader. Finished steps do not run again, and the old run has ended itself."""
+    """A standby finishes the job of a killed leader.
+
+    Finished steps do not run again, and the old run has ended itself.
+    """
     out = drivers.folder / "out"
     (out / "hold-2").touch()
     drivers.start()
@@ -66,7 +69,7 @@ def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
 
 @pytest.mark.long
 def test_the_tab_shows_each_run_of_a_job(drivers):
-    """The tab of a job's driver shows the run, the leader, the term and the steps, also for the run that recovers the job."""
+    """The tab of a job's driver shows run, leader, term and steps, also for the run that recovers the job."""
     out = drivers.folder / "out"
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0"}
 
@@ -108,7 +111,10 @@ def drivers_at_zookeeper(tmp_path, zookeeper):
 
 @pytest.mark.parametrize("fault", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
 def test_a_leader_lost_past_its_session_is_followed(drivers_at_zookeeper, fault):
-    """A leader that is killed or stopped past its session is followed, and its run ends. It does not lead when it resumes."""
+    """A leader that is killed or stopped past its session is followed, and its run ends.
+
+    It does not lead when it resumes.
+    """
     drivers = drivers_at_zookeeper
     out = drivers.folder / "out"
     (out / "hold-1").touch()
@@ -150,7 +156,8 @@ def test_rows_are_committed_once_when_the_leader_is_killed(drivers):
 
 @pytest.mark.long
 def test_a_job_runs_again_when_its_jvm_is_killed_in_an_action(drivers):
-    """If the JVM is killed while Python waits for an action, the resulting error does not fail the job: it runs again."""
+    """If the JVM is killed while Python waits for an action, the resulting error does not fail the job: it runs
+    again."""
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     drivers.start()
@@ -271,7 +278,8 @@ def test_sigterm_of_the_leader_hands_over_at_once(drivers):
 
 
 def test_jobs_fail_end_and_are_cancelled_independently(drivers):
-    """A job that raises or returns an unpicklable value fails with the reason, one that always dies is given up, one is cancelled."""
+    """Jobs that raise or return unpicklable values fail with the reason, one that always dies is given up, one is
+    cancelled."""
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     script = drivers.folder / "script.py"
@@ -334,7 +342,10 @@ def test_all_jobs_of_a_killed_leader_continue(drivers):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_failover_on_a_standalone_cluster_commits_rows_once(drivers, tmp_path):
-    """Executors run on a cluster. Rows are committed once although the leader dies while tasks stage; no executor is left."""
+    """Executors run on a cluster.
+
+    Rows are committed once although the leader dies while tasks stage; no executor is left.
+    """
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     (tmp_path / "cluster").mkdir()
@@ -393,7 +404,7 @@ def test_finished_steps_are_not_repeated_when_each_step_is_killed(drivers):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
 def test_jobs_end_once_whenever_the_leader_is_killed(drivers, seconds):
-    """Whatever the leader is doing with two short jobs (recover, start, end, clean up), each ends once under the next leader."""
+    """Whatever the leader is doing with two short jobs (start, end, clean up), each ends once under the next leader."""
     drivers.start()
     leader = drivers.leader()
     drivers.start()
@@ -408,7 +419,10 @@ def test_jobs_end_once_whenever_the_leader_is_killed(drivers, seconds):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_killed_stream_resumes_from_its_last_batch(drivers):
-    """An interrupted batch starts with the coordinator state after the previous batch. A finished batch is not repeated."""
+    """An interrupted batch starts with the coordinator state after the previous batch.
+
+    A finished batch is not repeated.
+    """
     out = drivers.folder / "out"
     (out / "input").mkdir()
     for number in range(3):
@@ -477,7 +491,10 @@ def test_drivers_wait_for_a_store_that_starts_later(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_runs_again_after_the_store_was_lost(tmp_path):
-    """ZooKeeper is killed during a job and returns after the session. The job runs again under the next leader, to its end."""
+    """ZooKeeper is killed during a job and returns after the session.
+
+    The job runs again under the next leader, to its end.
+    """
     from zookeeper import zookeeper
 
     with zookeeper() as server, campaign(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
@@ -503,7 +520,10 @@ def test_a_job_runs_again_after_the_store_was_lost(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_waits_while_the_storage_is_missing(drivers):
-    """A job whose step ends while the storage is missing waits and continues in its first run. Submitting raises meanwhile."""
+    """A job whose step ends while the storage is missing waits and continues in its first run.
+
+    Submitting raises meanwhile.
+    """
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     drivers.start()

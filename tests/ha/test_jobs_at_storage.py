@@ -1,4 +1,5 @@
-"""Jobs whose state storage is full or read-only: real drivers and runs, with a small file system mounted by the test."""
+"""Jobs whose state storage is full or read-only: real drivers and runs, with a small file system mounted by the
+test."""
 
 import contextlib
 import os
@@ -93,7 +94,8 @@ def check_submit_is_refused(drivers, disk, message):
 
 @BROKEN_STORAGE
 def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_storage, repair_storage, message):
-    """Running jobs wait in a step, a commit or their end, and continue in their first run when the storage is repaired."""
+    """Running jobs wait in a step, a commit or their end, and continue in their first run when the storage is
+    repaired."""
     (drivers.folder / "out" / "hold-0").touch()
     (drivers.folder / "out" / "hold-stage").touch()
     driver = drivers.start()
@@ -124,7 +126,10 @@ def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_st
 
 @BROKEN_STORAGE
 def test_a_failover_works_while_the_storage_is_broken(drivers, disk, break_storage, repair_storage, message):
-    """A standby recovers a job meanwhile and knows its finished steps. A cancelled job ends when the storage is repaired."""
+    """A standby recovers a job meanwhile and knows its finished steps.
+
+    A cancelled job ends when the storage is repaired.
+    """
     (drivers.folder / "out" / "hold-1").touch()
     drivers.start()
     leader = drivers.leader()

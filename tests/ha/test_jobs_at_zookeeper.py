@@ -91,7 +91,7 @@ def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
 def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut_off, reaches_commit):
     """A leader, its run, or both lose ZooKeeper: the run ends itself in time and commits nothing, even at its commit.
 
-    Another run finishes the job. The cut-off process stands by again when the network heals.
+    Another run finishes the job. The cut-off process becomes a standby again when the network heals.
     """
     path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
     direct = f"zookeeper://{zookeeper.hosts}/{path}"
@@ -142,7 +142,10 @@ def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut
 
 
 def test_a_run_stopped_past_its_session_ends_and_commits_nothing(zookeeper, tmp_path):
-    """The run is stopped past its session and then resumes. It ends without a commit, and the leader starts the next run."""
+    """The run is stopped past its session and then resumes.
+
+    It ends without a commit, and the leader starts the next run.
+    """
     out = tmp_path / "out"
     with campaign(f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path) as drivers:
         (out / "hold-stage").touch()

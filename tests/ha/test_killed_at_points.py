@@ -147,7 +147,10 @@ def test_a_job_ends_once_when_the_leader_dies_while_its_run_ends(drivers, reache
 
 @at_each_point(CANCELLED_POINTS)
 def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached, fault):
-    """Its driver, or the process that finishes a decided commit, dies. The job ends cancelled, and nothing is committed."""
+    """Its driver, or the process that finishes a decided commit, dies.
+
+    The job ends cancelled, and nothing is committed.
+    """
     (drivers.folder / "out" / "hold-stage").touch()
     role, *point_arguments = fault
     leader = drivers.start(**point(reached, role, *point_arguments))

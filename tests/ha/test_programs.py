@@ -36,7 +36,8 @@ def difference_at_each_third_point(program):
     return differences(program, 1, *([-(-1000 * i // len(points))] for i in range(0, len(points), 3)))
 
 
-#: The first program of issue 22 with an action on some rows and on all, the second program, and one operator in four batches.
+#: The first program of issue 22 with an action on some rows and on all, the second program, and one operator in four
+#: batches.
 REGRESSIONS = {
     f"splits-{limit}": (
         (

@@ -1,4 +1,4 @@
-"""Programs of jobs in real processes with real Spark, killed at a store write, give the simulation's results without a kill."""
+"""Programs of jobs with real Spark, killed at a write to the store, give the simulation's results without a kill."""
 
 import collections
 import json

@@ -37,8 +37,8 @@ def run_to_cleanup(jobs, id_):
 def test_concurrent_prunes_remove_each_ended_job_once(store_and_storage, tmp_path):
     """Three concurrent prunes remove each old job once and nothing else.
 
-    They keep open jobs, and jobs submitted meanwhile under an id that a prune has freed. Nothing of a removed job is left
-    in the store or in the storage.
+    They keep open jobs, and jobs submitted meanwhile under an id that a prune has freed. Nothing of a removed job is
+    left in the store or in the storage.
     """
     ids = [f"a/{number}" for number in range(20)]
     with open_jobs(*store_and_storage) as jobs:

@@ -1,4 +1,5 @@
-"""SQLite stores under faults: kills at any moment, full and failing disks, deleted files, and files of other programs."""
+"""SQLite stores under faults: kills at any moment, full and failing disks, deleted files, and files of other
+programs."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (b"stagecrew store %d" % (FORMAT + 1), rf"has format {FORMAT + 1}, and this .* knows format {FORMAT}: a newer"),
         (b"stagecrew store 1", rf"has format 1, and this .* knows format {FORMAT}: an older .*Finish its jobs"),
@@ -408,7 +408,7 @@ def test_an_invalid_store_url_is_refused_with_both_valid_forms(url):
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("zookeeper://crew:s3cret@host/a", "set STAGECREW_STORE_CREDENTIALS instead"),
         ("zookeeper://host:port/a", "host:port,host2:port"),
@@ -546,7 +546,10 @@ def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
 
 @pytest.mark.long
 def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
-    """Until then the session reads old entries. Therefore a leader must read after the transaction that made it leader."""
+    """Until then the session reads old entries.
+
+    Therefore a leader must read after the transaction that made it leader.
+    """
     network = []
     with ensemble(network) as servers, contextlib.ExitStack() as stack:
         near, far = (

@@ -1,4 +1,4 @@
-"""Faults of PostgreSQL as a sink and as an Iceberg catalog: lost connections, missing privileges, stalled networks, refusals."""
+"""PostgreSQL as a sink and as an Iceberg catalog: lost connections, missing privileges, stalled networks, refusals."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def test_sql_in_a_record_or_a_column_name_is_not_executed(postgresql_server, tmp
 
 @pytest.fixture
 def catalog_behind_proxy(postgresql_server, tmp_path):
-    """An Iceberg catalog in PostgreSQL behind a proxy. Yields the proxy and a trial whose sinks use it, unlike its reads."""
+    """An Iceberg catalog in PostgreSQL behind a proxy.
+
+    Yields the proxy and a trial whose sinks use it, unlike its reads.
+    """
     name = "c" + tmp_path.name.replace("-", "_").lower()
     with psycopg.connect(postgresql_server.url, autocommit=True) as database:
         database.execute(f"CREATE DATABASE {name}")
@@ -95,7 +98,9 @@ def catalog_behind_proxy(postgresql_server, tmp_path):
 
 
 def test_a_lost_connection_to_the_catalog_is_reported(postgresql_server, catalog_behind_proxy):
-    """A connection lost before anything runs is reported. After the decision the staged files stay, and a repeat goes on.
+    """A connection lost before anything runs is reported.
+
+    After the decision the staged files stay, and a repeat goes on.
 
     No error contains the password.
     """
@@ -230,7 +235,7 @@ def test_connections_use_keepalives_and_the_urls_own_values(postgresql_server, t
 
 
 def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, tmp_path, monkeypatch):
-    """A task is stuck in a transaction when the commit has finished: its connection is terminated and its rows are gone."""
+    """A task is stuck in a transaction when the commit finishes: its connection is terminated and its rows are gone."""
     monkeypatch.setattr(database, "_PATIENCE", 1)
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     zombie, slow_sink, errors = Driver(), trial.make_sink(), []
@@ -434,7 +439,10 @@ def test_a_refused_connection_names_its_reason(postgresql_server, old, new, reas
 
 
 def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_server, tmp_path):
-    """A connection lost while staging aborts with a clear error and leaves nothing. One lost while committing is retried."""
+    """A connection lost while staging aborts with a clear error and leaves nothing.
+
+    One lost while committing is retried.
+    """
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     sink, tasks = trial.make_sink(), Tasks(1)
 
@@ -479,7 +487,10 @@ def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_serv
 
 
 def test_an_unreachable_server_is_reported(tmp_path):
-    """Before anything runs, the commit fails. After the decision it is pending, and the staged rows stay for a repeat."""
+    """Before anything runs, the commit fails.
+
+    After the decision it is pending, and the staged rows stay for a repeat.
+    """
     with postgresql() as postgresql_server:
         trial = postgresql_trial(postgresql_server, tmp_path, 0)
         sink = trial.make_sink()

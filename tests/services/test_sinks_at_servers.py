@@ -92,13 +92,16 @@ EVERY = pytest.mark.parametrize("every_nth", [11, pytest.param(1, marks=pytest.m
 
 @EVERY
 def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, every_nth):
-    """The driver dies before or after any write: readers see all rows or none. The next driver completes the commit once."""
+    """The driver dies before or after any write: readers see all rows or none.
+
+    The next driver completes the commit once.
+    """
     killed_at_each_moment(make_trial, every_nth)
 
 
 @EVERY
 def test_a_commit_survives_one_failing_write_at_each_moment(make_trial, every_nth):
-    """A write fails once, before or after its effect: an error before the decision, a retry by the same driver after it."""
+    """A write fails once. Before the decision this is an error; after it the same driver retries."""
     failing_at_each_moment(make_trial, every_nth)
 
 
@@ -121,7 +124,7 @@ def test_two_decided_commits_at_the_same_time_both_succeed(make_trial):
 
 @pytest.mark.parametrize("fault", ["dies_at", "raises_at"])
 def test_an_abandoned_manifest_write_creates_no_manifest(s3_filesystem, tmp_path, fault):
-    """What the store receives when an abandoned output stream is collected is no manifest and replaces none."""
+    """When an abandoned output stream is collected, the bytes that the store receives create or replace no manifest."""
 
     manifest_driver = Driver(
         **{fault: 4}
@@ -187,7 +190,10 @@ def test_two_concurrent_commits_both_succeed(make_trial):
 
 @pytest.mark.parametrize("moments", [(2, 4), pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 def test_rows_of_a_late_task_are_never_visible(make_trial, moments):
-    """A task pauses while it writes, until the commit has finished or was abandoned. None of its rows is visible or left."""
+    """A task pauses while it writes, until the commit has finished or was abandoned.
+
+    None of its rows is visible or left.
+    """
     late_at_each_moment(make_trial, moments)
 
 

@@ -1,4 +1,5 @@
-"""ParquetSink on a real HDFS, where a rename onto an existing directory moves into it, and a rename may fail silently."""
+"""ParquetSink on a real HDFS, where a rename onto an existing directory moves into it, and a rename may fail
+silently."""
 
 from __future__ import annotations
 
@@ -128,13 +129,16 @@ def test_rows_of_a_late_task_are_never_visible(make_trial, moments):
 
 @pytest.mark.parametrize("every_nth", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, every_nth):
-    """The driver dies before or after any write: readers see all rows or none. The next driver completes the commit once."""
+    """The driver dies before or after any write: readers see all rows or none.
+
+    The next driver completes the commit once.
+    """
     killed_at_each_moment(make_trial, every_nth)
 
 
 @pytest.mark.long
 def test_a_commit_survives_one_failing_write_at_each_moment(make_trial):
-    """A write fails once, before or after its effect: an error before the decision, a retry by the same driver after it."""
+    """A write fails once. Before the decision this is an error; after it the same driver retries."""
     failing_at_each_moment(make_trial)
 
 
@@ -154,7 +158,8 @@ def test_a_commit_that_raises_is_retried(make_trial):
     "moment", ["meanwhile", *(pytest.param(moment, marks=pytest.mark.long) for moment in ("there", "empty"))]
 )
 def test_an_existing_table_directory_is_a_conflict(hdfs_filesystem, tmp_path, moment, monkeypatch):
-    """A rename onto an existing directory moves into it, so the commit conflicts, whenever the directory was created."""
+    """A rename onto an existing directory moves into it, so the commit conflicts, whenever the directory was
+    created."""
     trial = hdfs_trial(hdfs_filesystem, tmp_path, 0, "create")
     sink = trial.make_sink()
     other = f"/{tmp_path.name}/0/t"

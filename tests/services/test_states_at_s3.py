@@ -15,7 +15,10 @@ from stagecrew.recovery.sweep import Report, sweep
 
 
 def test_states_can_be_stored_on_s3():
-    """States are written, read, replaced, verified, removed and swept by the server's clock. No text shows the secret."""
+    """States are written, read, replaced, verified, removed and swept by the server's clock.
+
+    No text shows the secret.
+    """
     with s3_server() as (filesystem, uri):
         storage = StateStorage(uri)
         store = ModelServer().session()

@@ -1,4 +1,7 @@
-"""Event-time alignment on real Spark. No source is ahead by more than the drift and one batch, whatever fails or is idle."""
+"""Event-time alignment on real Spark.
+
+No source is ahead by more than the drift and one batch, whatever fails or is idle.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +146,10 @@ def test_a_silent_source_holds_no_other_after_idle_after(cluster, tmp_path):
 
 
 def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
-    """A task that waits too long for another one gets an error that says what to do. So does one with a wrong type of time."""
+    """A task that waits too long for another one gets an error that says what to do.
+
+    So does one with a wrong type of time.
+    """
     began, raised = tmp_path / "there", tmp_path / "told"
 
     def work(aligner, batches):
@@ -168,7 +174,7 @@ def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
 
 
 def test_merged_sources_are_read_within_the_drift(cluster, journal):
-    """Splits of several sources, one of them skewed, are read within the drift of each other, and every row is returned."""
+    """Splits of several sources, one of them skewed, are read within the drift. Every row is returned."""
     sources = {"a": list(range(0, 200, 5)), "b": list(range(0, 200, 50)), "c": [199]}
     path = journal.path
 
@@ -199,7 +205,10 @@ def test_merged_sources_are_read_within_the_drift(cluster, journal):
 
 
 def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
-    """The stream is stopped, fails in a batch and restarts from its checkpoint. It returns each row once, within the drift."""
+    """The stream is stopped, fails in a batch and restarts from its checkpoint.
+
+    It returns each row once, within the drift.
+    """
     spark = sessions.get(LOCAL)
     example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/aligned_stream.py"))
     spark.dataSource.register(example["Merged"])
@@ -241,7 +250,10 @@ def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
 
 
 def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
-    """A rejected call uses up nothing: the corrected call with the same name or alignment works, and only the next one fails."""
+    """A rejected call uses up nothing: the corrected call with the same name or alignment works.
+
+    Only the next one fails.
+    """
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="idle_after"):
             topology.align("a", DRIFT, idle_after=0)

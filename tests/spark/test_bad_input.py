@@ -100,7 +100,8 @@ def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
 
 
 def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog):
-    """A name in `spark.stagecrew.listeners` that nothing can import fails the job, and the error's first line says so."""
+    """A name in `spark.stagecrew.listeners` that nothing can import fails the job, and the error's first line says
+    so."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
     assert "the driver has no module 'no_such_module'" in caplog.text
     with pytest.raises(

@@ -1,4 +1,5 @@
-"""Commits with real Spark: exactly the rows that Spark accepted are committed, whatever happens to attempts and drivers."""
+"""Commits with real Spark: exactly the rows that Spark accepted are committed, whatever happens to tasks and
+drivers."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ def map_batches(dataset: Any, work: Any) -> Any:
 
 
 def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
-    """A decided commit that could not be applied resumes when it is called again, even without a commit log. No task runs."""
+    """A decided commit that could not be applied resumes when it is called again, even without a commit log.
+
+    No task runs.
+    """
     failures_left = [4]
     sink = place.sink()
     commit = type(sink).commit
@@ -192,7 +196,10 @@ def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, na
 
 @pytest.mark.parametrize("pending", [True, False])
 def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pending):
-    """`foreachBatch` reports an exception only as text. A pending commit in it must still not count as a failure of the job."""
+    """`foreachBatch` reports an exception only as text.
+
+    A pending commit in it must still not count as a failure of the job.
+    """
 
     def process_batch(frame, batch):
         raise stagecrew.CommitPending("it waits") if pending else ValueError("mine")

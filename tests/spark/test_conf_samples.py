@@ -110,7 +110,10 @@ def test_a_job_leaves_no_file_and_no_process(submitted):
 
 @pytest.mark.long
 def test_a_session_without_the_jar_names_the_plugin(tmp_path):
-    """With the samples but without the jar, the session fails and names the plugin's class. Nothing runs without listeners."""
+    """With the samples but without the jar, the session fails and names the plugin's class.
+
+    Nothing runs without listeners.
+    """
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     done = subprocess.run(
         [

@@ -160,7 +160,10 @@ def test_a_bound_function_works_without_a_subtask(cluster, cluster_crew, recordi
 
 
 def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_crew, recording):
-    """An exception of `handle_request` is raised in the task as RequestFailed with its traceback. Nothing else fails."""
+    """An exception of `handle_request` is raised in the task as RequestFailed with its traceback.
+
+    Nothing else fails.
+    """
 
     class Refusing(recording):
         def handle_request(self, evaluation, request):
@@ -203,7 +206,7 @@ def test_a_coordinator_that_raises_fails_its_topology_once(cluster, cluster_crew
 
 
 def test_a_retried_task_is_failed_reset_and_ready_once(spark, crew, recording, tmp_path):
-    """After a failed attempt the coordinator gets `failed`, `subtask_reset` and `ready` for the next attempt, once each."""
+    """After a failed attempt the coordinator gets `failed`, `subtask_reset` and the next `ready`, once each."""
     marker = tmp_path / "failed once"
 
     def work(gateway, batches):

@@ -38,7 +38,10 @@ def coordinators():
 
 
 def test_subtasks_whose_output_is_lost_are_reset_and_ready_again(cluster, coordinators, tmp_path):
-    """An executor that holds shuffle output is killed. The coordinator gets `subtask_reset`, then `ready`, for its subtasks."""
+    """An executor that holds shuffle output is killed.
+
+    The coordinator gets `subtask_reset`, then `ready`, for its subtasks.
+    """
     marker = tmp_path / "killed"
 
     def work(gateway, batches):
@@ -139,7 +142,10 @@ def test_a_waiting_task_ends_within_a_second(cluster, coordinators, ending, jour
 
 
 def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
-    """Returns the seconds until Spark runs no task. Checks that the user's function ends within one second, every time."""
+    """Returns the seconds until Spark runs no task.
+
+    Checks that the user's function ends within one second, every time.
+    """
     crew = stagecrew.crew(cluster)
     topology = crew.topology("t").start()
     operator = topology.coordinate("o", lambda context: Noting(context, coordinators))
@@ -229,7 +235,10 @@ def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplo
     "callback", ["factory", "start", "ready", "handle_event", "finished", "run_in_coordinator_thread"]
 )
 def test_a_callback_that_raises_fails_the_topology(cluster, coordinators, callback):
-    """Whichever callback raises, the topology fails with that exception. The factory's exception is raised at its call."""
+    """Whichever callback raises, the topology fails with that exception.
+
+    The factory's exception is raised at its call.
+    """
 
     def fail(self, *args):
         raise ZeroDivisionError(callback)

@@ -1,4 +1,7 @@
-"""Coordinators of the session, of streaming queries, and of functions at every entry point of PySpark. One master is enough."""
+"""Coordinators of the session, of streaming queries, and of functions at every entry point of PySpark.
+
+One master is enough.
+"""
 
 from __future__ import annotations
 

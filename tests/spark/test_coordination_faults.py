@@ -67,7 +67,10 @@ def start_collect(topology, dataset, outcome):
 
 
 def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
-    """An attempt that does not receive its events fails with this reason, and no other does. The sender's future says so."""
+    """An attempt that does not receive its events fails with this reason, and no other does.
+
+    The sender's future says so.
+    """
     futures = []
 
     class Flooding(Noting):
@@ -147,7 +150,10 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
 
 
 def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, coordinators):
-    """Events, requests and replies in both directions raise where they are sent and name the setting. Nothing else fails."""
+    """Events, requests and replies in both directions raise where they are sent and name the setting.
+
+    Nothing else fails.
+    """
     raised = []
 
     class Large(Noting):
@@ -288,7 +294,8 @@ def test_threads_of_one_task_get_their_own_replies(cluster, coordinators):
 
 
 def test_an_evaluation_abandoned_while_it_waits_is_notified(cluster, coordinators, tmp_path):
-    """A waiting task whose rows are no longer needed gets EvaluationEnded and does not wait in its worker indefinitely."""
+    """A waiting task whose rows are no longer needed gets EvaluationEnded and does not wait in its worker
+    indefinitely."""
     ended = tmp_path / "ended"
 
     def work(gateway, batches):
@@ -414,7 +421,8 @@ def test_every_event_is_handled_when_the_action_returns(cluster, coordinators):
 
 
 def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
-    """When the driver's channel breaks, the topology fails with this reason, waiting tasks end, and the next topology works."""
+    """When the driver's channel breaks, the topology fails for this reason, waiting tasks end, and the next one
+    works."""
 
     def work(gateway, batches):
         gateway.send("waits")

@@ -128,7 +128,8 @@ def test_a_million_events_arrive_once_and_in_order(cluster, coordinators):
 
 
 class Sender(Noting):
-    """Sends each evaluation `count` events from eight threads, at most 40,000 ahead of the task, then ends the stream."""
+    """Sends each evaluation `count` events from eight threads, at most 40,000 ahead of the task, then ends the
+    stream."""
 
     def __init__(self, context, coordinators, count):
         super().__init__(context, coordinators)

@@ -57,7 +57,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FILES)
 def test_pages_and_examples_run(outcomes, name):
-    """The blocks of each page, and each example, run as they stand."""
+    """The blocks of each page, and each example, run unchanged."""
     assert name in outcomes["problems"], "the process ended before this file"
     assert outcomes["problems"][name] is None, outcomes["problems"][name]
 

@@ -100,7 +100,8 @@ def test_each_rdd_job_is_an_execution(spark, application):
 
 
 def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
-    """All batches of a streaming query, and the inner jobs of foreachBatch, are one execution that ends with the query."""
+    """All batches of a streaming query, and the inner jobs of foreachBatch, are one execution that ends with the
+    query."""
     log = application[0]
     before = len(log.read(listener="execution"))
     path = log.path
@@ -125,7 +126,7 @@ def test_a_streaming_query_is_one_execution(spark, application, tmp_path):
 
 
 def test_stopping_spark_closes_every_listener_of_the_application(sessions, spark, application):
-    """`spark.stop()` closes in every process what the application opened."""
+    """`spark.stop()` closes the listeners of the application in every process."""
     log = application[0]
     spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(log, "last")).collect()
     sessions.stop()

@@ -1,4 +1,4 @@
-"""An executor listener per execution next to a JVM listener of the application: each opens exactly as often as it should."""
+"""An executor listener per execution next to a JVM listener of the application: each opens as often as it should."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from crewtools import LOCAL, Journal, Recorder, Sessions, eventually
 
 @pytest.fixture(scope="module")
 def observed_session(tmp_path_factory, sessions: Sessions, jvm_listeners) -> tuple[SparkSession, Path]:
-    """A session with both listeners after three queries, and the folder to which listeners and the interpreter write."""
+    """A session with both listeners after three queries, and the folder to which listeners and the interpreter
+    write."""
     folder = tmp_path_factory.mktemp("once")
     # The interpreter of agents and workers records its arguments.
     python = folder / "python"

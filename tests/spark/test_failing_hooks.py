@@ -38,7 +38,10 @@ def crew(spark: SparkSession) -> stagecrew.Crew:
 
 
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
-    """Users see the exception with its traceback. `close` is called once per `open`, and the task has maxFailures attempts."""
+    """Users see the exception with its traceback.
+
+    `close` is called once per `open`, and the task has maxFailures attempts.
+    """
     with (
         crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology,
         pytest.raises(Exception) as caught,
@@ -131,7 +134,10 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("hang", ["close", "close in C"])
 def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog):
-    """The exit ends at the close timeout and names the listener. If the close hangs in C code, its process is killed."""
+    """The exit ends at the close timeout and names the listener.
+
+    If the close hangs in C code, its process is killed.
+    """
     check_hanging_close(spark, crew, journal, hang, stagecrew.Scope.WORKER, caplog)
 
 
@@ -185,7 +191,7 @@ def test_a_raising_decorate_fails_the_task_only_on_entry(spark, crew, journal):
 
 
 def test_killed_workers_are_counted_as_lost(spark, crew, journal):
-    """After SIGKILL of all workers, their listeners do not close, executor listeners do, and the report counts the loss."""
+    """After SIGKILL of all workers only executor listeners close, and the report counts the lost workers."""
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def server(context, log):

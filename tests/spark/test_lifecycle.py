@@ -52,7 +52,10 @@ def test_a_listener_opens_before_the_first_task_and_closes_after_the_last(spark,
 
 
 def test_decorate_surrounds_each_task(spark, crew, journal):
-    """`decorate` is entered before each task body and left after it, once per task. The last registered is innermost."""
+    """`decorate` is entered before each task body and left after it, once per task.
+
+    The last registered is innermost.
+    """
     with crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "inner")]):
         run(spark, journal, 5)
     for attempt in {event["attempt"] for event in journal.read(event="body")}:
@@ -91,7 +94,10 @@ def test_consecutive_topologies_open_and_close_separately(spark, crew, journal):
 
 
 def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, crew, journal):
-    """Two threads run topologies whose tasks run at the same time. Each task meets exactly its own topology's listeners."""
+    """Two threads run topologies whose tasks run at the same time.
+
+    Each task meets exactly its own topology's listeners.
+    """
     errors: list[BaseException] = []
     log = Journal(journal.path)
 
@@ -388,7 +394,10 @@ def test_later_tasks_get_a_new_value_after_an_agent_is_killed_in_a_job(spark, cr
 
 
 def test_an_executor_listener_opens_for_stages_without_python(spark, crew, journal):
-    """A stage of JVM tasks opens executor listeners but not worker listeners. Later Python tasks read the open value."""
+    """A stage of JVM tasks opens executor listeners but not worker listeners.
+
+    Later Python tasks read the open value.
+    """
     port = executor_port(journal.path)
     with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]):
         spark.range(0, 1000, 1, 8).selectExpr("sum(id)").collect()

@@ -75,7 +75,8 @@ def totals(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
 
 
 def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, tmp_path: Path) -> None:
-    """Driver gauges are the sums of all reports, also of forgotten topologies, in each sink of conf/metrics.properties."""
+    """Driver gauges are the sums of all reports, also of forgotten topologies, in each sink of
+    conf/metrics.properties."""
     conf = {
         "spark.metrics.conf": str(SAMPLE),
         "spark.metrics.conf.*.sink.csv.directory": str(tmp_path),
@@ -177,7 +178,10 @@ def live_objects(jvm: int, name: str) -> int:
 
 @pytest.mark.parametrize("shown_in", ["nowhere", pytest.param("in the event log", marks=pytest.mark.long)])
 def test_timelines_are_recorded_only_where_they_are_shown(sessions: Sessions, tmp_path: Path, shown_in: str) -> None:
-    """Without UI and event log, executors record no timeline; with one of them they do. Processes are sampled anyway."""
+    """Without UI and event log, executors record no timeline; with one of them they do.
+
+    Processes are sampled anyway.
+    """
     conf = {"spark.ui.enabled": "false", "spark.stagecrew.processes.interval": "200ms"}
     if shown_in == "in the event log":
         conf |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": tmp_path.as_uri()}

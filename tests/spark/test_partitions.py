@@ -39,7 +39,8 @@ def stored_before(spark, tmp_path):
 
 
 def test_nothing_is_left_after_the_exit(spark, crew, tmp_path, stored_before):
-    """Whichever shuffle writer wrote them, the exit leaves no file, no output in the tracker and no entry in a table."""
+    """Whichever shuffle writer wrote them, the exit leaves no file, no output in the tracker and no entry in a
+    table."""
     with crew.topology("t") as topology:
         datasets = [grouped_frame(spark)]
         bypass = spark.range(0, 1000, 1, 3).repartition(3)  # BypassMergeSortShuffleWriter
@@ -175,7 +176,10 @@ def test_kept_datasets_are_not_recomputed(spark, crew, tmp_path, stored_before):
 
 
 def test_an_outer_topology_keeps_a_dataset_that_an_inner_one_ran(spark, crew, tmp_path, stored_before):
-    """An outer topology's `keep` covers what an inner topology runs later. A dataset without a plan does not disturb it."""
+    """An outer topology's `keep` covers what an inner topology runs later.
+
+    A dataset without a plan does not disturb it.
+    """
     with crew.topology("outer") as outer:
         dataset, discarded = summed_rdd(spark), summed_rdd(spark)
         outer.keep(dataset)
@@ -378,7 +382,7 @@ def test_an_exit_tolerates_shuffles_that_are_already_released(spark, crew, tmp_p
 
 
 def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
-    """An unknown policy, an object that is no dataset and a topology that has not started are rejected with their names."""
+    """An unknown policy, an object that is no dataset and a topology that has not started are rejected by name."""
     with pytest.raises(stagecrew.ConfigurationError, match="release='some' is no policy.*'shuffles', 'all', 'none'"):
         crew.topology("t", release="some")
     topology = crew.topology("t")

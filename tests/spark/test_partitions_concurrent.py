@@ -121,7 +121,8 @@ def test_a_running_job_keeps_its_outputs_when_its_start_event_is_dropped(spark, 
 
 
 def test_executors_that_miss_the_end_of_a_topology_learn_it_from_their_inventory(spark, crew, tmp_path, stored_before):
-    """Executors that miss the end of a topology learn it from their inventory and delete its files and table entries."""
+    """Executors that miss the end of a topology learn it from their inventory and delete its files and table
+    entries."""
     with crew.topology("outer") as outer:
         shared = summed_rdd(spark)
         shared.collect()
@@ -227,7 +228,10 @@ def test_a_shared_map_stage_survives_the_cancellation_of_the_first_job(
 def test_outputs_released_while_a_job_uses_them_are_recomputed(
     spark, crew, tmp_path, stored_before, journal, held_stage
 ):
-    """A job whose shuffle outputs are deleted while it writes or reads them does not fail. Missing ones are recomputed."""
+    """A job whose shuffle outputs are deleted while it writes or reads them does not fail.
+
+    Missing ones are recomputed.
+    """
     gate = tmp_path / "gate"
 
     def hold_at(stage, is_held):
@@ -269,7 +273,7 @@ def test_outputs_released_while_a_job_uses_them_are_recomputed(
 def test_an_adaptive_query_survives_a_release_between_two_of_its_stages(
     spark, crew, tmp_path, stored_before, journal, released_outputs
 ):
-    """An adaptive query gives its rows although outputs that a later stage reads are released while an earlier one runs.
+    """An adaptive query gives its rows although outputs for a later stage are released while an earlier one runs.
 
     The outputs are the query's own, or those of a topology that ends. The plan that AQE holds gives the rows again.
     """

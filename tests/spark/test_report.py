@@ -88,7 +88,7 @@ time.sleep(600)
 
 
 def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -> None:
-    """The report contains what was written, and says that no end is stored."""
+    """The report has the content of the log, and says that no end is stored."""
     conf = event_log_settings(tmp_path / "events")
     code = KILLED_APPLICATION.format(tests=str(Path(__file__).parents[1]), conf=conf)
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -112,7 +112,7 @@ CONTROL_CHARACTERS = "\u202ebackwards\u2066 \x1b[2Jcleared\rover"
 
 
 def test_line_separators_and_control_characters_are_escaped(tmp_path: Path) -> None:
-    """Unicode line separators, direction marks and escape sequences in names and errors affect neither parser nor terminal."""
+    """Unicode line separators, direction marks and escape sequences in texts affect neither parser nor terminal."""
     counts = {"1": {"listeners": [listener(0, CONTROL_CHARACTERS, 1, lastError=LINE_SEPARATORS)], "partitions": {}}}
     written(
         tmp_path,

@@ -185,7 +185,10 @@ def test_a_task_that_always_fails_fails_the_job_at_sparks_limit(cluster, tmp_pat
 
 
 def test_all_subtasks_run_again_when_some_output_is_lost(sessions, journal):
-    """Spark reruns only some tasks, which cannot proceed without the others. Then all rerun, and the rows are the same."""
+    """Spark reruns only some tasks, which cannot proceed without the others.
+
+    Then all rerun, and the rows are the same.
+    """
     cluster = sessions.get(LOCAL_CLUSTER)
     path = journal.path
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -229,7 +232,7 @@ ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
 
 
 @pytest.mark.parametrize(
-    ("work", "words"),
+    ("work", "message"),
     [
         (
             lambda steps: steps.reduce(1) if steps.subtask == 0 else None,
@@ -255,7 +258,8 @@ ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
     ids=["less often", "another name", "another function", "other values in it", "another kind of value"],
 )
 def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, message):
-    """A task reduces less often, with another reducer, or another kind of value: the error names it, and no task hangs."""
+    """A task reduces less often, with another reducer, or another kind of value: the error names it, and no task
+    hangs."""
 
     def work_and_yield(steps, batches):
         work(steps)
@@ -324,7 +328,8 @@ def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
 
 
 def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
-    """Ranks equal those of a single process within the stop tolerance, even with vertices that have no outgoing edge."""
+    """Ranks equal those of a single process within the stop tolerance, even with vertices that have no outgoing
+    edge."""
     random = np.random.default_rng(7)
     vertices, epsilon = 60, 1e-9
     edges = [(int(s), int(d), float(w)) for s, d, w in random.integers(1, vertices, (300, 3)) if s % 7]

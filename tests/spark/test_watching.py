@@ -1,4 +1,5 @@
-"""The tab, the metrics, `stagecrew report` and `topology.report` of one run agree with each other and with the test's counts."""
+"""Tab, metrics, `stagecrew report` and `topology.report` of one run agree with each other and with the test's
+counts."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ def table_cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
 def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run with listeners, a coordinator, splits, a shuffle and an agent, during the run, after it, and from its event log."""
+    """A run with listeners, a coordinator, splits, a shuffle and an agent: while it runs, after it, and from its
+    event log."""
     logs = tmp_path / "logs"
     logs.mkdir()
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
