@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import haprograms
 import programs
-from drawnprograms import programs as drawn_programs
+from drawnprograms import programs as drawn
 from haprocesses import QUICK, campaign, point
 from histories import history
 from stagecrew.recovery.specs import JobSpec
@@ -26,7 +26,7 @@ from stagecrew.recovery.specs import JobSpec
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(program=drawn_programs(), where=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
+@given(program=drawn(), where=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
 def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, program, point_number, moment):
     """A program whose process is killed gives the results and rows of the simulation without a kill."""
     text = str(program)

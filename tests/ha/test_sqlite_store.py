@@ -412,13 +412,13 @@ def test_a_full_disk_refuses_writes_and_changes_nothing(tmp_path):
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("needs root, to mount a small disk")
     (tmp_path / "disk").mkdir()
-    done = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m full "$2" && head -c 400000 /dev/zero > "$2/filler" && "$1" -c "$3" "$2"',
          "sh", sys.executable, tmp_path / "disk", FULL_DISK_PROGRAM],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done, refused = map(int, done.stdout.split())
+    assert completed.returncode == 0, completed.stderr
+    done, refused = map(int, completed.stdout.split())
     assert done > 5
     assert refused == 5
 

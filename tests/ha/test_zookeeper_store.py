@@ -34,7 +34,7 @@ from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 from zookeeper import Proxy, ensemble, tls_zookeeper
-from zookeeper import zookeeper as running_zookeeper
+from zookeeper import zookeeper as started
 
 TIMEOUT = 4
 
@@ -459,7 +459,7 @@ def test_without_kazoo_the_error_names_what_to_install():
 
 def test_a_session_survives_a_restart_of_the_server_within_its_timeout(chroot):
     with (
-        running_zookeeper(properties=()) as server,
+        started(properties=()) as server,
         contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10)) as store,
     ):
         store.transact(Create("n"), Create("e", ephemeral=True))

@@ -55,11 +55,11 @@ def hdfs_trial(hdfs_filesystem, folder, number, mode="append"):
     path = f"/{folder.name}/{number}"
     table = f"{path}/t"
 
-    def names(folder):
+    def names(directory):
         return [
             info.path
             for info in hdfs_filesystem.get_file_info(
-                pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
+                pyarrow.fs.FileSelector(directory, recursive=True, allow_not_found=True)
             )
         ]
 

@@ -68,7 +68,7 @@ class Recording(stagecrew.Coordinator):
 @pytest.fixture
 def recording() -> type[Recording]:
     """A fresh subclass, so that each test has its own list of instances."""
-    return type("Recording", (Recording,), {"made": []})
+    return type("Recording", (Recording,), {"instances": []})
 
 
 @pytest.fixture
