@@ -15,44 +15,44 @@ from stagecrew.errors import JobUnreadable
 #: Points of a run, and which runs stage the rows. There is no point between storing the result and ending the job,
 #: because that is one write.
 RUN_POINTS = {
-    "claimed": (["2"], r"Create:jobs/job/process"),
-    "a commit is open": (["2"], r"Create:jobs/job/commits/"),
-    "the bytes of a decision": (["1", "2"], r"write .*commits", "after", 2),
-    "decided, not done": (["1"], r"Replace:jobs/job/commits/"),
-    "done, not written down": (["1"], r"Replace:jobs/job/commits/", "before", 2),
-    "done": (["1"], r"Replace:jobs/job/commits/", "after", 2),
-    "the bytes of a step": (["1"], r"write .*steps"),
-    "a step": (["1"], r"Create:jobs/job/steps/"),
-    "claimed for the end": (["1"], r"Replace:jobs/job/claim$"),
-    "no byte of the result": (["1"], r"write .*results", "before"),
-    "the bytes of the result": (["1"], r"write .*results"),
-    "the result": (["1"], r"Create:results/job"),
+    "job claimed": (["2"], r"Create:jobs/job/process"),
+    "commit opened": (["2"], r"Create:jobs/job/commits/"),
+    "decision bytes written": (["1", "2"], r"write .*commits", "after", 2),
+    "commit decided, not applied": (["1"], r"Replace:jobs/job/commits/"),
+    "commit applied, not recorded": (["1"], r"Replace:jobs/job/commits/", "before", 2),
+    "commit recorded as applied": (["1"], r"Replace:jobs/job/commits/", "after", 2),
+    "step bytes written": (["1"], r"write .*steps"),
+    "step stored": (["1"], r"Create:jobs/job/steps/"),
+    "end claimed": (["1"], r"Replace:jobs/job/claim$"),
+    "before result bytes": (["1"], r"write .*results", "before"),
+    "result bytes written": (["1"], r"write .*results"),
+    "result stored": (["1"], r"Create:results/job"),
 }
 #: Points of a driver that starts a run, and that cleans up after the job's end.
 DRIVER_POINTS = {
-    "a run is not counted": (r"Replace:jobs/job Replace:jobs/job/claim", "before"),
-    "a run is counted": (r"Replace:jobs/job Replace:jobs/job/claim",),
-    "a run is started": (r"start job",),
-    "a step is marked": (r"Delete:jobs/job/steps/\S+/locks",),
-    "a step has no bytes": (r"discard .*steps",),
-    "a step is gone": (r"Delete:jobs/job/steps/[^/ ]+$",),
-    "a commit has no bytes": (r"discard .*commits",),
-    "the spec is marked": (r"Delete:specs/job/locks",),
-    "the spec has no bytes": (r"discard .*specs",),
-    "the spec is gone": (r"Delete:specs/job$",),
-    "clean": (r"Replace:jobs/job$",),
+    "before run counted": (r"Replace:jobs/job Replace:jobs/job/claim", "before"),
+    "run counted": (r"Replace:jobs/job Replace:jobs/job/claim",),
+    "run started": (r"start job",),
+    "step marked": (r"Delete:jobs/job/steps/\S+/locks",),
+    "step bytes deleted": (r"discard .*steps",),
+    "step deleted": (r"Delete:jobs/job/steps/[^/ ]+$",),
+    "commit bytes deleted": (r"discard .*commits",),
+    "spec marked": (r"Delete:specs/job/locks",),
+    "spec bytes deleted": (r"discard .*specs",),
+    "spec deleted": (r"Delete:specs/job$",),
+    "job clean": (r"Replace:jobs/job$",),
 }
 #: Points in the end of a cancelled job: of its driver, and of the process that finishes a decided commit.
 CANCELLED_POINTS = {
-    "not ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "before", 2),
+    "before ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "before", 2),
     "ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "after", 2),
-    "aborted": ("run", r"Replace:jobs/job/commits/"),
-    "the bytes of the end": ("run", r"write .*results"),
+    "commit aborted": ("run", r"Replace:jobs/job/commits/"),
+    "result bytes written": ("run", r"write .*results"),
 }
 SUBMIT_POINTS = {
-    "the bytes of the spec": (r"write .*specs",),
-    "not the job": (r"Create:jobs/job ", "before"),
-    "the job": (r"Create:jobs/job ",),
+    "spec bytes written": (r"write .*specs",),
+    "before job stored": (r"Create:jobs/job ", "before"),
+    "job stored": (r"Create:jobs/job ",),
 }
 
 
@@ -105,7 +105,7 @@ def reached(tmp_path):
     return tmp_path / "reached"
 
 
-@at_each_point(RUN_POINTS, cheap=["the bytes of the result"])
+@at_each_point(RUN_POINTS, cheap=["result bytes written"])
 def test_a_job_survives_its_run_killed_at_each_point(drivers, reached, fault):
     """Another run finishes the job unless the result was stored. A decided commit is not staged again."""
     stages, *point_arguments = fault
@@ -113,7 +113,7 @@ def test_a_job_survives_its_run_killed_at_each_point(drivers, reached, fault):
     drivers.submit(job_of("storing", drivers), "job")
     check_end(drivers, reached)
     assert lines(drivers, "stages") == stages
-    assert drivers.record("job").run == (1 if point_arguments == [RUN_POINTS["the result"][1]] else 2)
+    assert drivers.record("job").run == (1 if point_arguments == [RUN_POINTS["result stored"][1]] else 2)
 
 
 @at_each_point(DRIVER_POINTS)
@@ -130,7 +130,7 @@ def test_a_job_survives_its_driver_killed_at_each_point(drivers, reached, fault)
         assert (drivers.record("job").run, lines(drivers, "stages")) == (1, ["1"])
 
 
-@at_each_point({name: RUN_POINTS[name] for name in ("decided, not done", "claimed for the end", "no byte of the result", "the bytes of the result", "the result")})  # fmt: skip
+@at_each_point({name: RUN_POINTS[name] for name in ("commit decided, not applied", "end claimed", "before result bytes", "result bytes written", "result stored")})  # fmt: skip
 @pytest.mark.parametrize("drivers", ["sqlite", "zookeeper"], indirect=True)
 def test_a_job_ends_once_when_the_leader_dies_while_its_run_ends(drivers, reached, fault):
     """The leader dies while the job's process lives. Exactly one of that process and the next run ends the job."""
@@ -179,7 +179,7 @@ def test_a_job_is_submitted_whole_or_not_when_its_submitter_dies(drivers, reache
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "")
     check_consistency(drivers)
     with drivers.jobs() as jobs:
-        assert jobs.names() == (["job"] if fault == SUBMIT_POINTS["the job"] else [])
+        assert jobs.names() == (["job"] if fault == SUBMIT_POINTS["job stored"] else [])
     repeated = command(*words, cwd=tmp_path, **environment)
     assert (repeated.returncode, repeated.stdout) == (0, "job\n"), repeated.stderr
     (tmp_path / "ha_jobs.py").unlink()

@@ -351,7 +351,7 @@ def test_an_unwritable_directory_is_refused(path):
     assert str(path) in done.stdout
 
 
-# -- Disks
+# -- Full disks
 
 
 def test_a_full_database_refuses_writes_until_there_is_room(store):

@@ -191,7 +191,7 @@ def test_merged_sources_are_read_within_the_drift(cluster, journal):
         splits = topology.splits(merged, read, "source string, at long", parallelism=3)
         rows = sorted((row.source, row["at"]) for row in splits.collect())
         assert rows == sorted((name, at) for name, times in sources.items() for at in times)
-        assert splits.count() == len(rows)  # replayed
+        assert splits.count() == len(rows)  # replays the split log
         single_reader = topology.splits(merged, read, "source string, at long", parallelism=1)
         order = [row["at"] for row in single_reader.collect()]
         assert order == sorted(order)
