@@ -100,7 +100,7 @@ def catalog_behind_proxy(postgresql_server, tmp_path):
 def test_a_lost_connection_to_the_catalog_is_reported(postgresql_server, catalog_behind_proxy):
     """A connection lost before anything runs is reported.
 
-    After the decision the staged files stay, and a repeat goes on.
+    After the decision the staged files stay, and a repeat completes the commit.
 
     No error contains the password.
     """
