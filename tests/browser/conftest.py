@@ -20,6 +20,6 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page on which nothing may go wrong: no error, no dialog, no violation of the content security policy."""
+    """A page on which any error, dialog or violation of the content security policy fails the test."""
     with checked_page(browser) as page:
         yield page

@@ -1,15 +1,13 @@
-"""Programs of jobs as real processes with real Spark, killed at a write to the store: they give the results that the simulation gives without a kill."""
+"""Programs of jobs with real Spark, killed at a write to the store, give the simulation's results without a kill."""
 
 import collections
 import json
-import zipfile
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-import support
 from stagecrew.recovery.specs import JobSpec
 from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
 from support.job_program_histories import history
@@ -26,31 +24,30 @@ from support.job_program_strategy import programs as drawn
     suppress_health_check=list(HealthCheck),
 )
 @given(program=drawn(), where=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
-def test_programs_in_processes(tmp_path_factory, program, where, moment):
-    """A program whose process is killed gives the results and rows of the simulation, in which nobody is."""
+def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, program, point_number, moment):
+    """A program whose process is killed gives the results and rows of the simulation without a kill."""
     text = str(program)
     assume("'act'" in text and text.count("(") > 30 and "'raise'" not in text and "'nameless'" not in text)
     expected, points = history(program, 1)
     writes = [one for one in points if one.startswith("before ") and " jobs/job" in one]
     folder = tmp_path_factory.mktemp("programs")
-    mark = folder / "reached"
+    reached = folder / "reached"
     with campaigning_drivers(f"sqlite://{folder}/jobs.db", folder) as drivers:
-        drivers.start(**kill_point(mark, "run", "transact", moment, 1 + where * len(writes) // 1000))
-        archive = folder / "programs.zip"
-        with zipfile.ZipFile(archive, "w") as zipped:
-            for name in ("__init__", "job_programs", "job_programs_on_spark"):
-                zipped.write(f"{support.__path__[0]}/{name}.py", f"support/{name}.py")
+        drivers.start(**kill_point(reached, "run", "transact", moment, 1 + point_number * len(writes) // 1000))
+        archive = [Path(archive.__file__) for archive in (programs, haprograms)]
         arguments = {"folder": str(folder / "out"), "program": program}
         drivers.submit(
             JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK_CONF, [archive]), "job"
         )
         result = drivers.result("job", 300)
         assert (result.state, result.reason, result.shown) == ("succeeded", "", expected.value), drivers.logs("job")
-        assert mark.exists()
+        assert reached.exists()
     tables = {path.name[6:]: json.loads(path.read_text()) for path in (folder / "out").glob("table-*")}
     assert tables == json.loads(json.dumps(expected.table))
     rows = collections.defaultdict(list)
-    for id_, some in expected.rows.items():
-        rows[f"sink-{id_.rpartition('/')[2]}-{'text' if isinstance(some[0], str) else 'number'}"] += some
+    for id_, values in expected.rows.items():
+        rows[f"sink-{id_.rpartition('/')[2]}-{'text' if isinstance(values[0], str) else 'number'}"] += values
     found = {path.name: pq.read_table(path).column(0).to_pylist() for path in (folder / "out").glob("sink-*")}
-    assert {name: sorted(some) for name, some in found.items()} == {name: sorted(some) for name, some in rows.items()}
+    assert {name: sorted(values) for name, values in found.items()} == {
+        name: sorted(values) for name, values in rows.items()
+    }
