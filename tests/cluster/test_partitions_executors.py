@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 import stagecrew
-from shuffle_datasets import EXPECTED, summed_rdd
 from support.clusters import shuffle_service
 from support.coordination import executor_pid
 from support.driver_scripts import driver_script, java_processes
 from support.journal import Journal, rendezvous
 from support.processes import kill
 from support.sessions import LOCAL, LOCAL_CLUSTER, session_builder
+from support.shuffle_datasets import EXPECTED, summed_rdd
 from support.spark_storage import (
     block_folders,
     cached_blocks,

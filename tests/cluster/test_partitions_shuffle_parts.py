@@ -12,9 +12,9 @@ import pytest
 from pyspark.sql import functions as f
 
 import stagecrew
-from shuffle_datasets import EXPECTED, summed_rdd
 from support.driver_scripts import driver_script
 from support.sessions import LOCAL, LOCAL_CLUSTER, session_builder
+from support.shuffle_datasets import EXPECTED, summed_rdd
 from support.spark_storage import map_outputs, shuffle_files, shuffle_handle
 
 TWO_EXECUTORS = "local-cluster[2,1,1024]"

@@ -1,13 +1,15 @@
-"""Programs of jobs with real Spark, killed at a write to the store, give the simulation's results without a kill."""
+"""Job programs in real processes with real Spark, killed at a write to the store: same results as the simulation."""
 
 import collections
 import json
+import zipfile
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+import support
 from stagecrew.recovery.specs import JobSpec
 from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
 from support.job_program_histories import history
@@ -23,7 +25,7 @@ from support.job_program_strategy import programs as drawn
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(program=drawn(), where=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
+@given(program=drawn(), point_number=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
 def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, program, point_number, moment):
     """A program whose process is killed gives the results and rows of the simulation without a kill."""
     text = str(program)
@@ -34,7 +36,10 @@ def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, 
     reached = folder / "reached"
     with campaigning_drivers(f"sqlite://{folder}/jobs.db", folder) as drivers:
         drivers.start(**kill_point(reached, "run", "transact", moment, 1 + point_number * len(writes) // 1000))
-        archive = [Path(archive.__file__) for archive in (programs, haprograms)]
+        archive = folder / "programs.zip"
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for name in ("__init__", "job_programs", "job_programs_on_spark"):
+                zipped.write(f"{support.__path__[0]}/{name}.py", f"support/{name}.py")
         arguments = {"folder": str(folder / "out"), "program": program}
         drivers.submit(
             JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK_CONF, [archive]), "job"
@@ -45,9 +50,7 @@ def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, 
     tables = {path.name[6:]: json.loads(path.read_text()) for path in (folder / "out").glob("table-*")}
     assert tables == json.loads(json.dumps(expected.table))
     rows = collections.defaultdict(list)
-    for id_, values in expected.rows.items():
-        rows[f"sink-{id_.rpartition('/')[2]}-{'text' if isinstance(values[0], str) else 'number'}"] += values
+    for id_, some in expected.rows.items():
+        rows[f"sink-{id_.rpartition('/')[2]}-{'text' if isinstance(some[0], str) else 'number'}"] += some
     found = {path.name: pq.read_table(path).column(0).to_pylist() for path in (folder / "out").glob("sink-*")}
-    assert {name: sorted(values) for name, values in found.items()} == {
-        name: sorted(values) for name, values in rows.items()
-    }
+    assert {name: sorted(some) for name, some in found.items()} == {name: sorted(some) for name, some in rows.items()}

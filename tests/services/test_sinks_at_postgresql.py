@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from server_trials import postgresql_trial
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -30,6 +29,7 @@ from support.commit_trials import SCHEMA, Driver, Tasks
 from support.local_sinks import iceberg
 from support.network_namespaces import other_host
 from support.postgres import postgresql
+from support.server_trials import postgresql_trial
 from support.tcp_proxy import Proxy
 
 

@@ -8,17 +8,28 @@ import gc
 import pyarrow.fs
 import pytest
 
-from server_trials import postgresql_trial, s3_trial
 from stagecrew.errors import (
     OperatorMisused,
 )
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ObjectSink
-from support.commit_schedules import failing_at_each_moment, first_commits_of_two_schemas, killed_at_each_moment
-from support.commit_trials import SCHEMA, Driver, Killed, Tasks
+from support.commit_schedules import (
+    commit_that_raises,
+    concurrent_commits,
+    failing_at_each_moment,
+    first_commits_of_two_schemas,
+    killed_at_each_moment,
+    late_task_at_each_moment,
+    lost_connections,
+    mismatched_schemas,
+    random_history,
+    resume_at_each_moment,
+)
+from support.commit_trials import SCHEMA, Driver, Killed, Tasks, moments_without_faults
 from support.postgres import postgresql
 from support.s3 import s3_server
+from support.server_trials import postgresql_trial, s3_trial
 from support.tcp_proxy import Proxy
 
 

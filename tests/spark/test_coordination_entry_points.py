@@ -185,7 +185,7 @@ def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators
             stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Counter}).getOrCreate()
             is not None
         )
-        with pytest.raises(stagecrew.ConfigurationError, match="not among them: more"):
+        with pytest.raises(stagecrew.ConfigurationError, match="it does not have: more"):
             stagecrew.configure(session_builder("local[2]"), coordinators={"more": Counter}).getOrCreate()
         coordinators[0].context.fail(ValueError("gone"))
         with pytest.raises(Exception, match="topology 'application' failed: ValueError: gone"):
@@ -215,7 +215,7 @@ def test_corrupt_coordinator_state_fails_before_spark_starts(sessions, coordinat
     restore = stagecrew.Checkpoint(4, {"counter/1": b"garbage"})
     builder = stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Picky}, restore=restore)
     with pytest.raises(
-        stagecrew.CoordinatorFailed, match="'counter' cannot be made, or restored from checkpoint 4: ValueError"
+        stagecrew.CoordinatorFailed, match="'counter' cannot be created, or restored from checkpoint 4: ValueError"
     ):
         builder.getOrCreate()
     assert SparkContext._active_spark_context is None

@@ -446,7 +446,7 @@ def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
 
         def break_channel():
             eventually(lambda: coordinators and len(coordinators[0].events) == 2, 60, "both tasks wait")
-            crew._channel._channel.shutdown()
+            crew.connection._channel._channel.shutdown()
 
         threading.Thread(target=break_channel).start()
         operator.map(cluster.range(0, 2, 1, 2), work, "a long").collect()

@@ -323,7 +323,7 @@ def test_a_checkpoint_completes_when_the_events_it_counts_are_delivered(
         yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
-    host, at_completion = crew.host(), []
+    host, at_completion = crew.connection.host(), []
     original = host.checkpoint
 
     def checkpoint(binding, id_):

@@ -133,7 +133,7 @@ def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
         planned = spark.range(0, 2, 1, 2).mapInArrow(task_with_get(orders), "a string")
         assert planned.count() == 2
     for text in (resource_not_open(planned.count), resource_not_open(collect, spark, task_with_get(orders))):
-        assert "the action ran after topology 'gone' had closed, for which it was registered" in text
+        assert "it was registered for topology 'gone', and the action ran after that had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
         assert "the action ran after topology 'gone' had closed" in resource_not_open(planned.count)
 

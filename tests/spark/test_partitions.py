@@ -14,9 +14,18 @@ from pyspark import StorageLevel
 from pyspark.sql import functions as f
 
 import stagecrew
-from shuffle_datasets import EXPECTED, delete, grouped_frame, rows, sql_settings, stored_since, summed_rdd
 from support.sessions import LOCAL, LOCAL_CLUSTER
-from support.spark_storage import paths, tracker
+from support.shuffle_datasets import EXPECTED, delete, grouped_frame, rows, sql_settings, stored_since, summed_rdd
+from support.spark_storage import (
+    cached_blocks,
+    cached_rdds,
+    executed_plan,
+    map_outputs,
+    paths,
+    run_and_count_tasks,
+    shuffle_files,
+    tracker,
+)
 from support.waiting import eventually
 
 
@@ -387,7 +396,9 @@ def test_an_exit_tolerates_shuffles_that_are_already_released(spark, crew, tmp_p
 
 def test_invalid_arguments_are_rejected_with_their_names(spark, crew):
     """An unknown policy, an object that is no dataset and a topology that has not started are rejected by name."""
-    with pytest.raises(stagecrew.ConfigurationError, match="release='some' is no policy.*'shuffles', 'all', 'none'"):
+    with pytest.raises(
+        stagecrew.ConfigurationError, match="release='some' is no release policy.*'shuffles', 'all', 'none'"
+    ):
         crew.topology("t", release="some")
     topology = crew.topology("t")
     with pytest.raises(stagecrew.TopologyError, match="topology.keep takes DataFrames and RDDs, not int"):

@@ -13,10 +13,10 @@ import pytest
 from pyspark.sql import functions as f
 
 import stagecrew
-from shuffle_datasets import EXPECTED, delete, drop, rows, sql_settings, stored_since, summed_rdd
 from support.journal import Journal
 from support.local_sinks import files
 from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.shuffle_datasets import EXPECTED, delete, drop, rows, sql_settings, stored_since, summed_rdd
 from support.spark_storage import (
     executed_plan,
     forget_executors,

@@ -51,7 +51,7 @@ def sql_settings(spark, settings):
 def drop(spark, crew, shuffles):
     """Unregisters outputs from the tracker through the code that runs at the end of a topology."""
     to_scala = spark.sparkContext._jvm.org.apache.spark.api.python.PythonUtils.toSeq
-    private_field(crew.facade, "crew").partitions().drop(to_scala(shuffles))
+    private_field(crew.connection.facade, "crew").partitions().drop(to_scala(shuffles))
     assert not set(map_outputs(spark)) & set(shuffles)
 
 
