@@ -74,7 +74,7 @@ def test_a_full_mailbox(small, made):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             if evaluation.subtask == 0 and evaluation.attempt_number == 0:
-                futures.extend(gateway.send(n) for n in range(60))
+                futures.extend(gateway.send_acknowledged(n) for n in range(60))
             gateway.send("go")
 
         def handle_request(self, evaluation, request):
@@ -121,7 +121,7 @@ def test_an_executor_that_does_not_acknowledge(small, made):
         kill(stopped, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            sent = {one: gateway.send("x") for one, gateway in tuple(coordinator.gateways.items())}
+            sent = {one: gateway.send_acknowledged("x") for one, gateway in tuple(coordinator.gateways.items())}
             there = {one for one, pid in executors.items() if pid == stopped}
             eventually(lambda: len(coordinator.named("failed")) == len(there), 20, "those there have failed")
             took = time.monotonic() - began

@@ -625,7 +625,7 @@ def test_checkpoints_under_load(cluster, made, monkeypatch, checkpoints):
             while not self.stop:
                 with self.lock:
                     for gateway in tuple(self.gateways.values()):
-                        gateway.send(self.sent).add_done_callback(self.done)
+                        gateway.send_acknowledged(self.sent).add_done_callback(self.done)
                         self.sent += 1
                     if self.asked is not None and random.random() < 0.2:
                         # The cut is here: no other thread sends meanwhile.

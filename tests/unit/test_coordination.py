@@ -12,8 +12,8 @@ import pytest
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.contract import Coordinator
-from stagecrew.coordination.gateway import Outbox
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.outbox import Outbox
 from stagecrew.errors import ChannelClosed, EvaluationEnded, EventNotPicklable, EventTooLarge, OperatorMisused
 from stagecrew.testing.harness import _Calls
 from stagecrew.wire.frames import decode_all, encode
@@ -286,7 +286,7 @@ def test_what_a_coordinator_sends(world):
     world.ready(1)
     world.heard()
     gateway = world.coordinators[0].gateways[1]
-    first, second, end = gateway.send("a"), gateway.send(b"b"), gateway.close()
+    first, second, end = gateway.send_acknowledged("a"), gateway.send_acknowledged(b"b"), gateway.close()
     (frame,) = world.wire.take("EVENTS")
     assert (frame["first"], frame["payloads"]) == (1, [pack("a", LIMIT), b"\0b", END])
     world.say("ACCEPTED", evaluation=1, sequence=2)
@@ -297,8 +297,8 @@ def test_what_a_coordinator_sends(world):
     world.finish(1, 1)
     with pytest.raises(EvaluationEnded):
         end.result(0)
-    with pytest.raises(EvaluationEnded, match="is over"):
-        gateway.send("late").result(0)
+    with pytest.raises(EvaluationEnded, match="has ended"):
+        gateway.send_acknowledged("late").result(0)
     assert gateway.close().done()
     assert not world.wire.take("EVENTS")
 
@@ -309,7 +309,7 @@ def test_an_acknowledgement_that_is_late(world):
     world.ready(2, subtask=1)
     world.heard()
     gateways = world.coordinators[0].gateways
-    late, other = gateways[1].send("a"), gateways[2].send("b")
+    late, other = gateways[1].send_acknowledged("a"), gateways[2].send_acknowledged("b")
     assert len(world.wire.take("EVENTS")) == 2
     world.say("ACCEPTED", evaluation=2, sequence=1)
     assert world.host.due() == 130.0
@@ -325,6 +325,28 @@ def test_an_acknowledgement_that_is_late(world):
     assert other.result(0) is None
     with pytest.raises(EvaluationEnded):
         late.result(0)
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
+
+
+@pytest.mark.parametrize("method", ["send", "send_acknowledged", "close"])
+@pytest.mark.parametrize("failure", ["late", "overflow"])
+def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, failure):
+    """Whichever method sent it, and whether or not the sender keeps a future."""
+    world.ready(1)
+    world.heard()
+    gateway = world.coordinators[0].gateways[1]
+    getattr(gateway, method)(*([] if method == "close" else ["x"]))
+    world.wire.take("EVENTS")
+    if failure == "late":
+        world.now += 30.0
+        world.host.expire()
+        reason = "within 30.0 s"
+    else:
+        world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
+        reason = "its mailbox is full"
+    ((name, evaluation, why),) = world.heard()
+    assert (name, evaluation) == ("failed", 1)
+    assert reason in why
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
@@ -411,7 +433,7 @@ def test_a_reset(world):
     world.ready(1)
     world.heard()
     gateway = world.coordinators[0].gateways[1]
-    sent = gateway.send("old")
+    sent = gateway.send_acknowledged("old")
     world.events(1, 1, "dropped")
     world.host.reset(world.binding, 7, b"state", 1.0)
     world.events(1, 2, "late")
@@ -539,11 +561,13 @@ def test_much_travels_in_pieces():
 def test_acknowledgements_in_any_order(order):
     """Each future is done once, as soon as one acknowledges it, whatever comes late or twice."""
     outbox = Outbox()
-    futures = [outbox.add(b"", 1.0) for _ in range(3)]
+    futures: list[Future[None]] = [Future() for _ in range(3)]
+    for future in futures:
+        outbox.add(b"", 1.0, future)
     outbox.take()
     most = 0
     for sequence in order:
-        done = outbox.acknowledged(sequence)
+        done = outbox.acknowledge(sequence)
         assert done == futures[most : max(most, sequence)]
         most = max(most, sequence)
-    assert outbox.due is None
+    assert outbox.deadline is None

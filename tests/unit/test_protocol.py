@@ -230,7 +230,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def coordinator_sends(self):
         number = self.next()
-        self.futures.append((number, self.first.gateway.send(number)))
+        self.futures.append((number, self.first.gateway.send_acknowledged(number)))
         self.pushed.append(number)
         self.gather()
 

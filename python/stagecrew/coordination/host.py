@@ -133,7 +133,8 @@ class Host:
             if binding.pending is not pending:
                 return  # given up meanwhile
             binding.held = True
-            sent = [future for live in binding.live.values() for future in live.gateway.hold()]
+            held = [live.gateway.hold() for live in binding.live.values()]
+            sent = [future for future in held if future is not None]
             taken = state, binding.seen
         pending.cut(taken, sent)
         self.wire.flush()
@@ -164,7 +165,7 @@ class Host:
     def _tell(self, binding: Binding, over: list[Live], reason: str) -> None:
         for one in over:
             self._poison(one.evaluation.executor, one.evaluation.id, reason)
-            one.gateway.over(reason)
+            one.gateway.end(reason)
             binding.statistics.ended(one.gateway)
         self.wire.flush()
 
@@ -265,7 +266,7 @@ class Host:
         elif frame.kind == "CREDIT":
             instance.loop.call(self._tell_handled, live)  # behind all that it sent before
         elif frame.kind == "ACCEPTED":
-            if (due := live.gateway.acknowledged(frame["sequence"])) is not None:
+            if (due := live.gateway.acknowledge(frame["sequence"])) is not None:
                 binding.statistics.acknowledgements.add(self._clock() - due + self._ack_timeout)
         elif frame.kind == "OVERFLOWED":
             self._refuse(id_, frame["reason"])
@@ -352,7 +353,7 @@ class Host:
             binding.live = binding.live or {}  # one that was used is larger, and an idle binding stays
             binding.statistics.count(outcome)
             binding.instance.over(live, outcome, *([reason] if outcome == "failed" else []))
-        live.gateway.over(reason or outcome)
+        live.gateway.end(reason or outcome)
         binding.statistics.ended(live.gateway)
 
     def _refuse(self, id_: int, reason: str) -> None:
