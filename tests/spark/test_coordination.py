@@ -295,7 +295,7 @@ def test_events_that_cannot_travel(cluster, crew_there, recording):
 
     with crew_there.topology("t") as topology:
         rows = topology.coordinate("o", recording).map(cluster.range(0, 1, 1, 1), work, "a string").collect()
-    assert "EventNotPicklable: a lock cannot travel" in rows[0].a
+    assert "EventNotPicklable: cannot pickle a lock" in rows[0].a
     assert "EventTooLarge" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a
     (coordinator,) = recording.made

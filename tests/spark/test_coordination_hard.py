@@ -563,7 +563,7 @@ def test_a_coordinator_that_blocks_in_close(sessions, made, caplog):
         started = time.monotonic()
     assert time.monotonic() - started < 5
     release.set()
-    assert "the coordinator of operator 'stuck' has not closed within 1 s" in caplog.text
+    assert "the coordinator of operator 'stuck' did not close within 1 s" in caplog.text
 
 
 def test_an_inner_topology_that_is_left_open(cluster, made):
@@ -580,7 +580,7 @@ def test_what_is_unavailable(cluster, made):
     """Names are used once; a function that is bound serves one dataset; both say what to do."""
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: Noting(context, made))
-        with pytest.raises(stagecrew.OperatorMisused, match="has an operator 'o' already"):
+        with pytest.raises(stagecrew.OperatorMisused, match="already has an operator 'o'"):
             topology.coordinate("o", lambda context: Noting(context, made))
 
         def work(gateway, batches):

@@ -99,7 +99,7 @@ def test_an_application_that_was_killed(tmp_path: Path) -> None:
         driver.stdout.close()
     shown = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
     assert shown.exit_code == 0, shown.output
-    assert "no end is stored: it runs, or was killed" in shown.output
+    assert "no end is recorded: it still runs, or was killed" in shown.output
     assert "nightly: This is what the event log says as of" in shown.output
 
 
@@ -162,4 +162,4 @@ def test_a_log_without_stagecrew(tmp_path: Path) -> None:
     )
     shown = CliRunner().invoke(main, ["report", str(log)])
     assert "old (app-1), Spark 4.3.0" in shown.output
-    assert "stagecrew stored nothing in this log" in shown.output
+    assert "This log has no data of stagecrew" in shown.output

@@ -51,15 +51,15 @@ class Reader:
         """A frame comes to the coordinator; behind one that is missing, it is the end of the evaluation."""
         _, number, what, source, at = frame
         if what == "advance":
-            self.evaluation.say("REQUEST", sequence=number, payload=pack((source, at), 1 << 20))
+            self.evaluation.send_frame("REQUEST", sequence=number, payload=pack((source, at), 1 << 20))
         elif what == "end":
-            self.evaluation.say("FINISH", sequence=number, outcome="finished", reason="")
+            self.evaluation.send_frame("FINISH", sequence=number, outcome="finished", reason="")
         else:
-            self.evaluation.say("EVENTS", first=number, payloads=[pack((what, source), 1 << 20)])
+            self.evaluation.send_frame("EVENTS", first=number, payloads=[pack((what, source), 1 << 20)])
         if self.is_over or number < self.expected:
             return
         if number > self.expected or what == "end":
-            assert (self.evaluation.poisoned is not None) == (number > self.expected)
+            assert (self.evaluation.abort_reason is not None) == (number > self.expected)
             self.is_over = True
             return
         self.expected += 1
@@ -226,7 +226,7 @@ class Schedules(RuleBasedStateMachine):
         """Another coordinator begins; all tasks have to begin anew."""
         self.harness.reset()
         for reader in self.readers.values():
-            assert reader.evaluation.poisoned is not None
+            assert reader.evaluation.abort_reason is not None
             reader.is_over = True
         self.look()
         assert self.state() == ({}, set(), {}, {})

@@ -80,7 +80,7 @@ def test_at_once(harness):
     assert (taken.id, taken.states) == (1, {"operator/1": b"1 1"})
     assert harness.coordinator.heard == ["start", ("complete", 1)]
     assert harness.checkpoint(7).id == 7
-    with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 7"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 7"):
         harness.checkpoint(7)
 
 
@@ -108,7 +108,9 @@ def test_never(harness):
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = never = Future()
-    with pytest.raises(stagecrew.CheckpointFailed, match=r"within 0 s no state came of 'operator'"):
+    with pytest.raises(
+        stagecrew.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
+    ):
         harness.checkpoint()
     coordinator.send("a")
     assert task.events() == ["a"]
@@ -134,7 +136,7 @@ def test_given_up_behind_its_cut(harness):
         coordinator.send("after")
         assert task.events() == ["before"]
 
-    with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint(meanwhile=meanwhile)
     assert task.events() == ["after"]
     assert coordinator.heard == ["start", ("aborted", 1)]
@@ -173,7 +175,7 @@ def test_exceptional(harness):
     assert harness.failure is None
     coordinator.state = Future()
     coordinator.state.set_result("text")
-    with pytest.raises(stagecrew.CheckpointFailed, match="gave a str as its state"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="returned a str as its state"):
         harness.checkpoint()
     assert coordinator.heard == ["start", ("aborted", 1), ("aborted", 2)]
     assert harness.failure is None
@@ -188,7 +190,7 @@ def test_an_event_that_is_not_acknowledged(harness):
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
-    with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint()
     taken = harness.checkpoint(meanwhile=lambda: task.fail())
     assert taken.states == {"operator/1": b"0 1"}
@@ -210,7 +212,7 @@ def test_an_evaluation_that_begins_behind_the_cut(harness):
         second = harness.evaluation(1)
         coordinator.send("after")
         found.append((second, second.events(), first.events()))
-        first.say("ACCEPTED", sequence=1)
+        first.send_frame("ACCEPTED", sequence=1)
 
     harness.checkpoint(meanwhile=meanwhile)
     ((second, late, early),) = found
@@ -229,7 +231,7 @@ def test_reset(harness):
     assert old.heard[-1] == "close"
     assert harness.coordinator is not old
     assert harness.coordinator.heard == [("restored", 1, b"1 1"), "start"]
-    assert "reset" in task.poisoned
+    assert "reset" in task.abort_reason
     task.send("of an old evaluation")
     assert harness.coordinator.handled == 1
     again = harness.evaluation(0)
@@ -246,7 +248,7 @@ def test_a_reset_while_a_checkpoint_is_taken(harness):
     """The checkpoint fails by name, and holds nothing back."""
     harness.coordinator.state = Future()
     old = harness.coordinator
-    with pytest.raises(stagecrew.CheckpointFailed, match="was reset meanwhile"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="was reset during the checkpoint"):
         harness.checkpoint(meanwhile=harness.reset)
     old.state.set_result(b"late")
     task = harness.evaluation(0)
@@ -345,10 +347,10 @@ def test_a_late_acknowledgement_by_the_clock(harness):
     silent.acknowledges = False
     harness.coordinator.send("a")
     harness.advance(29)
-    assert silent.poisoned is None
+    assert silent.abort_reason is None
     harness.advance(2)
-    assert "has not said within 30.0 s" in silent.poisoned
-    assert other.poisoned is None
+    assert "did not acknowledge an event within 30.0 s" in silent.abort_reason
+    assert other.abort_reason is None
     assert harness.coordinator.heard == ["start", ("failed", 1)]
 
 

@@ -20,7 +20,7 @@ from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
-from stagecrew.observability.console import said
+from stagecrew.observability.console import spark_error_line
 
 SECRET = "s3cret-of-the-test"
 
@@ -321,7 +321,7 @@ def test_what_workers_run_is_compared():
 )
 def test_the_line_of_an_error_that_tells_most(text, line):
     """Of the stack traces of two languages, one line is shown: the cause."""
-    assert said(ValueError(text)) == line
+    assert spark_error_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize("url", [f"mysql://u:{SECRET}@h/db", f"u:{SECRET}@h", f"{SECRET}://x"])

@@ -15,7 +15,7 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.outbox import Outbox
 from stagecrew.errors import ChannelClosed, EvaluationEnded, EventNotPicklable, EventTooLarge, OperatorMisused
-from stagecrew.testing.harness import _Calls
+from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.wire.serialization import END, WINDOW, pack, raised, unpack
 
@@ -94,7 +94,7 @@ class World:
         self.wire = FakeWire()
         self.host = Host(self.wire, LIMIT, 30.0, lambda: self.now)
         self.failures: list[BaseException] = []
-        self.loops: list[_Calls] = []
+        self.loops: list[InlineLoop] = []
         self.coordinators: list[Noting] = []
 
         def factory(context):
@@ -102,13 +102,13 @@ class World:
             return self.coordinators[-1]
 
         def make_loop(_name, failed, _owner):
-            self.loops.append(_Calls(failed))
+            self.loops.append(InlineLoop(failed))
             return self.loops[-1]
 
         owner = types.SimpleNamespace(
             name="t", id="t-1", store={}, changed={}, fail=self.failures.append, idle=self.wire.flush
         )
-        threads = types.SimpleNamespace(loop=make_loop, background=None)
+        threads = types.SimpleNamespace(loop=make_loop, async_calls=None)
         self.binding = Binding("b", "o/1", "o", factory, owner, threads)
         self.binding.begin()
         self.host.add(self.binding)
@@ -405,7 +405,7 @@ def test_replies(world):
     outcomes = {sequence: frame["outcome"] for sequence, frame in replies.items()}
     assert outcomes == {1: "failed", 2: "ok", 3: "failed", 4: "ok"}
     assert isinstance(raised(replies[1]["payload"])[0], ZeroDivisionError)
-    assert "cannot travel" in raised(replies[3]["payload"])[1]
+    assert "cannot pickle a generator" in raised(replies[3]["payload"])[1]
     assert [unpack(replies[sequence]["payload"]) for sequence in (2, 4)] == ["later", "now"]
     assert not world.failures
 
@@ -478,7 +478,7 @@ def test_a_binding_on_a_way_that_has_broken(world):
 def test_a_factory_that_makes_no_coordinator(world, made):
     """It is named where the function is bound, not by requests that time out."""
     binding = world.binding
-    with pytest.raises(OperatorMisused, match="the factory of operator 'o' made a .*, no stagecrew.Coordinator"):
+    with pytest.raises(OperatorMisused, match="the factory of operator 'o' returned a .*, not a stagecrew.Coordinator"):
         Binding("c", "o/2", "o", lambda _: made, binding.owner, binding.threads)
 
 
@@ -508,10 +508,10 @@ def test_payloads():
     for event in (b"\0\1", 3, "x", None, True, {"a": [1.5]}, (1, b"2")):
         assert unpack(pack(event, LIMIT)) == event
     assert unpack(pack(lambda: 3, LIMIT))() == 3
-    with pytest.raises(EventNotPicklable, match="a generator cannot travel"):
+    with pytest.raises(EventNotPicklable, match="cannot pickle a generator"):
         pack((n for n in ()), LIMIT)
     with pytest.raises(
-        EventTooLarge, match=r"takes 12 bytes on its way, more than the 10 of spark.stagecrew.event.maxSize"
+        EventTooLarge, match=r"takes 12 bytes when serialized, more than the 10 bytes of spark.stagecrew.event.maxSize"
     ):
         pack(b"12345678901", 10)
 

@@ -189,7 +189,7 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
 
         def bind(text=""):
             id_ = operators.add("o", lambda context: Keeping(context, made), host)
-            (mine,) = (one.instance.coordinator for one in operators._bindings.values() if one.id == id_)
+            (mine,) = (one.instance.coordinator for one in operators._table.used.values() if one.id == id_)
             found, mine.text = mine.text, mine.text + text
             return found
 
@@ -257,7 +257,7 @@ def real(monkeypatch):
         def bind(self, text="", name=None):
             """Returns the text that the coordinator begins with, and adds to it."""
             id_ = self.operators.add("o", lambda context: Keeping(context, []), self.host, name)
-            (mine,) = (one.instance.coordinator for one in self.operators._bindings.values() if one.id == id_)
+            (mine,) = (one.instance.coordinator for one in self.operators._table.used.values() if one.id == id_)
             found, mine.text = mine.text, mine.text + text
             return found
 

@@ -115,7 +115,7 @@ def test_a_close_that_blocks_in_a_reset(caplog):
     operators.reset(None)
     try:
         assert begun[1].wait(10)
-        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+        assert "the coordinator of operator 'o' did not close within 0.2 s" in caplog.text
         assert not scope.cancelled
     finally:
         go.set()
@@ -136,7 +136,7 @@ def test_an_exit_while_a_callback_blocks(caplog):
     operators._close_timeout = lambda: 0.2
     try:
         operators.close("the topology has ended")
-        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+        assert "the coordinator of operator 'o' did not close within 0.2 s" in caplog.text
     finally:
         go.set()
 
@@ -154,7 +154,7 @@ def test_those_that_were_prepared_are_in_a_checkpoint():
     operators.begin(host)
     assert operators.checkpoint(None, 10).states == {"o/unused": b"state"}
     operators.close("the session stops")
-    with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 1"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 1"):
         operators.checkpoint(1, 10)
 
 

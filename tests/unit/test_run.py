@@ -356,9 +356,9 @@ def test_a_late_checkpoint_is_no_fault_of_a_job():
         harness.coordinator.state = Future()
         late = checkpoint_error(harness)
         assert isinstance(late, CheckpointTimeout)
-        assert "no state came of 'operator'" in _no_fault_of_its_own(late)
+        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(late)
         told = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
-        assert "no state came of 'operator'" in _no_fault_of_its_own(told)
+        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(told)
         harness.coordinator.state = None
         task = harness.evaluation(0)
         task.acknowledges = False

@@ -8,13 +8,13 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecrew.coordination.latency import Times
+from stagecrew.coordination.latency import LatencyHistogram
 
 micros = st.one_of(st.integers(0, 200), st.integers(0, 10_000_000), st.integers(0, 1 << 40))
 
 
-def of(values) -> Times:
-    times = Times()
+def of(values) -> LatencyHistogram:
+    times = LatencyHistogram()
     for value in values:
         times.add((value + 0.5) / 1e6)
     return times
@@ -40,7 +40,7 @@ def test_percentiles_are_those_of_the_times_but_for_a_sixty_fourth(values):
 @given(one=st.lists(micros, max_size=20), other=st.lists(micros, max_size=20))
 def test_a_sum_is_as_if_all_had_been_added_to_it(one, other):
     """The sum of two has the percentiles of both lists, when both were looked at."""
-    both, parts = Times(), [Times(), Times()]
+    both, parts = LatencyHistogram(), [LatencyHistogram(), LatencyHistogram()]
     for part, values in zip(parts, (one, other), strict=True):
         part.sum = both
         for value in values:
@@ -52,7 +52,7 @@ def test_a_sum_is_as_if_all_had_been_added_to_it(one, other):
 def test_none_the_least_and_the_most():
     """Nothing has zeros; a time that went back counts as none, and what is beyond all bounds as the longest."""
     assert of([]).percentiles() == {"count": 0, "p50": 0, "p95": 0, "p99": 0, "max": 0}
-    times = Times()
+    times = LatencyHistogram()
     times.add(-1.0)
     assert times.percentiles() == {"count": 1, "p50": 0, "p95": 0, "p99": 0, "max": 0}
     times.add(1e30)
@@ -61,7 +61,7 @@ def test_none_the_least_and_the_most():
 
 def test_nothing_is_lost_between_threads():
     """What four threads add is all there."""
-    times = Times()
+    times = LatencyHistogram()
     threads = [threading.Thread(target=lambda: [times.add(n / 1e6) for n in range(5000)]) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -29,6 +29,12 @@ class Gateway:
     holds for `send`, `send_acknowledged` and `close` alike. While a checkpoint is being taken, events that were sent
     after the coordinator's cut are held back until the checkpoint ends.
 
+    Args:
+        evaluation: The evaluation; also an attribute of the gateway.
+        limit: The largest serialized event in bytes.
+        deadline: Returns the time by which an event that is sent now must be acknowledged.
+        dirty: Called with the gateway when it has frames to send.
+
     Example:
         >>> import stagecrew
         >>> from stagecrew.testing import CoordinatorHarness
@@ -124,24 +130,29 @@ class Gateway:
     def _ended(self, reason: str) -> EvaluationEnded:
         return EvaluationEnded(f"{self.evaluation} has ended: {reason}")
 
-    # -- For the host
+    # -- For the host; not for coordinators
 
     def hold(self) -> Future[None] | None:
         """Makes the cut of a checkpoint: events that are sent from now on are held back.
 
-        Returns a future that completes when every event sent before is acknowledged; None if that is so already.
+        Returns:
+            A future that completes when every event that was sent before is acknowledged. None if all of them are.
         """
         with self._lock:
             return self._outbox.hold()
 
     def release(self) -> None:
-        """Sends the events that were held back: the checkpoint has ended."""
+        """Sends the events that were held back, when the checkpoint has ended."""
         with self._lock:
             self._outbox.release(self._deadline())
         self._dirty(self)
 
     def take(self) -> bytes | None:
-        """The next frame to send, or None."""
+        """Takes the next frame to send.
+
+        Returns:
+            The encoded frame, or None if nothing waits.
+        """
         with self._lock:
             found = self._outbox.take()
         if found is None:
@@ -150,9 +161,13 @@ class Gateway:
         return encode("EVENTS", evaluation=self.evaluation.id, first=first, payloads=events)
 
     def acknowledge(self, sequence: int) -> float | None:
-        """All events up to this sequence number are in the mailbox.
+        """Acknowledges events: they are in the mailbox.
 
-        Returns the deadline of the oldest event that this call acknowledged; None if it acknowledged none.
+        Args:
+            sequence: The sequence number of the last of them.
+
+        Returns:
+            The deadline of the oldest event that this call acknowledged. None if it acknowledged none.
         """
         with self._lock:
             deadline, before = self._outbox.deadline, self._outbox.unacknowledged
@@ -170,12 +185,16 @@ class Gateway:
 
     @property
     def due(self) -> float | None:
-        """The deadline by which the oldest unacknowledged event must be acknowledged, or None."""
+        """The acknowledgement deadline of the oldest unacknowledged event, or None."""
         with self._lock:
             return self._outbox.deadline
 
     def end(self, reason: str) -> None:
-        """The evaluation has ended: pending futures fail, and later events are dropped."""
+        """Ends the gateway with its evaluation: pending futures fail, and later events are dropped.
+
+        Args:
+            reason: Why the evaluation ended.
+        """
         with self._lock:
             if self._end_reason is not None:
                 return

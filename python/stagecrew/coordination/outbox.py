@@ -11,7 +11,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """A pure state machine: numbers events, matches acknowledgements to them, and holds events back during a checkpoint.
+    """A pure state machine that numbers events, matches acknowledgements, and holds events back for a checkpoint.
 
     Events have the sequence numbers 1, 2, 3, and so on. An acknowledgement covers all events up to its number, and may
     arrive twice, late or never. Events that are added while the outbox is held get their numbers when it is released.

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVa
 from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.listeners import not_open
 from stagecrew.listeners.identity import Identity
-from stagecrew.observability.logs import mark
+from stagecrew.observability.logs import add_fields
 
 __all__ = ["Lifetime", "Listener", "ListenerContext", "LoggingContext", "Resource", "Scope", "Task", "resource"]
 
@@ -478,7 +478,7 @@ class LoggingContext(Listener):
 
         def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
             made = before(*args, **kwargs)
-            mark(made, fields)
+            add_fields(made, fields)
             return made
 
         logging.setLogRecordFactory(record)
