@@ -67,7 +67,7 @@ class FakeOperators:
     def forget(self, place):
         pass
 
-    def used_beside(self, place):
+    def used_by_another_thread(self, place):
         return None
 
 

@@ -366,7 +366,7 @@ def test_a_late_checkpoint_is_no_fault_of_a_job():
         assert _no_fault_of_its_own(checkpoint_error(harness)) is not None
         task.fail()
         misused = checkpoint_error(harness, checkpoint_id=1)
-        assert "ids grow" in str(misused)
+        assert "use a larger id" in str(misused)
         assert _no_fault_of_its_own(misused) is None
         harness.coordinator.state = "no bytes"
         assert _no_fault_of_its_own(checkpoint_error(harness)) is None

@@ -43,7 +43,7 @@ class TopologyCheckpoints:
             self.last_id = id_
             bindings = self._take_changed(host)
             if host is not None:
-                self._ask(bindings, id_, timeout, host)
+                self._take_states(bindings, id_, timeout, host)
             with self._lock:
                 return self._table.checkpoint(id_)
 
@@ -55,12 +55,12 @@ class TopologyCheckpoints:
         """
         live = [] if host is None else host.live_bindings(self._owner)
         with self._lock:
-            changed = list(dict.fromkeys([*self._changed, *live]))  # type: ignore[list-item]
+            changed = list(dict.fromkeys([*self._changed, *live]))
             for binding in changed:
                 self._changed.pop(binding, None)
             return [binding for binding in changed if self._table.has(binding)]
 
-    def _ask(self, bindings: list[Binding], id_: int, timeout: float, host: Host) -> None:
+    def _take_states(self, bindings: list[Binding], id_: int, timeout: float, host: Host) -> None:
         """Stores the states of these bindings in the table, or raises and has them asked again next time."""
         complete = False
         futures = {binding: host.checkpoint(binding, id_) for binding in bindings}
