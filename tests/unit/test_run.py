@@ -325,7 +325,7 @@ def test_errors_that_are_no_failure_of_the_job():
     assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
     assert "away" in _no_fault_of_its_own(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
     # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
-    for text, text in (
+    for text, expected in (
         (
             "Return Message: Traceback:\n  raise E\nstagecrew.errors.CommitPending: it waits\n SQLSTATE: 39000",
             "it waits",
@@ -336,7 +336,7 @@ def test_errors_that_are_no_failure_of_the_job():
         ("it said that stagecrew.errors.CommitPending: it waits", None),
     ):
         why = _no_fault_of_its_own(wrapped(PySparkException(text)))
-        assert text in why if text else why is None
+        assert expected in why if expected else why is None
     assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
@@ -371,8 +371,8 @@ def test_a_late_checkpoint_is_no_failure_of_the_job():
         late = checkpoint_error(harness)
         assert isinstance(late, CheckpointTimeout)
         assert "no state came of 'operator'" in _no_fault_of_its_own(late)
-        text = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
-        assert "no state came of 'operator'" in _no_fault_of_its_own(text)
+        wrapped_error = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
+        assert "no state came of 'operator'" in _no_fault_of_its_own(wrapped_error)
         harness.coordinator.state = None
         task = harness.evaluation(0)
         task.acknowledges = False
