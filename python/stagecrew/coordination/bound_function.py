@@ -45,9 +45,11 @@ class BoundFunction:
         self.__annotations__ = {name: hint for name, hint in hints.items() if name != gateway}
 
     def __call__(self, *args: Any) -> Any:
+        """Evaluates the function with a gateway as its first argument."""
         return evaluate(self._bound, self._work, *args)
 
     def __reduce__(self) -> Any:
+        """Pickles the function, and raises if that is for a second dataset."""
         dataset = _dataset_being_built()
         if dataset is not None:
             if self._dataset is not None and self._dataset != dataset:

@@ -70,10 +70,10 @@ class StructuredFormatter(logging.Formatter):
 
 
 def harmless(text: str) -> str:
-    """Escapes terminal escape sequences and other characters that are not printable, except line breaks and tabs.
+    r"""Escapes terminal escape sequences and other characters that are not printable, except line breaks and tabs.
 
-    >>> print(harmless("a\\u202eb \\x1b[2J"))
-    a\\u202eb \\x1b[2J
+    >>> print(harmless("a\u202eb \x1b[2J"))
+    a\u202eb \x1b[2J
     """
     return "".join(one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
 
@@ -84,11 +84,11 @@ def _in_one_record(text: str) -> str:
 
 
 class HarmlessFormatter(logging.Formatter):
-    """Formats the logs of stagecrew's own processes. No name or error in them can control a terminal or forge a line.
+    r"""Formats the logs of stagecrew's own processes, so that no text in them can control a terminal or forge a line.
 
-    >>> record = logging.makeLogRecord({"msg": "job %r: %s", "args": ("nightly", "no\\x1b[2J\\nroom")})
+    >>> record = logging.makeLogRecord({"msg": "job %r: %s", "args": ("nightly", "no\x1b[2J\nroom")})
     >>> print(HarmlessFormatter().format(record))
-    job 'nightly': no\\x1b[2J
+    job 'nightly': no\x1b[2J
         room
     """
 
