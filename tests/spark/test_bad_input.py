@@ -31,14 +31,14 @@ def test_a_daemon_module_of_the_user(sessions):
     """A user's own spark.python.daemon.module is refused, with its name and the remedy."""
     text = refused(sessions, spark__python__daemon__module="my.daemon")
     assert "spark.python.daemon.module=my.daemon" in text
-    assert "take this setting away" in text
+    assert "remove this setting" in text
 
 
 def test_no_daemon(sessions):
     """spark.python.use.daemon=false is refused."""
     text = refused(sessions, spark__python__use__daemon="false")
     assert "spark.python.use.daemon=false" in text
-    assert "take this setting away" in text
+    assert "remove this setting" in text
 
 
 def test_unified_execution_at_the_start(sessions):

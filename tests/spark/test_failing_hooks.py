@@ -297,7 +297,8 @@ def test_a_local_directory_that_cannot_be_used(sessions, journal, tmp_path, list
     cause; tasks run again when the directory can be used."""
     file = tmp_path / "local"
     file.write_text("a file in the place of the directory")
-    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path))  # a new one: its executor has no channel yet
+    # A new one without samples of Python processes: its executor has no channel yet.
+    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path), spark__stagecrew__processes__interval="0")
     utils = getattr(getattr(spark._jvm.org.apache.spark.util, "Utils$"), "MODULE$")
     conf = spark.sparkContext._jsc.sc().conf()
     assert not conf.contains("spark.local.dir")

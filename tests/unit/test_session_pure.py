@@ -265,7 +265,7 @@ def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
     ("wrong", "text"),
     [
         ("m:orders", r"^listeners='m:orders' is a string; register instances: listeners=\[\.\.\.\]"),
-        (Pool("a"), r"^Pool stands alone; register a list: listeners=\[\.\.\.\]"),
+        (Pool("a"), r"^Pool is not in a list; register a list: listeners=\[\.\.\.\]"),
         (Pool, r"^Pool is a class; register an instance"),
         (pool, r"^pool is a resource that was not called"),
     ],

@@ -38,8 +38,6 @@ _QUIET: Final = 0.1
 _TELL: Final = 16
 #: How often it is looked what of coordinators has changed for those who look on, in seconds.
 _STATISTICS: Final = 1.0
-#: How many of these wait at most while nothing can be sent; the last word is told another way.
-_KEPT: Final = 60
 
 
 class DriverChannel:
@@ -50,14 +48,21 @@ class DriverChannel:
     the reader's next turn.
     """
 
-    def __init__(self, place: str, make_host: Callable[[DriverChannel], Host], pool: Pool = COORDINATORS) -> None:
+    def __init__(
+        self,
+        place: str,
+        make_host: Callable[[DriverChannel], Host],
+        pool: Pool = COORDINATORS,
+        report: Callable[[bytes], object] = lambda frame: None,
+    ) -> None:
         self._pool = pool
+        #: Passes a STATISTICS frame to the driver's JVM.
+        self._report = report
         self._channel = Channel.connect(place, role="driver")
         self._lock = threading.Lock()
         self._waiting: dict[str, list[bytes]] = {}
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
-        self._statistics: list[bytes] = []
         self._sending = threading.Lock()
         self._sent = 0.0
         self._read = self._told = 0
@@ -111,7 +116,6 @@ class DriverChannel:
                 with self._lock:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
-                    statistics, self._statistics = self._statistics, []
                     self._sent = time.monotonic()
                 frames = [
                     piece
@@ -119,7 +123,6 @@ class DriverChannel:
                     for part in _parts(some)
                     for piece in encoded("TO", executor=to, frames=part)
                 ]
-                frames += statistics
                 if (read := self._read) != self._told:
                     self._told = read
                     frames.append(encode("READ", messages=read))
@@ -148,12 +151,9 @@ class DriverChannel:
         while not self._ended.wait(_STATISTICS):
             try:
                 if (frame := self.host.statistics()) is not None:
-                    with self._lock:
-                        self._statistics = [*self._statistics[-_KEPT:], frame]
-                        self._count += 1
-                    self.flush()
+                    self._report(frame)
             except Exception:
-                _log.exception("the statistics of coordinators could not be told")
+                _log.exception("the statistics of coordinators could not be reported")
 
     # -- Whoever reads
 

@@ -306,8 +306,11 @@ class Crew:
     def tell(self, operators: Operators) -> None:
         """Tells the driver's JVM the last word of a topology's coordinators; before it ends the topology. It raises nothing."""
         if (frame := operators.last_statistics()) is not None:
-            with contextlib.suppress(Py4JError):  # the session may be gone: no reason for an exit to fail
-                self.facade.statistics(frame)
+            self._report_statistics(frame)
+
+    def _report_statistics(self, frame: bytes) -> None:
+        with contextlib.suppress(Py4JError):  # the session may be gone: that must not make an exit fail
+            self.facade.statistics(frame)
 
     def tell_job(self, body: str) -> None:
         """Tells the driver's JVM of the stored job that this process runs. It raises nothing: it only shows."""
@@ -390,7 +393,9 @@ class Crew:
                     )
                 ack_timeout = parse_seconds(conf("spark.stagecrew.ack.timeout"))
                 self._channel = DriverChannel(
-                    self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)
+                    self.facade.coordinationPlace(),
+                    lambda wire: Host(wire, limit, ack_timeout),
+                    report=self._report_statistics,
                 )
             return self._channel.host
 

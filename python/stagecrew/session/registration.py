@@ -1,4 +1,4 @@
-"""What a user registers: listeners and names of JVM classes, looked at before anything begins, and the bytes that travel."""
+"""Checks what a user registers (listeners and names of JVM classes) before anything begins, and pickles listeners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ _log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """These listeners, if each is one. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
+    """Returns these listeners after a check.
+
+    Raises:
+        ListenerError: One of them is no listener. The message says what to write instead.
+        ConfigurationError: A listener has an attribute that is wrong.
+    """
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -43,15 +48,17 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
             f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource"
         )
     if alone:
-        raise ListenerError(f"{listener_name(every[0])} stands alone; register a list: listeners=[...]")
+        raise ListenerError(f"{listener_name(every[0])} is not in a list; register a list: listeners=[...]")
     return every
 
 
 def import_named(targets: str) -> None:
-    """Imports the listeners that a value of `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
+    """Imports the listeners that a value of `spark.stagecrew.listeners` names: a wrong name fails before any task.
 
-    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerNotImportable` for everything
-    else that an executor would refuse.
+    A missing top-level module is a warning, because it may exist on the executors only.
+
+    Raises:
+        ListenerNotImportable: An executor would refuse a name for another reason.
     """
     from stagecrew.worker.descriptions import named
 
@@ -72,7 +79,11 @@ def import_named(targets: str) -> None:
 
 
 def class_names(names: Iterable[str]) -> tuple[str, ...]:
-    """These names of JVM classes. Raises `ConfigurationError` when they are no list of strings."""
+    """Returns these names of JVM classes after a check.
+
+    Raises:
+        ConfigurationError: They are not a list of strings.
+    """
     if isinstance(names, str):
         raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
     every: tuple[Any, ...] = tuple(names)
@@ -85,7 +96,11 @@ def class_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def pickled(listeners: Sequence[Listener]) -> list[bytes]:
-    """The bytes of each listener. Raises `ListenerNotPicklable`, which names the listener and the attribute."""
+    """Pickles each listener.
+
+    Raises:
+        ListenerNotPicklable: A listener cannot be pickled. The message names the listener and the attribute.
+    """
     return [_pickled(listener) for listener in listeners]
 
 

@@ -1,4 +1,4 @@
-"""What a topology tells of itself: counts per listener and executor, as the driver knows them."""
+"""The report of a topology: counts per listener and executor, as the driver knows them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ __all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport
 
 @dataclasses.dataclass(frozen=True)
 class ListenerReport:
-    """One listener of a topology on one executor. `opens` and `closes` count attempts, `lost` opens without a close."""
+    """One listener of a topology on one executor.
+
+    `opens` and `closes` count attempts. `lost` counts opens whose process ended without a close.
+    """
 
     name: str
     scope: str
@@ -29,7 +32,7 @@ class ListenerReport:
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
-    """How long so many took, in seconds: percentiles within 1/64 of the exact ones, and the longest."""
+    """Percentiles of `count` durations, in seconds, within 1/64 of the exact ones, and the longest duration."""
 
     count: int
     p50: float
@@ -45,12 +48,13 @@ class LatencySummary:
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
-    """One use of an operator, by its name and how-manieth: `"supersteps/1"`. A reset goes on with its counts.
+    """One use of an operator, with the number of the use in its name: `"supersteps/1"`. Resets keep the counts.
 
-    `live`, `finished`, `failed` and `abandoned` are evaluations; `events_in` and `requests` came, `events_out` were sent, and `queued`
-    wait for the coordinator. `replies` took so long from the request's arrival; `acknowledgements` are the times after which an
-    executor said that it has an event: of several that it says so of at once, the oldest's. `waits_for` says whom the
-    coordinator waits for, and since when that has been seen; `progress` is what it says of itself.
+    `live`, `finished`, `failed` and `abandoned` count evaluations. `events_in` and `requests` count messages from
+    tasks, `events_out` events to tasks, and `queued` messages that wait for the coordinator. `replies` are the
+    durations from the arrival of a request to its reply. `acknowledgements` are the durations from the sending of an
+    event to the acknowledgement of its executor; if several events are acknowledged at once, the oldest counts.
+    `waits_for` says what the coordinator waits for, and since when. `progress` is the coordinator's own progress.
     """
 
     name: str
@@ -100,15 +104,16 @@ class OperatorReport:
 
 @dataclasses.dataclass(frozen=True)
 class TopologyReport:
-    """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
+    """The counts of a topology, as the driver knows them now. Executors report about every second, and at its end.
 
-    `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
-    they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
-    closed when the exit gave up waiting; `partitions` are what it has stored, per executor; `operators` are told about every
-    second while anything happens, and when it ends. Of executors that are lost the last ones are listed, as many as
-    `spark.stagecrew.ui.retainedDeadExecutors` says; what happened on the `forgotten_executors` before them is counted still, on an
-    executor called `forgotten`. Of operators the last 500 uses are listed: the numbers of the `forgotten_operators` before them are
-    those of one called `forgotten`.
+    `processes` counts the Python processes that opened a listener, per executor. `lost_processes` counts those that
+    ended before they closed it, and `deferred` those that close after their current task of another topology.
+    `unclosed` lists what had not closed when the exit stopped waiting. `partitions` are the stored partitions, per
+    executor. `operators` are updated about every second while anything happens, and when the topology ends.
+
+    The report lists the last lost executors, up to `spark.stagecrew.ui.retainedDeadExecutors`. The
+    `forgotten_executors` before them are counted together, as an executor called `forgotten`. It lists the last 500
+    uses of operators. The `forgotten_operators` before them are counted together, as an operator called `forgotten`.
     """
 
     id: str
@@ -131,7 +136,7 @@ class TopologyReport:
 
     @property
     def released(self) -> int:
-        """How many partitions went when it ended."""
+        """How many partitions its end released."""
         return sum(one.released for one in self.partitions)
 
     @property
@@ -141,7 +146,7 @@ class TopologyReport:
 
     @property
     def release_failures(self) -> int:
-        """How many partitions could not be deleted when it ended."""
+        """How many partitions its end could not delete."""
         return sum(one.release_failures for one in self.partitions)
 
     @property
@@ -161,7 +166,7 @@ class TopologyReport:
 
     @property
     def lost(self) -> int:
-        """How many opens have no close, because their process is gone."""
+        """How many opens have no close, because their process ended."""
         return sum(listener.lost for listener in self.listeners)
 
     @classmethod

@@ -5,29 +5,25 @@ import java.util.concurrent.{CompletableFuture, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkFiles
 
-/** What the agent said of the listeners of one topology. */
-final case class Opened(listeners: Map[Int, Opened.One], error: Option[String])
+/** The agent's answer about the listeners of one topology. `body` and `values` are for workers, which decode them;
+  * `values` are the pickled copies of what executor-scoped listeners opened. */
+final case class Opened(
+    listeners: Map[Int, Opened.One] = Map.empty, error: Option[String] = None, body: String = "",
+    values: Vector[Array[Byte]] = Vector.empty)
 
 object Opened {
-  /** `value`: the pickled copy of what an executor-scoped listener opened; `problem`: why there is none. */
-  final case class One(name: String, scope: String, lifetime: String, value: Option[Array[Byte]], problem: Option[String])
+  final case class One(index: Int, scope: String, lifetime: String, name: String)
+  final case class Answer(listeners: Vector[One], error: Option[String])
 
   def of(frame: Frame): Opened = {
-    val body = Json.parse(frame.text("body"))
-    val blobs = frame.blobs("blobs")
-    val listeners = Json.items(body.get("listeners")).map { entry =>
-      def optional(name: String) = Option(entry.get(name)).filterNot(_.isNull)
-      entry.get("index").asInt -> One(
-        optional("name").map(_.asText).getOrElse(""), entry.get("scope").asText, entry.get("lifetime").asText,
-        optional("value").map(at => blobs(at.asInt)), optional("problem").map(_.asText))
-    }
-    Opened(listeners.toMap, Option(body.get("error")).filterNot(_.isNull).map(_.asText))
+    val answer = Json.read[Answer](frame.text("body"))
+    Opened(answer.listeners.map(one => one.index -> one).toMap, answer.error, frame.text("body"), frame.blobs("blobs"))
   }
 }
 
 /**
- * The executor's agent: a Python process that owns its executor-scoped listeners, started when the first is to be opened.
- * It ends by itself when its link is gone. One request at a time.
+ * The executor's agent: a Python process that owns the executor-scoped listeners. It starts when the first of them must
+ * open, and ends by itself when its link is gone. It handles one request at a time.
  */
 final class Agent(place: () => Path, settings: Settings, jar: String, log: String => Unit) {
   private val lock = new java.util.concurrent.locks.ReentrantLock()
@@ -36,35 +32,35 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
   @volatile private var link: Option[Link] = None
   @volatile private var answer = Option.empty[(String, CompletableFuture[Frame])]
 
-  /** Opens what is the executor's among these listeners. Throws when the agent cannot be started, or is lost meanwhile. */
-  def open(description: Description, lifetime: Option[String])(touched: Link => Unit): Opened = {
+  /** Opens the executor-scoped listeners of a topology. Throws if the agent cannot be started, or is lost meanwhile. */
+  def open(description: Description)(touched: Link => Unit): Opened = {
     lock.lock()
-    try request(description, lifetime, touched) finally lock.unlock()
+    try request(description, touched) finally lock.unlock()
   }
 
-  private def request(description: Description, lifetime: Option[String], touched: Link => Unit): Opened = {
-    val agent = running(description.python)
+  private def request(description: Description, touched: Link => Unit): Opened = {
+    val agent = running(description)
     touched(agent)
     val reply = new CompletableFuture[Frame]()
-    // Each hook is bounded by its process and by the executor; this bound is for an agent that says nothing at all.
-    val bound = StartMs + (settings.openTimeoutMs + settings.closeTimeoutMs + ExecutorCrew.HookGraceMs) * (description.listeners.size + 1)
+    // Its process and the executor bound each hook. This bound is for an agent that does not respond at all.
+    val bound = StartMs + (settings.openTimeoutMs + settings.closeTimeoutMs + PythonLinks.HookGraceMs) *
+      (description.listeners.size + 1)
     answer = Some(description.id -> reply)
     try {
       if (!link.contains(agent)) throw new IllegalStateException(s"the agent (process ${agent.pid}) has ended")
-      val (body, blobs) = description.encoded
-      val request = Json.parse(body)
-      lifetime.foreach(request.put("lifetime", _))
-      agent.send("OPEN", description.id, Json.write(request), blobs)
+      agent.send("OPEN", description.id, description.body, description.blobs)
       Opened.of(reply.get(bound, TimeUnit.MILLISECONDS))
     } catch {
-      case _: TimeoutException => // it hangs where no hook's timeout counts: in an import, or while it unpickles
+      case _: TimeoutException => // it hangs outside of hooks: in an import, or while it unpickles
         ProcessHandle.of(agent.pid).ifPresent(process => { process.destroyForcibly(); () })
-        throw new IllegalStateException(s"the agent (process ${agent.pid}) did not answer within $bound ms and was ended")
+        throw new IllegalStateException(
+          s"the agent (process ${agent.pid}) did not answer within $bound ms and was ended")
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
     } finally answer = None
   }
 
-  /** An agent has connected. One that was given up meanwhile is sent away: it closes what it has open and ends. */
+  /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes what it has open and
+    * ends. */
   def connected(arrived: Link): Unit =
     if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
       link = Some(arrived)
@@ -81,7 +77,7 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     .iterate(ProcessHandle.of(pid))(_.flatMap(_.parent()))
     .takeWhile(_.isPresent).exists(_.get.pid == ancestor)
 
-  /** The agent is gone; whoever waits for it learns why. Answers whether it was lost, not retired. */
+  /** The agent is gone: the waiting request fails with the reason. Returns whether the agent was lost, not retired. */
   def disconnected(gone: Link, why: Option[String]): Boolean = link.contains(gone) && {
     link = None
     answer.foreach(_._2.completeExceptionally(
@@ -91,25 +87,25 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
 
   def current: Option[Link] = link
 
-  /** Ends the agent when nothing needs it. While a request runs, it is needed. */
+  /** Ends the agent if nothing needs it. A running request needs it. */
   def retire(needed: Link => Boolean): Unit = if (lock.tryLock()) {
     try link.filterNot(needed).foreach { unneeded =>
-      link = None // at once: the next request starts another
+      link = None // at once: the next request starts another agent
       unneeded.close()
     } finally lock.unlock()
   }
 
-  /** Ends the agent; it closes what is open. */
+  /** Ends the agent, which closes its listeners. */
   def stop(): Unit = link.foreach(_.close())
 
-  /** Waits for the process to be gone, and ends it when it does not go. */
+  /** Waits for the end of the process, and kills it at the timeout. */
   def await(timeoutMs: Long): Unit = process.foreach { running =>
     if (!running.waitFor(math.max(1, timeoutMs), TimeUnit.MILLISECONDS)) running.destroyForcibly()
   }
 
   private val StartMs = 60000L
 
-  private def running(python: PythonCommand): Link = link.getOrElse {
+  private def running(python: Description): Link = link.getOrElse {
     val awaited = new CompletableFuture[Link]()
     arrival = awaited
     val root = SparkFiles.getRootDirectory()
@@ -129,7 +125,8 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     log(s"started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
       awaited.completeExceptionally(new IllegalStateException(
-        s"the agent (${python.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; the executor's stderr " +
+        s"the agent (${python.executable} -m stagecrew.worker.agent) " +
+          s"ended with exit code ${ended.exitValue}; the executor's stderr " +
           "says why"))
       ()
     }

@@ -9,17 +9,17 @@ import java.security.{MessageDigest, SecureRandom}
 import java.util.concurrent.{ConcurrentHashMap, Semaphore}
 import scala.util.control.NonFatal
 
-/** One Python process that is connected: a worker, or the agent. */
+/** A connected Python process. */
 final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
   val process: String = hello.text("process")
   val role: String = hello.text("role")
   val pid: Long = hello.long("pid")
   private val output = socket.getOutputStream
 
-  /** Sends one frame; a connection that broke is noticed by its reader. */
+  /** Sends one frame. The reader of the link notices a broken connection. */
   def send(kind: String, values: Any*): Unit = write(Frames.encode(kind, values: _*))
 
-  /** The same for frames that are encoded already, with their lengths in front. */
+  /** Sends encoded frames with their lengths. */
   def write(frames: Array[Byte]): Unit = try synchronized(output.write(frames)) catch { case _: IOException => close() }
 
   private[stagecrew] def read(limit: Int): Frame = Frames.read(input, limit)
@@ -33,22 +33,22 @@ final class Link(socket: Socket, hello: Frame, input: DataInputStream) {
   override def toString: String = s"$role process $pid"
 }
 
-/** What happens on links; called on the link's own thread, in the order of its frames. */
+/** Handles links. Called on the link's own thread, in the order of its frames. */
 trait LinkHandler {
   def connected(link: Link): Unit
   def received(link: Link, frame: Frame): Unit
-  /** Reads the link's frames until it ends by an exception. */
+  /** Reads the link's frames until an exception ends it. */
   def serve(link: Link, limit: Int): Unit = while (true) received(link, link.read(limit))
-  /** After the last frame, once. */
+  /** Called once, after the last frame. */
   def disconnected(link: Link): Unit
 }
 
 /**
  * The executor's side of the channels to its Python processes: a server on a loopback port.
  *
- * A connection must say within the deadline who it is, with the token; whatever else arrives is refused, and the others are
- * served meanwhile. Port and token stand in a file that only this user can read: a local property could reach the
- * event log, because in local mode tasks share their properties with the job.
+ * A connection must send the token within the deadline. Other connections are refused, and delay nobody. Port and token
+ * are in a file that only this user can read: a local property could reach the event log, because in local mode tasks
+ * share their properties with the job.
  */
 final class Channels(folder: Path, settings: Settings, version: String, welcome: () => String, handler: LinkHandler) {
   import Channels._
@@ -58,12 +58,13 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     new SecureRandom().nextBytes(bytes)
     bytes.map(b => f"${b & 0xff}%02x").mkString
   }
-  private val server = new ServerSocket(0, 128, InetAddress.getByName("127.0.0.1")) // as Python connects, also where Java prefers IPv6
+  // The address to which Python connects, also where Java prefers IPv6.
+  private val server = new ServerSocket(0, 128, InetAddress.getByName("127.0.0.1"))
   private val links = ConcurrentHashMap.newKeySet[Socket]()
   private val strangers = new Semaphore(MaxStrangers)
   @volatile private var closed = false
 
-  /** The file by which Python processes find this channel. */
+  /** The place file: it tells Python processes the port and the token. */
   val place: Path = {
     val file = Files.createFile(folder.resolve("channel.json"),
       PosixFilePermissions.asFileAttribute(PosixFilePermissions.fromString("rw-------")))
@@ -79,7 +80,7 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
       try {
         val socket = server.accept()
         if (strangers.tryAcquire()) thread(s"stagecrew-link-${socket.getPort}")(serve(socket))
-        else socket.close() // more unknown connections than any honest start brings
+        else socket.close() // more than any correct start opens
       } catch {
         case _: SocketException if closed => ()
         case NonFatal(error) => Log.log.warn("accepting a connection of a Python process failed", error)
@@ -91,7 +92,8 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     links.add(socket)
     val accepted = try greet(socket) catch {
       case NonFatal(error) =>
-        if (!closed) Log.log.warn(s"a connection to the executor's channel was refused: ${Option(error.getMessage).getOrElse("it ended too early")}")
+        val why = Option(error.getMessage).getOrElse("it ended too early")
+        if (!closed) Log.log.warn(s"a connection to the executor's channel was refused: $why")
         None
     } finally strangers.release()
     accepted.foreach { link =>
@@ -112,7 +114,7 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
     val stream = new Stream(socket, System.nanoTime() + settings.channelTimeoutMs * 1000000L)
     val input = new DataInputStream(new BufferedInputStream(stream, 1 << 16))
     val hello = Frames.read(input, MaxHello)
-    if (hello.kind != "HELLO") throw new FrameException(s"it began with ${hello.kind}")
+    if (hello.kind != "HELLO") throw new FrameException(s"its first frame is ${hello.kind}, not HELLO")
     if (!MessageDigest.isEqual(bytes(hello.text("token")), bytes(token))) throw new FrameException("wrong token")
     stream.known()
     val link = new Link(socket, hello, input)
@@ -136,10 +138,10 @@ final class Channels(folder: Path, settings: Settings, version: String, welcome:
 }
 
 object Channels {
-  /** The first frame may not be longer. */
+  /** The maximum length of the first frame. */
   val MaxHello = 4096
 
-  /** How many connections may be about to say who they are. */
+  /** How many connections may not be authenticated yet. */
   val MaxStrangers = 256
 
   private def bytes(text: String): Array[Byte] = text.getBytes(StandardCharsets.UTF_8)
@@ -151,8 +153,8 @@ object Channels {
   }
 
   /**
-   * A socket's stream whose reads end at a deadline (in nanoseconds) until its other side is known. The deadline is for the
-   * whole of the first frame: a trickle of bytes does not renew it.
+   * A socket's stream whose reads end at a deadline (in nanoseconds) until the other side is authenticated. The
+   * deadline is for the whole first frame: a trickle of bytes does not extend it.
    */
   private final class Stream(socket: Socket, deadline: Long) extends java.io.InputStream {
     private val in = socket.getInputStream
@@ -165,7 +167,7 @@ object Channels {
 
     private def limit(): Unit = if (stranger) {
       val ms = (deadline - System.nanoTime()) / 1000000L
-      if (ms <= 0) throw new java.net.SocketTimeoutException("it did not say in time who it is")
+      if (ms <= 0) throw new java.net.SocketTimeoutException("it was not authenticated in time")
       socket.setSoTimeout(ms.toInt)
     }
 

@@ -4,18 +4,22 @@ import java.util.concurrent.{CompletableFuture, CountDownLatch, ExecutorService}
 import scala.collection.concurrent.TrieMap
 import scala.collection.mutable
 
-/** A thread that does one thing after the other. What is scheduled on it after its end is dropped. */
+/** A thread that runs one thing after the other. It drops what is scheduled after its end. */
 trait Loop {
   def inLoop(f: => Unit): Unit
   def schedule(ms: Long)(f: => Unit): Unit
 }
 
 /**
- * Topologies on their way to be closed on an executor: attempts gone and what opens has opened, then workers, then the
- * agent, then JVM listeners, then what is stored of it. Of the loop's thread, where nothing else is said. `closed` is called when everything of a topology is closed here.
+ * The topologies that close on an executor. The steps: wait for attempts and opens in progress, close workers, then the
+ * agent, then JVM listeners, then release partitions. Used by the loop, except where noted. `closed` is called when
+ * everything of a topology is closed here.
  */
-final class Closings(executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService, loop: Loop)(
-    release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
+final class Closings(
+    executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService,
+    loop: Loop)(
+    release: String => CompletableFuture[Taken],
+      report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
   import Closings._
 
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
@@ -24,15 +28,15 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
   private var forced = false
 
   /**
-   * Something that a closing may wait for has changed: a link began or ended an attempt, closed, or is gone; an attempt is
-   * over. From any thread, after the change was booked; costs nothing while nothing closes.
+   * A closing may wait for a change: a link began or ended an attempt, closed, or is gone; an attempt has ended. Called
+   * by any thread after the change. It costs nothing while no topology closes.
    */
   def changed(): Unit = if (some) loop.inLoop(progress())
 
-  /** A latch that falls when the topology is closed; to be asked for before `end`, from any thread. */
+  /** A latch that opens when the topology is closed. Any thread must get it before it calls `end`. */
   def latch(topology: String): CountDownLatch = latches.getOrElseUpdate(topology, new CountDownLatch(1))
 
-  /** The topology has ended: closes it, and answers when it is closed, or with who has not closed when the time is over. */
+  /** The topology has ended: closes it. Replies when it is closed, or at the timeout with what has not closed. */
   def end(topology: String, timeoutMs: Long, reply: Option[Reply]): Unit = {
     table.end(topology)
     val closing = closings.getOrElseUpdate(topology, new Closing(topology))
@@ -42,7 +46,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     progress()
   }
 
-  /** Attempts are not waited for any more: the executor ends. */
+  /** The executor ends: stops waiting for attempts. */
   def force(): Unit = {
     forced = true
     progress()
@@ -61,7 +65,7 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
     private var released: Option[CompletableFuture[Taken]] = None
 
     def advance(): Unit = if (forced || table.attemptsOf(topology).isEmpty) sides.opening(topology) match {
-      // Whoever waited for it may be gone; it would open behind our back.
+      // The task that opens it may be gone, but the open goes on.
       case Some(open) => if (!opening.contains(open)) {
         opening = Some(open)
         open.whenComplete((_, _) => changed())
@@ -86,9 +90,10 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
       case None =>
         val side = sides.take(topology)
         val closed = CompletableFuture.runAsync(
-          () => side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
+          () =>
+            side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
         jvm = Some(closed)
-        closed.whenComplete((_, _) => changed()) // only now is it done, when the loop looks
+        closed.whenComplete((_, _) => changed()) // after `jvm` is set, which the loop reads
         ()
     }
 
@@ -114,9 +119,10 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
       latches.remove(topology).foreach(_.countDown())
     }
 
-    /** The time is over: says who has not closed, and goes on. */
+    /** The timeout: replies with what has not closed, and goes on. */
     def giveUp(): Unit = if (closings.contains(topology) && replies.nonEmpty) {
-      val attempts = table.attemptsOf(topology).toSeq.sorted.map(attempt => s"attempt $attempt on executor $executor still runs")
+      val attempts = table.attemptsOf(topology).toSeq.sorted
+        .map(attempt => s"attempt $attempt on executor $executor still runs")
       val held = processes.touching(topology).collect { case (link, busy) if !busy =>
         val names = processes.unclosed(link, topology)
         s"${if (names.isEmpty) "" else names.mkString("listener ", ", ", " in ")}$link on executor $executor"
@@ -136,6 +142,6 @@ final class Closings(executor: String, table: TopologyTable, processes: Processe
 }
 
 object Closings {
-  /** A hook that heeds its timeout says so a moment later: then it is counted, and nobody is waited for. */
+  /** A hook that heeds its timeout reports it a moment later: then it is counted, and nothing is late. */
   private val ReportGraceMs = 300L
 }

@@ -4,20 +4,20 @@ import java.nio.file.Path
 import java.util.concurrent.ConcurrentHashMap
 
 /**
- * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows which
- * executor is where, and nothing else: what an evaluation is, and whether it lives, Python knows.
+ * The driver's side of coordination: frames of evaluations go from executors to the driver's Python and back. It knows
+ * which executor is where, and nothing else: what an evaluation is, and whether it lives, Python knows.
  *
  * RPC threads never wait for Python (see `NonBlockingWriter`).
  */
-final class Coordination(settings: Settings, folder: () => java.io.File, statistics: Frame => Unit) extends LinkHandler {
+final class Coordination(settings: Settings, folder: () => java.io.File) extends LinkHandler {
   private val peers = new ConcurrentHashMap[String, Peer]()
   @volatile private var channels: Channels = _
-  /** Of each connection of Python: one, but while it connects anew. The last is written to. */
+  /** By connection of Python. There is one, except while Python reconnects; the last one is written to. */
   private val outlets = new ConcurrentHashMap[Link, NonBlockingWriter]()
   @volatile private var python: NonBlockingWriter = _
   private var made: java.io.File = _
 
-  /** Where driver Python finds its channel; made at the first call. */
+  /** The place file of the channel to the driver's Python, which is made at the first call. */
   def place: Path = synchronized {
     if (channels == null) {
       made = folder()
@@ -28,9 +28,9 @@ final class Coordination(settings: Settings, folder: () => java.io.File, statist
 
   // -- From executors (RPC threads)
 
-  private val endpoint = SparkInternals.endpoint(Coordination.EndpointName, new Handler {
+  private val endpoint = Rpc.endpoint(Coordination.EndpointName, new Handler {
     override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
-      // Only the executor's name is read here.
+      // Only the executor's name is read.
       from.foreach(peers.put(Frames.decodeMessage(message).text("executor"), _))
       if (python != null) python.put(message)
     }
@@ -52,19 +52,18 @@ final class Coordination(settings: Settings, folder: () => java.io.File, statist
 
   override def received(link: Link, frame: Frame): Unit = frame.kind match {
     case "READ" => Option(outlets.get(link)).foreach(_.wasRead(frame.long("messages")))
-    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // one that is lost was told of
-    case "STATISTICS" => statistics(frame)
+    case "TO" => Option(peers.get(frame.text("executor"))).foreach(_.send(frame.bytes("frames"))) // others are lost
     case other => throw new FrameException(s"the driver's Python does not send $other")
   }
 
-  /** Whoever waits for a coordinator waits in vain: executors are told. A second call does nothing. */
+  /** Tells executors, so that their tasks do not wait for coordinators. A second call does nothing. */
   override def disconnected(link: Link): Unit = Option(outlets.remove(link)).foreach { outlet =>
     outlet.close()
     peers.values.forEach(_.send(Frames.encode("LOST", "driver", "the way from coordinators to executors broke")))
   }
 
   def close(): Unit = synchronized {
-    Log.contained("stopping the coordination's endpoint")(SparkInternals.stopEndpoint(endpoint))
+    Log.contained("stopping the coordination's endpoint")(Rpc.stopEndpoint(endpoint))
     outlets.values.forEach(_.close())
     if (channels != null) {
       channels.close()

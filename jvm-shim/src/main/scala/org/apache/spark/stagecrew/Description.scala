@@ -1,8 +1,8 @@
 package org.apache.spark.stagecrew
 
-import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.collection.immutable.VectorMap
 
-/** One listener as it was registered. Its pickled bytes are never looked into. */
+/** One registered listener. Its pickled bytes are never read by the JVM. */
 final case class Entry(
     index: Int,
     kind: String, // "pickle", "name" or "jvm"
@@ -11,85 +11,55 @@ final case class Entry(
     scope: Option[String], // unknown for a name until an executor has imported it
     lifetime: Option[String],
     required: Boolean,
-    blob: Option[Array[Byte]]) {
+    blob: Option[Int]) { // the position of its pickled bytes in `Description.blobs`
 
   def python: Boolean = kind != "jvm"
   def forExecution: Boolean = lifetime.contains("execution")
-
-  private[stagecrew] def json: ObjectNode = {
-    val node = Json.obj()
-    node.put("index", index).put("kind", kind).put("name", name).put("target", target).put("required", required)
-    scope.foreach(node.put("scope", _))
-    lifetime.foreach(node.put("lifetime", _))
-    node
-  }
 }
 
-/** How the agent's process is started: as PySpark starts workers. The JVM of an executor cannot know it otherwise. */
-final case class PythonCommand(executable: String, environment: Map[String, String], files: Seq[String])
-
-/** What an executor needs to know of a topology. */
+/**
+ * What an executor needs to know about a topology: a header, which is JSON of these fields, and the pickled listeners
+ * as opaque bytes. `executable`, `environment` and `files` say how PySpark starts Python here, for the agent: the
+ * executor's JVM cannot find them out.
+ */
 final case class Description(
     id: String,
     name: String,
     parent: Option[String],
     listeners: Vector[Entry],
-    python: PythonCommand,
+    executable: String = "python3",
+    environment: VectorMap[String, String] = VectorMap.empty,
+    files: Vector[String] = Vector.empty,
     /** Whether tasks of no named topology may call functions that are bound to operators of the application. */
     coordinated: Boolean = false,
-    /** What is released when it ends: a policy of `DriverPartitions`. The application's partitions are Spark's own affair. */
-    release: String = DriverPartitions.KeepsAll) {
+    /** The release policy of `DriverPartitions`. The application's own partitions are Spark's business. */
+    release: String = DriverPartitions.KeepsAll)(
+    val blobs: Vector[Array[Byte]] = Vector.empty) {
 
-  /** Body and blobs for a frame; each pickled listener says where among the blobs its bytes are. */
-  def encoded: (String, Vector[Array[Byte]]) = {
-    val node = Json.obj()
-    node.put("id", id).put("name", name).put("executable", python.executable).put("coordinated", coordinated)
-    parent.foreach(node.put("parent", _))
-    val environment = node.putObject("environment")
-    python.environment.foreach { case (key, value) => environment.put(key, value) }
-    node.set[ObjectNode]("files", Json.arr(python.files))
-    val entries = node.putArray("listeners")
-    var blobs = Vector.empty[Array[Byte]]
-    listeners.foreach { listener =>
-      val entry = listener.json
-      listener.blob.foreach { blob =>
-        entry.put("blob", blobs.size)
-        blobs = blobs :+ blob
-      }
-      entries.add(entry)
+  /** The JSON of the header, encoded once. */
+  lazy val body: String = Json.write(this)
+
+  /** The lifetime of the listeners that open in it; None if all open in it. */
+  def lifetime: Option[String] =
+    if (id.startsWith(Description.ExecutionPrefix)) Some("execution")
+    else if (id == Description.Application) Some("application")
+    else None
+
+  /** Adds listeners after its own, whose indexes and positions stay. */
+  def and(more: Description): Description = {
+    val renumbered = more.listeners.zipWithIndex.map { case (entry, i) =>
+      entry.copy(index = listeners.size + i, blob = entry.blob.map(_ + blobs.size))
     }
-    (Json.write(node), blobs)
+    copy(listeners = listeners ++ renumbered)(blobs ++ more.blobs)
   }
 }
 
 object Description {
-  /** The id and the name of the topology that spans everything. */
+  /** The id and the name of the topology that spans the whole application. */
   val Application = "application"
 
-  /** The topologies of executions: their ids begin so. */
+  /** The first part of the ids of executions' topologies. */
   val ExecutionPrefix = "execution-"
 
-  def decode(body: String, blobs: Vector[Array[Byte]]): Description = {
-    val node = Json.parse(body)
-    def optional(from: ObjectNode, name: String): Option[String] = Option(from.get(name)).filterNot(_.isNull).map(_.asText)
-    Description(
-      id = node.get("id").asText,
-      name = node.get("name").asText,
-      parent = optional(node, "parent"),
-      listeners = Json.items(node.get("listeners")).map { entry =>
-        Entry(
-          index = entry.get("index").asInt,
-          kind = entry.get("kind").asText,
-          name = entry.get("name").asText,
-          target = optional(entry, "target").getOrElse(""),
-          scope = optional(entry, "scope"),
-          lifetime = optional(entry, "lifetime"),
-          required = entry.get("required").asBoolean,
-          blob = Option(entry.get("blob")).filterNot(_.isNull).map(at => blobs(at.asInt)))
-      }.toVector,
-      python = PythonCommand(
-        node.get("executable").asText, Json.fields(node.get("environment")), Json.strings(node.get("files"))),
-      coordinated = node.path("coordinated").asBoolean,
-      release = optional(node, "release").getOrElse(DriverPartitions.KeepsAll))
-  }
+  def decode(frame: Frame): Description = Json.read[Description](frame.text("body")).copy()(frame.blobs("blobs"))
 }

@@ -1,57 +1,51 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutionException, TimeUnit}
-import scala.annotation.tailrec
-import scala.jdk.CollectionConverters._
-import scala.util.control.NonFatal
+import java.util.concurrent.Executor
 import org.apache.spark.TaskContext
 
 /**
- * What an executor knows of topologies: it asks the driver once for each. `ask` waits for the driver's answer.
- *
- * Used by task threads; whoever comes while one asks waits for the same answer.
+ * What an executor knows about topologies. It asks the driver once for each, when the first task needs it; `ask` sends
+ * a message and waits for the reply.
  */
-final class Descriptions(executor: String, host: () => String, settings: Settings, table: TopologyTable, ask: Array[Byte] => Array[Byte]) {
+final class Descriptions(
+    executor: String, host: () => String, table: TopologyTable, pool: Executor, ask: Array[Byte] => Array[Byte]) {
   import Descriptions._
 
-  private val described = new Answers[Description]
-  private val executions = new Answers[String]
+  private val described = new Once[Option[Description]](pool)
+  private val executions = new Once[Option[String]](pool)
 
-  /** None for a topology that has ended. */
-  def describe(id: String): Option[Description] = described.now(id).orElse {
-    if (!table.active(id)) None
-    else described.of(id) {
-      val reply = Frames.decodeMessage(ask(Frames.encode("ASK_DESCRIPTION", executor, host(), id)))
-      if (reply.text("body").isEmpty) {
-        table.end(id)
-        table.forget(id)
-        None
-      } else Some(Description.decode(reply.text("body"), reply.blobs("blobs")))
+  /** The description of a topology; None if the topology has ended. */
+  def describe(id: String): Option[Description] =
+    known(id).orElse(if (!table.active(id)) None else found(described, id) {
+    val reply = Frames.decodeMessage(ask(Frames.encode("ASK_DESCRIPTION", executor, host(), id)))
+    if (reply.text("body").nonEmpty) Some(Description.decode(reply))
+    else {
+      table.end(id)
+      table.forget(id)
+      None
     }
-  }
+  })
 
-  /** What was asked for before, and is not forgotten. */
-  def known(id: String): Option[Description] = described.now(id)
+  /** A description that the driver has sent, and that is not forgotten. */
+  def known(id: String): Option[Description] = described.now(id).flatten
 
   def ids: Seq[String] = described.keys
 
-  /** The topology has ended: what belongs to its key belongs to another now (a streaming query that runs again). */
-  def ended(id: String): Unit = executions.forget(_ == id)
+  /** The topology has ended. Its key belongs to the next execution: the query may run again. */
+  def ended(id: String): Unit = executions.forgetAll(_.contains(id))
 
   def forget(id: String): Unit = {
     ended(id)
-    described.forget(_.id == id)
+    described.forgetAll(_.exists(_.id == id))
   }
 
-  /** A named topology and those that it lies in, outermost first; none when it has ended. */
+  /** A named topology and those around it, outermost first; none if it has ended. Then its tasks run under the
+    * application. */
   def named(id: String): List[Description] = ancestors(id, Nil)
 
   private def ancestors(id: String, inner: List[Description]): List[Description] = describe(id) match {
-    case None => Nil // it has ended: the task runs under the application's topology
-    case Some(description) => description.parent match {
-      case None => description :: inner
-      case Some(parent) => ancestors(parent, description :: inner)
-    }
+    case None => Nil
+    case Some(description) => description.parent.fold(description :: inner)(ancestors(_, description :: inner))
   }
 
   /** The topology of the execution that a task belongs to: streaming query, root SQL execution, or job. */
@@ -62,52 +56,15 @@ final class Descriptions(executor: String, host: () => String, settings: Setting
     id.flatMap(describe)
   }
 
-  private[stagecrew] def asked(key: String): Option[String] = executions.of(key) {
+  private[stagecrew] def asked(key: String): Option[String] = found(executions, key) {
     Some(Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key))).text("topology")).filter(_.nonEmpty)
   }
 
-  /** Answers by key, each asked for once, by the first who wants it; an answer that is none is not kept. */
-  private final class Answers[T] {
-    private val known = new ConcurrentHashMap[String, CompletableFuture[Option[T]]]()
-
-    def now(key: String): Option[T] = Option(known.get(key)).filter(a => a.isDone && !a.isCompletedExceptionally).flatMap(_.get())
-
-    @tailrec
-    def of(key: String)(question: => Option[T]): Option[T] = {
-      val mine = new CompletableFuture[Option[T]]()
-      val first = known.putIfAbsent(key, mine)
-      if (first == null) answer(key, mine)(question)
-      else {
-        val shared =
-          try Right(first.get(settings.channelTimeoutMs + ExecutorCrew.AskMs, TimeUnit.MILLISECONDS))
-          catch { case failed: ExecutionException => Left(failed.getCause) }
-        shared match {
-          case Right(found) => found
-          case Left(_: InterruptedException) => of(key)(question) // the one who asked was killed: not our end
-          case Left(cause) => throw cause
-        }
-      }
-    }
-
-    private def answer(key: String, mine: CompletableFuture[Option[T]])(question: => Option[T]): Option[T] =
-      try {
-        val found = question
-        if (found.isEmpty) known.remove(key, mine)
-        mine.complete(found)
-        found
-      } catch {
-        case error: Throwable =>
-          known.remove(key, mine)
-          mine.completeExceptionally(error)
-          throw error
-      }
-
-    def keys: Seq[String] = known.keySet.asScala.toSeq
-
-    def forget(which: T => Boolean): Unit = {
-      known.values.removeIf(answer => answer.isDone && (try answer.get().exists(which) catch { case NonFatal(_) => false }))
-      ()
-    }
+  /** The driver's answer; None is not kept. */
+  private def found[T](answers: Once[Option[T]], key: String)(question: => Option[T]): Option[T] = {
+    val answer = answers.of(key)(question)
+    if (answer.isEmpty) answers.forget(key)
+    answer
   }
 }
 

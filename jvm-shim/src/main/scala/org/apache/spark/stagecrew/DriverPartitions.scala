@@ -1,79 +1,84 @@
 package org.apache.spark.stagecrew
 
 import java.util.concurrent.ConcurrentHashMap
+import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import scala.jdk.CollectionConverters._
-import com.fasterxml.jackson.databind.JsonNode
-import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.SparkContext
+import org.apache.spark.scheduler.StagecrewScheduler
 
 /**
- * The driver's part of the bookkeeping: who uses which shuffles and cached datasets, and what goes when a topology ends.
- * Of the driver's loop, but for `keep` and `lookForKept`.
+ * The driver's part of the bookkeeping: which topologies use which shuffles and cached datasets, and what the end of a
+ * topology releases. Used by the driver's loop, except `keep` and `lookForKept`.
  *
- * Shuffles are never unregistered, which would abort a job that happens to run on one: their outputs are taken off the
- * tracker before executors delete the files, and who needs them again computes them again.
+ * Shuffles are never unregistered, because that aborts a job that runs on them. Their outputs are dropped from the
+ * tracker before executors delete the files. A job that needs them again recomputes them.
  */
 private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   import DriverPartitions._
 
-  // Where shuffles are stored by somebody else, that one's outputs are left alone.
+  // Outputs that Spark's own ShuffleDataIO does not store are not touched.
   private lazy val tracked = SparkInternals.tracksShuffles(sc)
   private val shuffles = new DatasetUsage
   private val caches = new DatasetUsage
-  private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> what is to be kept of it
+  private val datasets = new ConcurrentHashMap[String, List[AnyRef]]() // topology -> the datasets to keep
   private val kept = new ConcurrentHashMap[String, (Set[Int], Set[Int])]()
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
-  private val stale = mutable.HashMap.empty[Int, Long] // released shuffles: outputs of attempts before these are nobody's
+  private val stale = mutable.HashMap.empty[Int, Long] // released shuffles: nobody needs outputs of earlier attempts
 
-  /** A job of this topology needs these. */
+  /** A job of this topology needs these datasets. */
   def used(topology: String, shuffled: Iterable[Int], cached: Iterable[Int]): Unit = {
     if (tracked) shuffles.use(topology, shuffled)
     caches.use(topology, cached)
   }
 
-  /** What a dataset stores stays when the topology ends. */
+  /** Keeps a dataset's partitions when the topology ends. */
   def keep(topology: String, dataset: AnyRef): Unit = { datasets.merge(topology, List(dataset), (a, b) => b ++ a); () }
 
-  /** Looks what datasets that these topologies keep have stored by now: their plans may be large, so not on the loop. */
+  /** Finds what the kept datasets of these topologies have stored by now. Their plans may be large, so the loop does
+    * not do it. */
   def lookForKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
     Option(datasets.get(topology)).foreach { ones =>
       var shuffled, cached = Set.empty[Int]
-      ones.foreach(one => Log.contained("looking for what a dataset that is kept has stored") {
+      ones.foreach(one => Log.contained("finding what a kept dataset has stored") {
         val (itsShuffles, itsCaches) = SparkInternals.stored(sc, one)
         shuffled ++= itsShuffles
         cached ++= itsCaches
       })
       kept.put(topology, (shuffled, cached))
-      if (!datasets.containsKey(topology)) kept.remove(topology) // it has ended meanwhile
+      if (!datasets.containsKey(topology)) kept.remove(topology) // the topology has ended meanwhile
     }
   }
 
-  /** The topology, which lies in these, ends: what nobody else uses is taken off the tracker. Attempts `before` this one had
-    * begun when it was looked who uses what. Answers what executors are told. */
+  /** A topology inside these topologies ends: shuffles that no other topology uses are dropped from the tracker. The
+    * use of datasets was found out after all attempts `before` this one had begun. Returns what executors must
+    * release. */
   def end(topology: String, policy: String, around: Seq[String], before: Long): Released = {
     datasets.remove(topology)
     Option(kept.remove(topology)).foreach { case (shuffled, cached) => used(Description.Application, shuffled, cached) }
-    around.foreach(outer => Option(kept.get(outer)).foreach { case (shuffled, cached) => used(outer, shuffled, cached) })
+    around.foreach(outer => Option(kept.get(outer)).foreach { case (shuffled, cached) =>
+      used(outer, shuffled, cached) })
     val (alone, heirs) = shuffles.end(topology)
     val (aloneCaches, cacheHeirs) = caches.end(topology)
-    // What stays is the application's: the end of a topology that only reads it does not take it away.
+    // Kept datasets belong to the application: the end of a topology that only reads them does not release them.
     if (policy == KeepsAll) shuffles.use(Description.Application, alone ++ heirs.keys)
     if (policy == KeepsAll) caches.use(Description.Application, cacheHeirs.keys)
     if (policy != ReleasesAll) caches.use(Description.Application, aloneCaches)
     val released = if (policy == KeepsAll) Nil else alone
     if (migrates) stale ++= released.map(_ -> before)
-    Released(policy, released, before, heirs, if (policy == ReleasesAll) aloneCaches else Nil, cacheHeirs.keySet, drop(released))
+    val release = Release(
+      policy != KeepsAll, policy == ReleasesAll, before, released.toVector, cacheHeirs.keys.toVector,
+      heirs.map { case (shuffle, heir) => shuffle.toString -> heir }.to(VectorMap))
+    Released(release, if (policy == ReleasesAll) aloneCaches else Nil, drop(released))
   }
 
-  /** Takes outputs off the tracker. Answers what executors that are gone have left. */
+  /** Drops outputs from the tracker. Returns the files of lost executors. */
   def drop(shuffles: Iterable[Int]): Seq[SparkInternals.LeftBlocks] = if (!tracked) Nil else {
     lazy val alive = SparkInternals.executorsAlive()
     shuffles.toSeq.flatMap { shuffle =>
-      // Spark's own cleaner may take it at the same time.
+      // Spark's own cleaner may remove it at the same time.
       try SparkInternals.dropOutputs(sc, shuffle, alive) catch {
         case Failure(error) =>
-          Log.log.debug(s"the outputs of shuffle $shuffle could not be taken off the tracker", error)
+          Log.log.debug(s"the outputs of shuffle $shuffle could not be dropped from the tracker", error)
           Nil
       }
     }
@@ -82,54 +87,48 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   /** Whether nobody uses a cached dataset now. */
   def unused(cache: Int): Boolean = caches.heir(cache).isEmpty
 
-  /** What an executor has of each topology. Answers what of it is over, topologies that ended and datasets that are gone, and
-    * what executors that are gone have left of these topologies. While executors leave (`leaving`), what they still send of
-    * shuffles that were released goes too: outputs that were on their way come back into the tracker. `claim` looks which
-    * shuffles jobs use that run now, and is called when anything may go. */
+  /**
+   * Takes over an executor's inventory. Returns what the executor must delete, and the files that lost executors left:
+   * partitions of ended topologies, and datasets that Spark has deleted. While executors leave (`leaving`), this
+   * includes outputs that they still send of released shuffles, because these return into the tracker. `claim` finds
+   * the shuffles of running jobs; it is called before anything is deleted.
+   */
   def inventory(
-      told: ObjectNode, leaving: Boolean, stateOf: String => String, claim: () => Unit): (ObjectNode, Seq[SparkInternals.LeftBlocks]) = {
+      told: Inventory, leaving: Boolean, stateOf: String => String,
+        claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
     lazy val before = {
-      val next = SparkInternals.nextAttempt(sc)
+      val next = StagecrewScheduler.nextAttempt(sc)
       claim()
       next
     }
     def free(shuffle: Int): Boolean = before >= 0 && shuffles.heir(shuffle).isEmpty
-    val answer = Json.obj()
-    val ended = answer.putObject("ended")
     val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks]
+    var ended = VectorMap.empty[String, Release]
     val goneShuffles, goneCaches, unclaimed = mutable.LinkedHashSet.empty[Int]
-    Option(told.get("topologies")).toSeq.flatMap(_.properties.asScala).foreach { entry =>
-      val shuffled = Json.integers(entry.getValue.get("shuffles"))
-      val cached = Json.integers(entry.getValue.get("caches"))
+    told.topologies.foreach { case (topology, Datasets(shuffled, cached)) =>
       goneShuffles ++= shuffled.filterNot(SparkInternals.hasShuffle)
       goneCaches ++= cached.filterNot(SparkInternals.hasCache(sc, _))
-      val state = stateOf(entry.getKey)
-      if (entry.getKey == Description.Application) unclaimed ++= shuffled.filter(free)
-      else if (state == "active") used(entry.getKey, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
+      val state = stateOf(topology)
+      if (topology == Description.Application) unclaimed ++= shuffled.filter(free)
+      else if (state == "active") used(topology, shuffled.filterNot(goneShuffles), cached.filterNot(goneCaches))
       else if (state == "closed") {
         val (alone, passed) = shuffled.filterNot(goneShuffles).partition(free)
-        val heirs = passed.map(shuffle => shuffle -> shuffles.heir(shuffle).get).toMap
+        val heirs = passed.map(shuffle => shuffle.toString -> shuffles.heir(shuffle).get)
         if (migrates) stale ++= alone.map(_ -> before)
-        val released = Released(ReleasesShuffles, alone, before, heirs, Nil, Set.empty, drop(alone))
-        left ++= released.left
-        ended.set[JsonNode](entry.getKey, released.json)
+        ended += topology -> Release(outputs = true, blocks = false, before, alone, Vector.empty, heirs.to(VectorMap))
+        left ++= drop(alone)
       }
     }
     left ++= drop(unclaimed)
     if (migrates) stale ++= unclaimed.map(_ -> before)
-    val late = if (leaving) stale.filter { case (shuffle, _) => free(shuffle) } else Nil
-    // Half an output that arrives comes into no tracker, but Spark takes its executor for one that has something.
-    val found = Json.integers(told.get("found")).filter(free)
-    left ++= drop((late.map(_._1).filter(SparkInternals.hasOutputs) ++ found).toSet)
-    val outputs = answer.putObject("stale")
-    late.foreach { case (shuffle, before) => outputs.put(shuffle.toString, before) }
-    answer.set[JsonNode]("unclaimed", Json.numbers(unclaimed))
-    answer.set[JsonNode]("shuffles", Json.numbers(goneShuffles))
-    answer.set[JsonNode]("caches", Json.numbers(goneCaches))
-    (answer, left.toSeq)
+    val late = if (leaving) stale.filter { case (shuffle, _) => free(shuffle) } else Map.empty[Int, Long]
+    // An output that arrived in part is in no tracker, but Spark counts it as stored on its executor.
+    left ++= drop(late.keySet.filter(SparkInternals.hasOutputs) ++ told.found.filter(free))
+    (Orphans(ended, Datasets(goneShuffles.toVector, goneCaches.toVector), unclaimed.toVector,
+      late.map { case (shuffle, before) => StaleShuffle(shuffle, before) }.toVector), left.toSeq)
   }
 
-  /** Forgets what Spark itself has deleted. */
+  /** Forgets datasets that Spark has deleted. */
   def prune(): Unit = {
     shuffles.prune(SparkInternals.hasShuffle)
     caches.prune(SparkInternals.hasCache(sc, _))
@@ -142,26 +141,34 @@ private[stagecrew] object DriverPartitions {
   val ReleasesAll = "all"
   val KeepsAll = "none"
 
-  /** What a topology's end releases: of the shuffles what attempts `before` this one have written. `left` is what executors that
-    * are gone have left with an external shuffle service. */
-  final case class Released(
-      policy: String, shuffles: Seq[Int], before: Long, heirs: Map[Int, String], caches: Seq[Int], keptCaches: collection.Set[Int],
-      left: Seq[SparkInternals.LeftBlocks]) {
+  /** What the end of a topology releases. `left` are files that lost executors left with an external shuffle
+    * service. */
+  final case class Released(release: Release, caches: Seq[Int], left: Seq[SparkInternals.LeftBlocks])
+  val NothingReleased: Released =
+    Released(Release(false, false, 0, Vector.empty, Vector.empty, VectorMap.empty), Nil, Nil)
+}
 
-    def json: ObjectNode = {
-      val node = Json.obj().put("outputs", policy != KeepsAll).put("blocks", policy == ReleasesAll).put("before", before)
-      node.set[JsonNode]("shuffles", Json.numbers(shuffles))
-      node.set[JsonNode]("keptCaches", Json.numbers(keptCaches))
-      val to = node.putObject("heirs")
-      heirs.foreach { case (shuffle, heir) => to.put(shuffle.toString, if (heir == Description.Application) "" else heir) }
-      node
-    }
-  }
+// Messages between the driver and its executors.
 
-  def ending(node: ObjectNode): Ending = Ending(
-    node.get("outputs").asBoolean,
-    node.get("blocks").asBoolean,
-    Json.fields(node.get("heirs")).map { case (shuffle, heir) => shuffle.toInt -> Some(heir).filter(_.nonEmpty) },
-    Json.integers(node.get("keptCaches")).toSet,
-    Json.integers(node.get("shuffles")).toSet)
+/** Shuffles and cached datasets, by Spark's ids. */
+final case class Datasets(shuffles: Vector[Int], caches: Vector[Int])
+
+/** What an executor stores of each topology, and the shuffles of which it found stale outputs. */
+final case class Inventory(topologies: VectorMap[String, Datasets], found: Vector[Int])
+
+/** A released shuffle: nobody needs the outputs of attempts before this one. */
+final case class StaleShuffle(shuffle: Int, before: Long)
+
+/** The answer to an inventory: what the executor must delete. */
+final case class Orphans(
+    ended: VectorMap[String, Release], gone: Datasets, unclaimed: Vector[Int], stale: Vector[StaleShuffle])
+
+/** What an executor releases when a topology ends: of `shuffles` the outputs of attempts before this one. Outputs of
+  * other shuffles pass to their heirs. */
+final case class Release(
+    outputs: Boolean, blocks: Boolean, before: Long, shuffles: Vector[Int], keptCaches: Vector[Int],
+    heirs: VectorMap[String, String]) {
+  def ending: Ending = Ending(outputs, blocks, heirs.map { case (shuffle, heir) =>
+    shuffle.toInt -> Some(heir).filterNot(_ == Description.Application)
+  }, keptCaches.toSet, shuffles.toSet)
 }

@@ -4,18 +4,19 @@ import java.nio.ByteBuffer
 import scala.collection.mutable
 
 /**
- * An executor's evaluations: calls of bound functions that talk with coordinators on the driver. Their mailboxes are here, and
- * frames are routed by the evaluation's number alone; payloads are never looked into.
+ * The evaluations of an executor: calls of bound functions that talk with coordinators on the driver. It holds their
+ * mailboxes, routes frames by the evaluation's number alone, and never reads payloads.
  *
- * Link threads bring what workers say, RPC threads what the driver says. Guarded by its own lock, which is not held while a
- * worker or the driver is written to, but for what one evaluation is sent: that keeps its order.
+ * Link threads bring the frames of workers, RPC threads those of the driver. It is guarded by its own lock, which is
+ * not held while a worker or the driver is written to. The exception is an evaluation's own lock, which keeps the order
+ * of its events.
  */
 final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.Attempts, toDriver: Array[Byte] => Unit) {
   import Evaluations._
 
   private val book = mutable.LongMap.empty[Evaluation]
 
-  /** Serves a worker's link until it ends. Frames go on to the driver in batches: as many as are there. */
+  /** Serves a worker's link until it ends. Frames that have arrived together go to the driver together. */
   def serve(link: Link, limit: Int): Unit = {
     val batch = new Batch(toDriver)
     try while (true) {
@@ -30,9 +31,10 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val ready = Frames.decode(ByteBuffer.wrap(frame))
       val (id, attempt) = (ready.long("evaluation"), ready.long("attempt"))
       val evaluation = new Evaluation(id, link, attempt, new Mailbox(maxEvents, maxBytes))
-      synchronized(book(id) = evaluation) // before the driver hears of it, and answers
+      synchronized(book(id) = evaluation) // before the driver replies
       val (stageAttempt, partitions) = attempts.stageOf(attempt)
-      batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt, ready.long("number"), ready.long("stage"),
+      batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt,
+        ready.long("number"), ready.long("stage"),
         ready.long("partition"), stageAttempt.toLong, partitions.toLong)
       batch.flush()
       val ending = synchronized {
@@ -40,7 +42,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         evaluation.ending
       }
       ending.foreach { case (outcome, reason) => end(_.id == id, outcome, reason) }
-      // Its end may have been told before it was booked.
+      // The attempt may have ended before the evaluation was booked.
       val failed = attempts.failed(attempt)
       if (failed.nonEmpty || !attempts.runs(attempt)) over(_.id == id, failed)
     case "CREDIT_REQUEST" =>
@@ -49,7 +51,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         evaluation.deliver(_.want(want.long("events"), want.long("bytes")))
       }
     case kind @ ("EVENTS" | "REQUEST" | "FINISH" | "CREDIT") =>
-      // One that is over by Spark's word is not heard any more.
+      // Spark has ended its attempt: its frames are dropped.
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
@@ -57,7 +59,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
-  /** What the driver sent: frames, one behind the other. */
+  /** Handles a sequence of frames from the driver. */
   def arrived(frames: ByteBuffer): Unit = {
     val answers = new Batch(toDriver)
     while (frames.hasRemaining) {
@@ -81,7 +83,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
         case Mailbox.Refused(reason) => answers.add("OVERFLOWED", evaluation.id, reason)
       }
     case "REPLY" =>
-      // Before it is written: whoever gets the reply to a request may say at once that it has finished.
+      // Before the reply is written: the worker may send FINISH as soon as it has the reply.
       if (evaluation.finishing == Frames.sequenceOf(frame)) synchronized(book -= evaluation.id)
       evaluation.link.write(Frames.withLength(frame))
     case "HANDLED" => evaluation.link.write(Frames.withLength(frame))
@@ -94,19 +96,19 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
   /** The worker is gone, and its evaluations with it. */
   def gone(link: Link): Unit = end(_.link eq link, "failed", s"$link is gone")
 
-  /** Spark asks an attempt to end, which `attempts` knows by now: whoever waits for its coordinator ends at once. */
+  /** Spark asks an attempt to end, as `attempts` knows already: tasks that wait for a coordinator end at once. */
   def interrupted(attempt: Long): Unit = over(_.attempt == attempt, Some(Killed))
 
-  /** Spark's word on an attempt, which `attempts` knows by now to be over: "finished", which cuts what had not finished, or why
-    * it failed. */
+  /** An attempt has ended, as `attempts` knows already. If it did not fail, its unfinished evaluations are
+    * abandoned. */
   def attemptOver(attempt: Long, failed: Option[String]): Unit =
     if (book.nonEmpty) over(_.attempt == attempt, failed)
 
   private def over(which: Evaluation => Boolean, failed: Option[String]): Unit =
     end(which, if (failed.isEmpty) "abandoned" else "failed", failed.getOrElse(Unneeded))
 
-  /** Tells both sides: the coordinator, and whoever waits for it in the task. The driver hears of a begin before it hears of its
-    * end: who is about to tell it of one tells it of the other too. */
+  /** Ends evaluations on both sides: the coordinator, and the task that waits for it. The driver gets the begin of
+    * an evaluation before its end: the thread that sends the begin sends the end too. */
   private def end(which: Evaluation => Boolean, outcome: String, reason: String): Unit = {
     val over = synchronized {
       val (found, unannounced) = book.values.filter(which).toVector.partition(_.announced)
@@ -124,26 +126,26 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 }
 
 object Evaluations {
-  /** What the executor's books say of an attempt. */
+  /** What the executor knows about attempts. */
   trait Attempts {
     def runs(attempt: Long): Boolean
-    /** Why it failed, or that Spark has asked it to end; asked before `runs`. */
+    /** Why it failed, or that Spark has asked it to end. Called before `runs`. */
     def failed(attempt: Long): Option[String]
-    /** Which attempt at its stage it belongs to, and how many partitions that has: a Python task knows neither. */
+    /** The attempt of its stage, and the number of partitions of that: a Python task knows neither. */
     def stageOf(attempt: Long): (Int, Int)
   }
 
-  /** Those of this executor, which hear of the driver by an endpoint of their own. */
+  /** Creates the evaluations of an executor, with their own endpoint for the driver. */
   def on(executor: String, settings: Settings, attempts: Attempts): Evaluations = {
-    lazy val driver = SparkInternals.driver(Coordination.EndpointName)
+    lazy val driver = Rpc.driver(Coordination.EndpointName)
     lazy val here: Evaluations = new Evaluations(settings.mailboxEvents, settings.mailboxBytes, attempts,
       frames => driver.send(Frames.encode("FROM", executor, frames)))
-    lazy val endpoint: Peer = SparkInternals.endpoint(s"stagecrew-evaluations-$executor", new Handler {
+    lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
         Log.contained("what a coordinator sent")(here.arrived(ByteBuffer.wrap(message)))
     })
-    // Who we are, once and before all else: Java takes longer to write and read a reference than all the rest of a message.
-    driver.send(SparkInternals.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))
+    // The endpoint's reference is sent once: Java takes longer for it than for the rest of a message.
+    driver.send(Rpc.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))
     here
   }
 
@@ -153,13 +155,13 @@ object Evaluations {
   val Failed = "its attempt failed"
 
   private final class Evaluation(val id: Long, val link: Link, val attempt: Long, mailbox: Mailbox) {
-    /** The sequence number of its end, once its function has ended: the answer to that is the last that it gets. */
+    /** The sequence number of its FINISH frame: the reply to that is the last one. */
     @volatile var finishing = -1L
-    /** Whether the driver was told of its begin, and how it ended before; with the book's lock. */
+    /** Whether the driver knows its begin, and how it ended before that; guarded by the lock of the book. */
     var announced = false
     var ending = Option.empty[(String, String)]
 
-    /** Changes the mailbox and sends the worker what it may have now. */
+    /** Changes the mailbox, and sends the worker the events that it may have now. */
     def deliver[T](change: Mailbox => T): T = synchronized {
       val answer = change(mailbox)
       mailbox.take().foreach { case (first, events) => link.send("EVENTS", id, first, events) }
@@ -167,7 +169,7 @@ object Evaluations {
     }
   }
 
-  /** Frames on their way to the driver. Of one thread. */
+  /** Frames that go to the driver together. Not thread-safe. */
   private final class Batch(send: Array[Byte] => Unit) {
     private val frames = mutable.ArrayBuffer.empty[Array[Byte]]
     private var bytes = 0

@@ -3,16 +3,17 @@ package org.apache.spark.stagecrew
 import scala.collection.mutable
 
 /**
- * Which execution (root SQL execution, RDD job or streaming query) a stage or a query belongs to, and whether it still runs.
+ * Which execution (root SQL execution, RDD job or streaming query) a stage or a query belongs to, and whether it still
+ * runs.
  *
- * Spark's listener bus tells of beginnings and ends, late or, when a queue is full, never: then Spark's own books are asked.
- * Owned by the driver's loop; `later` runs something in it after so many milliseconds.
+ * Spark's listener bus reports starts and ends late, or not at all if a queue is full: then Spark's own books are read.
+ * Used by the driver's loop only; `later` runs something in it after a delay in milliseconds.
  */
 private[stagecrew] final class Executions(books: Executions.Books, later: Long => (=> Unit) => Unit) {
   import Executions._
 
   private val queries = mutable.HashMap.empty[String, String] // query id -> run id
-  private val jobsOfStage = mutable.HashMap.empty[Int, Set[Int]] // those that run
+  private val jobsOfStage = mutable.HashMap.empty[Int, Set[Int]] // running jobs
   private val waitingForStage = mutable.HashMap.empty[Int, List[Option[String] => Unit]]
 
   def jobStarted(job: Int, stages: Seq[Int]): Unit = stages.foreach { stage =>
@@ -25,13 +26,15 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
     ()
   }
 
-  /** Of jobs that share a stage its tasks belong to the first that runs (core/scheduler/DAGScheduler.scala). */
-  private def jobOf(stage: Int): Option[String] = jobsOfStage.get(stage).flatMap(_.filter(books.jobRuns).minOption).map(ofJob)
+  /** The execution of a stage. The tasks of a shared stage belong to the first running job
+    * (core/scheduler/DAGScheduler.scala). */
+  private def jobOf(stage: Int): Option[String] =
+    jobsOfStage.get(stage).flatMap(_.filter(books.jobRuns).minOption).map(ofJob)
 
-  /** Forgets jobs of whose end the bus did not tell. */
+  /** Forgets jobs whose end the bus has dropped. */
   def prune(): Unit = jobsOfStage.valuesIterator.flatten.toSet.filterNot(books.jobRuns).foreach(jobEnded)
 
-  /** Whether a job that is known to run has this stage. */
+  /** Whether a running job has this stage. */
   def hasStage(stage: Int): Boolean = jobsOfStage.contains(stage)
 
   def queryStarted(id: String, run: String): Unit = queries(id) = run
@@ -39,7 +42,7 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
   /** A query that was started again meanwhile keeps its new run. */
   def queryEnded(id: String, run: String): Unit = if (queries.get(id).contains(run)) queries -= id
 
-  /** Answers, now or later, the execution of `stage:<number>` or `query:<id>`; None when there is none. */
+  /** Finds the execution of `stage:<number>` or `query:<id>`, now or later; None if it has none. */
   def find(key: String)(answer: Option[String] => Unit): Unit = key.split(":", 2) match {
     case Array("query", id) => answer(queries.get(id).orElse(books.queryRun(id)).map(ofQuery))
     case Array("stage", number) =>
@@ -58,13 +61,13 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
     case _ => answer(None)
   }
 
-  /** Whether an execution may begin: it runs, as far as the bus or Spark's books say. */
+  /** Whether an execution may begin: the bus or Spark's books know that it runs. */
   def mayBegin(id: String): Boolean = runs(id) || (parts(id) match {
     case Array("query", run) => queries.values.exists(_ == run)
     case _ => false
   })
 
-  /** Whether an execution runs, by Spark's books. */
+  /** Whether an execution runs according to Spark's books. */
   def runs(id: String): Boolean = parts(id) match {
     case Array("sql", number) => books.sqlRuns(number.toLong)
     case Array("query", run) => books.queryRuns(run)
@@ -74,7 +77,7 @@ private[stagecrew] final class Executions(books: Executions.Books, later: Long =
 }
 
 private[stagecrew] object Executions {
-  /** What Spark itself knows. */
+  /** Spark's own books. */
   trait Books {
     def jobOfStage(stage: Int): Option[Int]
     def jobRuns(job: Int): Boolean
@@ -83,14 +86,14 @@ private[stagecrew] object Executions {
     def queryRun(id: String): Option[String]
   }
 
-  /** How long the event of a job's start is waited for. */
+  /** How long to wait for the event of a job's start. */
   val EventMs = 500L
 
   def ofJob(job: Int): String = s"${Description.ExecutionPrefix}job-$job"
   def ofSql(execution: Long): String = s"${Description.ExecutionPrefix}sql-$execution"
   def ofQuery(run: String): String = s"${Description.ExecutionPrefix}query-$run"
 
-  /** How people call it. */
+  /** The name of an execution in the UI. */
   def name(id: String): String = parts(id).mkString(" ")
 
   private def parts(id: String): Array[String] = id.stripPrefix(Description.ExecutionPrefix).split("-", 2)

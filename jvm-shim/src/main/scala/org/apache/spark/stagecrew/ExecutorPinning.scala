@@ -5,12 +5,12 @@ import scala.collection.mutable
 import scala.jdk.CollectionConverters._
 
 /**
- * The executors on which topologies close, which Spark is not to take for idle. Changes come from the driver's loop; Spark
- * is told in the thread of its listeners, where it counts. The event that brings it there may be dropped: each later one, or a
- * reminder, makes up for it, so that every begin that was told is followed by its end.
+ * The executors on which topologies close, which Spark must not regard as idle. The driver's loop makes changes; Spark
+ * is notified in the thread of its listeners, where it counts tasks. A posted event may be dropped: each later one, or
+ * a reminder, makes up for it, so that every begin is followed by its end.
  *
- * @param pin tells Spark that a topology begins to close on an executor, or has ended there
- * @param post has `tell` be called in that thread, soon or never
+ * @param pin notifies Spark that a topology begins to close on an executor, or has ended there
+ * @param post has `tell` called in that thread, soon or never
  */
 private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, post: () => Unit) {
   private val closing = ConcurrentHashMap.newKeySet[(String, String)]() // topology, executor
@@ -21,7 +21,7 @@ private[stagecrew] final class ExecutorPinning(pin: (String, Boolean) => Unit, p
 
   def ends(topology: String, executor: String): Unit = change(closing.remove(topology -> executor))
 
-  /** To be called now and then. */
+  /** Called from time to time. */
   def remind(): Unit = if (behind) post()
 
   def tell(): Unit = {

@@ -4,7 +4,7 @@ import java.io.{DataInputStream, EOFException}
 import java.nio.{BufferUnderflowException, ByteBuffer, CharBuffer}
 import java.nio.charset.{CharacterCodingException, CodingErrorAction, StandardCharsets}
 
-/** Bytes that are no frame, or a frame that is larger than allowed. */
+/** The bytes are not a frame, or the frame is too large. */
 final class FrameException(message: String) extends Exception(message)
 
 /** One decoded frame. */
@@ -13,7 +13,7 @@ final class Frame(val kind: String, fields: Map[String, Any]) {
   def long(name: String): Long = fields(name).asInstanceOf[Long]
   def bytes(name: String): Array[Byte] = fields(name).asInstanceOf[Array[Byte]]
   def blobs(name: String): Vector[Array[Byte]] = fields(name).asInstanceOf[Vector[Array[Byte]]]
-  override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // never the values: they may be secrets
+  override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // without the values, which may be secrets
 }
 
 /**
@@ -33,13 +33,15 @@ object Frames {
     kind("END", 6, "attempt" -> 'q'),
     kind("HOOK", 7, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "timeout" -> 'q'),
     kind("HOOK_DONE", 8, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "outcome" -> 's', "micros" -> 'q',
-      "error" -> 's'),
+      "error" -> 's', "line" -> 's'),
     kind("CLOSE", 9, "topology" -> 's'),
     kind("CLOSED", 10, "topology" -> 's'),
     kind("OPEN", 11, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
     kind("OPENED", 12, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
     kind("GOODBYE", 13, "reason" -> 's'),
     kind("REFUSED", 14, "reason" -> 's'),
+    kind("SAMPLES", 16, "body" -> 's'),
+    kind("TOPOLOGY", 17, "topology" -> 's', "body" -> 's', "blobs" -> 'l', "opened" -> 's', "values" -> 'l'),
     kind("ASK_DESCRIPTION", 32, "executor" -> 's', "host" -> 's', "topology" -> 's'),
     kind("ASK_EXECUTION", 33, "executor" -> 's', "key" -> 's'),
     kind("EXECUTION", 34, "topology" -> 's'),
@@ -73,7 +75,7 @@ object Frames {
   private val byName = kinds.map(k => k.name -> k).toMap
   private val byNumber = kinds.map(k => k.number -> k).toMap
 
-  /** The bytes of one frame, its length in front. Values are `Long`, `String`, `Array[Byte]` or a `Seq` of these. */
+  /** Encodes a frame with its length. Values are `Long`, `String`, `Array[Byte]` or a `Seq` of these. */
   def encode(name: String, values: Any*): Array[Byte] = {
     val kind = byName.getOrElse(name, throw new FrameException(s"unknown kind of frame $name"))
     if (values.size != kind.fields.size) {
@@ -85,7 +87,8 @@ object Frames {
       case ((_, 'b'), value: Array[Byte]) => sized(value)
       case ((_, 'l'), values: Seq[_]) => u32(values.size) +: values.flatMap(v => sized(v.asInstanceOf[Array[Byte]]))
       case ((field, type_), value) =>
-        throw new FrameException(s"field $field of a $name frame is of type $type_, not ${value.getClass.getSimpleName}")
+        throw new FrameException(
+          s"field $field of a $name frame is of type $type_, not ${value.getClass.getSimpleName}")
     }
     val length = 1 + parts.map(_.length).sum
     val out = ByteBuffer.allocate(4 + length).putInt(length).put(kind.number.toByte)
@@ -93,7 +96,7 @@ object Frames {
     out.array
   }
 
-  /** The frame that these bytes are: `kind | fields`, without the length in front. */
+  /** Decodes a frame without its length: `kind | fields`. */
   def decode(bytes: ByteBuffer): Frame = {
     if (!bytes.hasRemaining) throw new FrameException("an empty frame")
     val number = bytes.get() & 0xff
@@ -109,7 +112,8 @@ object Frames {
       val fields = kind.fields.map { case (name, type_) =>
         val value: Any = type_ match {
           case 'q' => bytes.getLong()
-          case 's' => utf8(chunk()).getOrElse(throw new FrameException(s"field $name of a ${kind.name} frame is not UTF-8"))
+          case 's' => utf8(chunk()).getOrElse(
+            throw new FrameException(s"field $name of a ${kind.name} frame is not UTF-8"))
           case 'b' => chunk()
           case _ =>
             val count = bytes.getInt()
@@ -119,7 +123,7 @@ object Frames {
         name -> value
       }
       if (bytes.hasRemaining) {
-        throw new FrameException(s"${bytes.remaining} bytes are left over behind a ${kind.name} frame")
+        throw new FrameException(s"${bytes.remaining} bytes are left over after a ${kind.name} frame")
       }
       new Frame(kind.name, fields.toMap)
     } catch {
@@ -127,39 +131,41 @@ object Frames {
     }
   }
 
-  /** The name of the kind of an undecoded frame, `kind | fields`. */
+  /** The kind of an encoded frame. */
   def nameOf(frame: Array[Byte]): String = {
     if (frame.isEmpty) throw new FrameException("an empty frame")
     val number = frame(0) & 0xff
     byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number")).name
   }
 
-  /** The evaluation of an undecoded frame whose first field that is. */
+  /** The evaluation of an encoded frame that has it as its first field. */
   def evaluationOf(frame: Array[Byte]): Long = longAt(frame, 1)
 
-  /** The sequence number of one whose second field that is. */
+  /** The sequence number of an encoded frame that has it as its second field. */
   def sequenceOf(frame: Array[Byte]): Long = longAt(frame, 9)
 
   private def longAt(frame: Array[Byte], at: Int): Long =
     if (frame.length >= at + 8) ByteBuffer.wrap(frame).getLong(at) else throw new FrameException("a frame is cut short")
 
-  /** A message between JVMs: the same bytes, with their length in front. */
+  /** Decodes a message between JVMs: a frame with its length. */
   def decodeMessage(bytes: Array[Byte]): Frame = {
     val buffer = ByteBuffer.wrap(bytes)
-    if (buffer.remaining < 4 || buffer.getInt() != buffer.remaining) throw new FrameException("a message of a wrong length")
+    if (buffer.remaining < 4 || buffer.getInt() != buffer.remaining)
+      throw new FrameException("a message of a wrong length")
     decode(buffer)
   }
 
-  /** The next frame of a stream; throws `EOFException` at its end, also in the middle of a frame. */
+  /** Reads the next frame of a stream. Throws `EOFException` at its end, also within a frame. */
   def read(in: DataInputStream, limit: Int): Frame = decode(ByteBuffer.wrap(readBytes(in, limit)))
 
-  /** The same, undecoded. */
+  /** Reads the bytes of the next frame. */
   def readBytes(in: DataInputStream, limit: Int): Array[Byte] = {
     val length = in.readInt()
     if (length < 0 || length > limit) {
-      throw new FrameException(s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
+      throw new FrameException(
+        s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
     }
-    // In steps: a length that is announced but never sent takes no memory.
+    // In steps: an announced length without data takes no memory.
     var bytes = new Array[Byte](math.min(length, 1 << 16))
     var at = 0
     while (at < length) {
@@ -171,10 +177,11 @@ object Frames {
     bytes
   }
 
-  /** An undecoded frame with its length in front. */
-  def withLength(frame: Array[Byte]): Array[Byte] = ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
+  /** Adds the length to an encoded frame. */
+  def withLength(frame: Array[Byte]): Array[Byte] =
+    ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
 
-  /** And the other way. */
+  /** Removes the length of an encoded frame. */
   def withoutLength(frame: Array[Byte]): Array[Byte] = java.util.Arrays.copyOfRange(frame, 4, frame.length)
 
   private def sized(data: Array[Byte]): Seq[Array[Byte]] = Seq(u32(data.length), data)

@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 
-/** The stored job whose driver the application is: who leads it, and its steps. */
+/** The stored job whose driver this application is: its facts and its steps. */
 private[stagecrew] object JobPage {
   def html(shown: PageModel, ask: PageRequest): Seq[Node] = shown.snapshot.recovery match {
     case None => <p>This application is no stored job's driver. Jobs that outlive their driver are submitted with
@@ -13,17 +13,16 @@ private[stagecrew] object JobPage {
       val tables = new Tables(ask, "jobs/", Nil, steps)
       Seq[NodeSeq](
         shown.notes.getOrElse("", Nil).map(Show.note),
-        Show.facts(recovery.facts.map { case (name, value) => name.capitalize -> (Show.text(value): NodeSeq) }: _*),
+        Show.facts(recovery.facts.toSeq.map { case (name, value) =>
+          name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,
-        if (recovery.forgottenSteps == 0) NodeSeq.Empty else <p>{s"Listed are those that run and the last ones, ${recovery.steps.size} of them."}</p>,
+        if (recovery.forgottenSteps == 0) NodeSeq.Empty
+        else <p>{s"Listed are those that run and the last ones, ${recovery.steps.size} of them."}</p>,
         if (recovery.steps.isEmpty) <p>No step has begun.</p> else tables(steps)).flatten
   }
 
-  def json(shown: PageModel): ObjectNode = {
-    val node = Tab.head(shown)
-    shown.snapshot.recovery.foreach(one => node.set[ObjectNode]("recovery", one.json))
-    node
-  }
+  def json(shown: PageModel): ObjectNode = shown.snapshot.recovery.foldLeft(Tab.head(shown))(
+    (node, recovery) => node.set[ObjectNode]("recovery", Json.tree(recovery)))
 
   private def columns(shown: PageModel): Seq[Column[StepView]] = Seq(
     Column.text("Step")(_.name), Column.text("State", "found: an earlier run had stored its result")(_.state),

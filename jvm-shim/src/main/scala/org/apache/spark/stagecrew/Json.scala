@@ -1,36 +1,76 @@
 package org.apache.spark.stagecrew
 
 import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
-import com.fasterxml.jackson.databind.node.{ArrayNode, ObjectNode}
+import com.fasterxml.jackson.databind.node.{ArrayNode, JsonNodeFactory, ObjectNode}
+import java.lang.reflect.{ParameterizedType, Type}
+import scala.collection.immutable.VectorMap
 import scala.jdk.CollectionConverters._
+import scala.reflect.ClassTag
 
-/** JSON by Spark's own Jackson: what travels between Python and the shim as text. */
+/**
+ * JSON by Spark's own Jackson. A case class is an object with one field for each parameter.
+ *
+ * `None` is not written. An absent field is read as 0, false, "", an empty collection or `None`, and an unknown field
+ * is ignored, so that event logs of older and newer versions stay readable.
+ */
 private[stagecrew] object Json {
   private val mapper = new ObjectMapper()
 
+  /** Names that fields had in event logs that were written before a rename. */
+  private val earlierNames = Map("abandoned" -> "cut")
+
   def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
   def obj(): ObjectNode = mapper.createObjectNode()
-  def arr(values: Iterable[String] = Nil): ArrayNode = {
-    val node = mapper.createArrayNode()
-    values.foreach(value => node.add(value))
-    node
+
+  def write(value: Any): String = mapper.writeValueAsString(node(value))
+  def tree(value: Product): ObjectNode = node(value).asInstanceOf[ObjectNode]
+  def read[T: ClassTag](text: String): T = as[T](parse(text))
+  def as[T](node: JsonNode)(implicit tag: ClassTag[T]): T = value(node, tag.runtimeClass).asInstanceOf[T]
+
+  private def node(value: Any): JsonNode = value match {
+    case node: JsonNode => node
+    case text: String => JsonNodeFactory.instance.textNode(text)
+    case number: Long => JsonNodeFactory.instance.numberNode(number)
+    case number: Int => JsonNodeFactory.instance.numberNode(number)
+    case flag: Boolean => JsonNodeFactory.instance.booleanNode(flag)
+    case map: scala.collection.Map[_, _] => fields(map.iterator.map { case (key, value) => key.toString -> value })
+    case items: Iterable[_] =>
+      items.foldLeft(mapper.createArrayNode())((array: ArrayNode, item) => array.add(node(item)))
+    case product: Product => fields(product.productElementNames.zip(product.productIterator))
+    case other => throw new IllegalArgumentException(s"JSON holds no ${other.getClass.getName}")
   }
-  def numbers(values: Iterable[Int]): ArrayNode = {
-    val node = mapper.createArrayNode()
-    values.foreach(value => node.add(value))
-    node
+
+  private def fields(values: Iterator[(String, Any)]): ObjectNode = values.foldLeft(obj()) {
+    case (node, (_, None)) => node
+    case (into, (name, Some(value))) => into.set[ObjectNode](name, node(value))
+    case (into, (name, value)) => into.set[ObjectNode](name, node(value))
   }
-  def integers(node: JsonNode): Seq[Int] = if (node == null) Nil else node.elements.asScala.map(_.asInt).toSeq
-  def put(node: ObjectNode, name: String, items: Iterable[ObjectNode]): Unit = {
-    val array = node.putArray(name)
-    items.foreach(array.add(_))
+
+  private def value(node: JsonNode, wanted: Type): Any = wanted match {
+    case generic: ParameterizedType => elements(node, generic.getRawType, generic.getActualTypeArguments)
+    case java.lang.Long.TYPE => node.asLong
+    case java.lang.Integer.TYPE => node.asInt
+    case java.lang.Boolean.TYPE => node.asBoolean
+    case text if text == classOf[String] => if (node.isNull) "" else node.asText
+    case number if number == classOf[Object] => node.asInt // the only primitive that collections hold
+    case product: Class[_] =>
+      if (!node.isObject && !node.isMissingNode)
+        throw new IllegalArgumentException(s"${product.getSimpleName} is an object, not $node")
+      val constructor = product.getConstructors.head
+      constructor.newInstance(constructor.getParameters.map { parameter =>
+        val name = if (node.has(parameter.getName)) parameter.getName
+          else earlierNames.getOrElse(parameter.getName, parameter.getName)
+        value(node.path(name), parameter.getParameterizedType).asInstanceOf[Object]
+      }: _*)
+    case other => throw new IllegalArgumentException(s"JSON cannot be read as $other")
   }
-  def write(node: JsonNode): String = mapper.writeValueAsString(node)
-  def items(node: JsonNode): Seq[ObjectNode] =
-    if (node == null) Nil else node.elements.asScala.map(_.asInstanceOf[ObjectNode]).toSeq
-  def strings(node: JsonNode): Seq[String] = if (node == null) Nil else node.elements.asScala.map(_.asText).toSeq
-  /** A field under its name, or under an earlier one: event logs that were written before a rename stay readable. */
-  def renamed(node: JsonNode, name: String, earlier: String): JsonNode = if (node.has(name)) node.get(name) else node.path(earlier)
-  def fields(node: JsonNode): Map[String, String] =
-    if (node == null) Map.empty else node.properties.asScala.map(entry => entry.getKey -> entry.getValue.asText).toMap
+
+  private def elements(node: JsonNode, kind: Type, of: Array[Type]): Any = {
+    def items = node.elements.asScala.map(value(_, of.head))
+    if (kind == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, of.head))
+    else if (kind == classOf[VectorMap[_, _]])
+      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, of(1))).to(VectorMap)
+    else if (kind == classOf[Set[_]]) items.toSet
+    else items.toVector
+  }
 }

@@ -5,7 +5,7 @@ import java.util.concurrent.{ExecutionException, ExecutorService, TimeUnit, Time
 import org.apache.spark.TaskContext
 import stagecrew.{TopologyContext, TopologyListener}
 
-/** What listeners in the JVM are told. */
+/** The context of listeners in the JVM. */
 final case class Where(
     application: String,
     topology: String,
@@ -15,16 +15,17 @@ final case class Where(
     configuration: JMap[String, String])
   extends TopologyContext
 
-/** A listener that could not be opened, or did not in time; the cause is what it threw. */
-final class OpenFailedException(val listener: String, message: String, cause: Throwable) extends Exception(message, cause)
+/** A listener could not be opened, or not in time. The cause is the exception of the listener. */
+final class OpenFailedException(val listener: String, message: String, cause: Throwable)
+  extends Exception(message, cause)
 
-/** The JVM listeners of one topology on one executor, opened in order. Hooks run in `pool`, bounded in time. */
+/** The JVM listeners of one topology on one executor, opened in order. Hooks run in `pool`, with a timeout. */
 final class JvmListeners(
     entries: Vector[Entry], where: Where, settings: Settings, ledger: Ledger, pool: ExecutorService) {
 
   private var opened = Vector.empty[(Entry, TopologyListener)]
 
-  /** Opens all of them, or throws `OpenFailedException` with what was opened closed again. */
+  /** Opens all of them. If one fails, closes those that were opened, and throws `OpenFailedException`. */
   def open(): Unit = try {
     entries.foreach { entry =>
       val listener = instance(entry)
@@ -33,12 +34,12 @@ final class JvmListeners(
       called(entry, "open", settings.openTimeoutMs)(listener.open(where))
     }
   } catch {
-    case failed: OpenFailedException => // also when one cannot even be created: those before it are open
+    case failed: OpenFailedException => // also if one cannot be created: those before it are open
       close()
       throw failed
   }
 
-  /** Enters the decorations of a task; what they answered, the innermost first. */
+  /** Enters the decorations of a task. Returns their scopes, the innermost first. */
   def decorate(task: TaskContext): List[(Entry, AutoCloseable)] = {
     var scopes = List.empty[(Entry, AutoCloseable)]
     opened.foreach { case (entry, listener) =>
@@ -47,7 +48,8 @@ final class JvmListeners(
         case error: Throwable =>
           leave(scopes)
           failed(entry, error)
-          throw new OpenFailedException(entry.name, s"decorate of ${what(entry)} failed: ${TaskRejection.text(error)}", error)
+          throw new OpenFailedException(entry.name,
+            s"decorate of ${what(entry)} failed: ${TaskRejection.text(error)}", error)
       }
     }
     scopes
@@ -57,18 +59,18 @@ final class JvmListeners(
     try scope.close() catch {
       case error: Throwable =>
         failed(entry, error)
-        Log.log.warn(s"decorate of ${what(entry)} failed at its end", error)
+        Log.log.warn(s"the end of decorate of ${what(entry)} failed", error)
     }
   }
 
-  /** Closes what is open in reverse order; one that fails does not stop the others. */
+  /** Closes the open listeners in reverse order. A failure does not stop the others. */
   def close(): Unit = {
     val closing = opened.reverse
     opened = Vector.empty
     closing.foreach { case (entry, listener) =>
       try called(entry, "close", settings.closeTimeoutMs)(listener.close(where))
       catch { case error: OpenFailedException => Log.log.warn(error.getMessage, error.getCause) }
-      finally count(entry)(c => c.copy(closes = c.closes + 1)) // behind it: until then it is open
+      finally count(entry)(c => c.copy(closes = c.closes + 1)) // after it: until then the listener is open
     }
   }
 
@@ -83,7 +85,8 @@ final class JvmListeners(
       case error: Throwable =>
         failed(entry, error)
         throw new OpenFailedException(entry.name,
-          s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. Is the class in a jar that the executors have, with a public " +
+          s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. " +
+            s"Is the class in a jar that the executors have, with a public " +
             "constructor without parameters?", error)
     }
 
@@ -103,7 +106,8 @@ final class JvmListeners(
         call.cancel(true)
         took(failed = true)
         val (message, cause) = error match {
-          case failed: ExecutionException => s"$hook of ${what(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
+          case failed: ExecutionException =>
+            s"$hook of ${what(entry)} failed: ${TaskRejection.text(failed.getCause)}" -> failed.getCause
           case late: TimeoutException =>
             s"$hook of ${what(entry)} took longer than $timeoutMs ms and was interrupted" -> late
           case other => s"$hook of ${what(entry)} was interrupted" -> other
@@ -114,7 +118,7 @@ final class JvmListeners(
   }
 
   private def failed(entry: Entry, error: Throwable): Unit =
-    count(entry)(c => c.copy(failures = c.failures + 1, lastError = Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength)))
+    count(entry)(_.failed(Show.cut(TaskRejection.text(error), ListenerCounts.ErrorLength), ""))
 
   private def count(entry: Entry)(f: ListenerCounts => ListenerCounts): Unit =
     ledger.listener(where.topologyId, entry.index, entry.name, "jvm")(f)

@@ -1,238 +1,217 @@
 package org.apache.spark.stagecrew
 
-import com.fasterxml.jackson.databind.JsonNode
-import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 
-/** What happened to the listeners of one topology on one executor, counted since it began. */
+/** The counts of one listener of a topology on one executor. */
 final case class ListenerCounts(
+    index: Int,
     name: String,
     scope: String,
     opens: Long = 0, // attempted
     closes: Long = 0, // attempted
     failures: Long = 0, // of open, close or decorate
-    lost: Long = 0, // opened in a process that is gone without a close
+    lost: Long = 0, // opened in a process that ended without closing it
     openMicros: Long = 0,
     closeMicros: Long = 0,
-    lastError: String = "") {
+    lastError: String = "",
+    lastErrorLine: String = "") { // the line that says what happened, as Python finds it
 
   def stillOpen: Long = opens - closes - lost
 
-  /** An open or a close of it took so long, however it ended. */
+  /** Adds the duration of an open or a close, whether it failed or not. */
   private[stagecrew] def took(hook: String, micros: Long): ListenerCounts = hook match {
     case "open" => copy(openMicros = openMicros + micros)
     case "close" => copy(closeMicros = closeMicros + micros)
     case _ => this
   }
 
-  /** The same listener elsewhere. */
   def +(other: ListenerCounts): ListenerCounts = copy(
-    opens = opens + other.opens, closes = closes + other.closes, failures = failures + other.failures, lost = lost + other.lost,
-    openMicros = openMicros + other.openMicros, closeMicros = closeMicros + other.closeMicros,
-    lastError = if (other.lastError.nonEmpty) other.lastError else lastError)
+    opens = opens + other.opens, closes = closes + other.closes, failures = failures + other.failures,
+    lost = lost + other.lost, openMicros = openMicros + other.openMicros, closeMicros = closeMicros + other.closeMicros,
+    lastError = if (other.lastError.nonEmpty) other.lastError else lastError,
+    lastErrorLine = if (other.lastError.nonEmpty) other.lastErrorLine else lastErrorLine)
 
-  private[stagecrew] def json(index: Int): ObjectNode = Json.obj()
-    .put("index", index).put("name", name).put("scope", scope)
-    .put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
-    .put("openMicros", openMicros).put("closeMicros", closeMicros).put("lastError", lastError)
+  private[stagecrew] def failed(error: String, line: String): ListenerCounts =
+    copy(failures = failures + 1, lastError = error, lastErrorLine = line)
 }
 
 object ListenerCounts {
-  /** How much is kept of an error, as of Python's (ERROR_LENGTH of python/stagecrew/worker/hooks.py). */
+  /** The maximum length of an error's text, as in Python (ERROR_LENGTH of python/stagecrew/worker/hooks.py). */
   val ErrorLength = 8000
-
-  private[stagecrew] def of(node: JsonNode): (Int, ListenerCounts) =
-    node.path("index").asInt -> ListenerCounts(
-      node.path("name").asText, node.path("scope").asText, node.path("opens").asLong, node.path("closes").asLong,
-      node.path("failures").asLong, node.path("lost").asLong, node.path("openMicros").asLong,
-      node.path("closeMicros").asLong, node.path("lastError").asText)
 }
 
-/** Sums over listeners, and what was released. They never go down: what a topology that is forgotten had counted stays in them. */
+/** Sums over listeners and released partitions. They never decrease: a topology that is forgotten stays in them. */
 final case class Totals(
     opens: Long = 0, closes: Long = 0, failures: Long = 0, lost: Long = 0,
     openMicros: Long = 0, closeMicros: Long = 0, released: Long = 0, releasedBytes: Long = 0) {
-  def +(other: Totals): Totals =
-    Totals(opens + other.opens, closes + other.closes, failures + other.failures, lost + other.lost,
-      openMicros + other.openMicros, closeMicros + other.closeMicros, released + other.released, releasedBytes + other.releasedBytes)
+  def +(other: Totals): Totals = combined(other)(_ + _)
 
-  /** The newer of both: no sum goes down. */
-  private[stagecrew] def max(other: Totals): Totals =
-    Totals(math.max(opens, other.opens), math.max(closes, other.closes), math.max(failures, other.failures), math.max(lost, other.lost),
-      math.max(openMicros, other.openMicros), math.max(closeMicros, other.closeMicros), math.max(released, other.released),
-      math.max(releasedBytes, other.releasedBytes))
+  /** The larger of each sum: none of them decreases. */
+  private[stagecrew] def max(other: Totals): Totals = combined(other)(math.max)
 
-  private[stagecrew] def json: ObjectNode =
-    Json.obj().put("opens", opens).put("closes", closes).put("failures", failures).put("lost", lost)
-      .put("openMicros", openMicros).put("closeMicros", closeMicros).put("released", released).put("releasedBytes", releasedBytes)
+  private def combined(other: Totals)(f: (Long, Long) => Long): Totals = Totals(
+    f(opens, other.opens), f(closes, other.closes), f(failures, other.failures), f(lost, other.lost),
+    f(openMicros, other.openMicros), f(closeMicros, other.closeMicros), f(released, other.released),
+    f(releasedBytes, other.releasedBytes))
 }
 
-object Totals {
-  private[stagecrew] def of(node: JsonNode): Totals =
-    Totals(node.path("opens").asLong, node.path("closes").asLong, node.path("failures").asLong, node.path("lost").asLong,
-      node.path("openMicros").asLong, node.path("closeMicros").asLong, node.path("released").asLong, node.path("releasedBytes").asLong)
-}
-
-/** One topology on one executor. */
-final case class ExecutorCounts(
-    listeners: Map[Int, ListenerCounts] = Map.empty,
-    processes: Long = 0, // Python processes that opened something
-    lostProcesses: Long = 0, // those of them that were gone before they had closed it
-    deferred: Set[String] = Set.empty, // ids of those that close after their task
-    stored: Stored = Stored(),
-    released: Long = 0, // partitions that are gone for certain
+/** The partitions of a topology on an executor: stored now, and released so far. */
+final case class PartitionCounts(
+    inProgress: Long = 0,
+    outputs: Long = 0,
+    outputBytes: Long = 0,
+    blocks: Long = 0,
+    blockBytes: Long = 0,
+    released: Long = 0, // known to be deleted
     releasedBytes: Long = 0,
-    releaseFailures: Long = 0) { // partitions that could not be deleted
+    releaseFailures: Long = 0) { // could not be deleted
 
-  def totals: Totals = listeners.valuesIterator.foldLeft(Totals(released = released, releasedBytes = releasedBytes))((sum, c) =>
-    sum + Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
+  def +(other: PartitionCounts): PartitionCounts = PartitionCounts(
+    inProgress + other.inProgress, outputs + other.outputs, outputBytes + other.outputBytes, blocks + other.blocks,
+    blockBytes + other.blockBytes, released + other.released, releasedBytes + other.releasedBytes,
+    releaseFailures + other.releaseFailures)
 
-  /** Those of another executor with them. */
+  /** These releases, with what `now` stores. */
+  def storing(now: PartitionCounts): PartitionCounts =
+    now.copy(released = released, releasedBytes = releasedBytes, releaseFailures = releaseFailures)
+}
+
+/** The counts of one topology on one executor. */
+final case class ExecutorCounts(
+    listeners: Vector[ListenerCounts] = Vector.empty,
+    processes: Long = 0, // Python processes that opened a listener
+    lostProcesses: Long = 0, // of these, processes that ended before they closed it
+    deferred: Set[String] = Set.empty, // ids of processes that close after their current task
+    partitions: PartitionCounts = PartitionCounts()) {
+
+  def totals: Totals =
+    listeners.iterator.map(c => Totals(c.opens, c.closes, c.failures, c.lost, c.openMicros, c.closeMicros))
+      .foldLeft(Totals(released = partitions.released, releasedBytes = partitions.releasedBytes))(_ + _)
+
+  def changed(listener: ListenerCounts)(f: ListenerCounts => ListenerCounts): ExecutorCounts =
+    copy(listeners = listeners.indexWhere(_.index == listener.index) match {
+      case -1 => (listeners :+ f(listener)).sortBy(_.index)
+      case at => listeners.updated(at, f(listeners(at)))
+    })
+
+  /** The counts of two executors together. */
   def +(other: ExecutorCounts): ExecutorCounts = ExecutorCounts(
-    other.listeners.foldLeft(listeners) { case (sums, (index, one)) => sums.updated(index, sums.get(index).fold(one)(_ + one)) },
-    processes + other.processes, lostProcesses + other.lostProcesses, deferred ++ other.deferred, stored + other.stored,
-    released + other.released, releasedBytes + other.releasedBytes, releaseFailures + other.releaseFailures)
-
-  private[stagecrew] def json: ObjectNode = {
-    val node = Json.obj()
-    val entries = node.putArray("listeners")
-    listeners.toSeq.sortBy(_._1).foreach { case (index, counts) => entries.add(counts.json(index)) }
-    node.put("processes", processes).put("lostProcesses", lostProcesses)
-    node.set[ObjectNode]("deferred", Json.arr(deferred))
-    node.putObject("partitions")
-      .put("inProgress", stored.inProgress).put("outputs", stored.outputs).put("outputBytes", stored.outputBytes)
-      .put("blocks", stored.blocks).put("blockBytes", stored.blockBytes)
-      .put("released", released).put("releasedBytes", releasedBytes).put("releaseFailures", releaseFailures)
-    node
-  }
+    other.listeners.foldLeft(this)((sums, one) => sums.changed(ListenerCounts(one.index, one.name, one.scope))(_ + one))
+      .listeners,
+    processes + other.processes, lostProcesses + other.lostProcesses, deferred ++ other.deferred,
+    partitions + other.partitions)
 }
 
-object ExecutorCounts {
-  private[stagecrew] def of(node: JsonNode): ExecutorCounts = ExecutorCounts(
-    Json.items(node.get("listeners")).map(ListenerCounts.of).toMap,
-    node.path("processes").asLong,
-    node.path("lostProcesses").asLong,
-    Json.strings(node.get("deferred")).toSet,
-    Stored(
-      node.at("/partitions/inProgress").asLong, node.at("/partitions/outputs").asLong, node.at("/partitions/outputBytes").asLong,
-      node.at("/partitions/blocks").asLong, node.at("/partitions/blockBytes").asLong),
-    node.at("/partitions/released").asLong,
-    node.at("/partitions/releasedBytes").asLong,
-    node.at("/partitions/releaseFailures").asLong)
-}
+/** The spans of one topology on one executor: those that the driver may not have, by their slots, and how many there
+  * were. */
+final case class SpanReport(total: Long, slots: Vector[SpanSlot])
+final case class SpanSlot(slot: Int, span: Span)
 
 /**
- * The counts of one executor. Reports carry the counts themselves, not changes, and a sequence number: the driver replaces
- * what it has, so that a report that is lost or doubled changes nothing.
- *
- * @param timelines whether spans are kept: somebody shows them
+ * A report of an executor to the driver. The counts are complete, not changes, and each report has a sequence number:
+ * the driver replaces what it has. So a report that is lost or repeated changes nothing.
  */
-final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
-  import Ledger._
+final case class ExecutorReport(
+    totals: Totals,
+    topologies: VectorMap[String, ExecutorCounts],
+    spans: VectorMap[String, SpanReport],
+    processes: Vector[ProcessView] = Vector.empty,
+    unclosed: Vector[String] = Vector.empty, // at the end of a topology: what has not closed
+    shuffles: Vector[Int] = Vector.empty, // at the end of a topology: shuffles with deleted outputs
+    caches: Vector[Int] = Vector.empty) // at the end of a topology: cached datasets that the driver must unpersist
 
-  /** The executor's Python processes, where it looks at them. */
+/** The counts of one executor. `timelines` says whether spans are kept, because the UI or the event log shows them. */
+final class Ledger(wall: () => Long = () => System.currentTimeMillis(), timelines: Boolean = true) {
+  /** The samples of the executor's Python processes, if sampling is on. */
   @volatile var samples = Option.empty[SampleLog]
-  /** Is told how many microseconds what took time has taken: for the executor's own metrics. */
+  /** Receives each duration in microseconds, for the executor's own metrics. */
   @volatile var timed: (String, Long) => Unit = (_, _) => ()
   private val topologies = mutable.LinkedHashMap.empty[String, ExecutorCounts]
-  private val dirty = mutable.LinkedHashSet.empty[String]
   private val spans = mutable.HashMap.empty[String, SpanLog]
-  private val dirtySpans = mutable.LinkedHashSet.empty[String]
-  private val sent = mutable.LinkedHashMap.empty[Long, Sent] // reports of which it is not known that they arrived
+  /** Topologies of which the driver may not know the last change: the report that carries it, 0 if none does yet. */
+  private val unreported = mutable.LinkedHashMap.empty[String, Long]
+  private var arrivals = Map.empty[Long, Seq[() => Unit]] // what to do when a report has arrived
   private var sequence = 0L
   private var forgotten = Totals()
 
   def change(topology: String)(f: ExecutorCounts => ExecutorCounts): Unit = synchronized {
     topologies(topology) = f(topologies.getOrElse(topology, ExecutorCounts()))
-    dirty += topology
+    unreported(topology) = 0
   }
 
-  def listener(topology: String, index: Int, name: => String, scope: => String)(f: ListenerCounts => ListenerCounts): Unit =
-    change(topology) { counts =>
-      val before = counts.listeners.getOrElse(index, ListenerCounts(name, scope))
-      counts.copy(listeners = counts.listeners.updated(index, f(before)))
-    }
+  def listener(
+    topology: String, index: Int, name: => String, scope: => String)(f: ListenerCounts => ListenerCounts): Unit =
+    change(topology)(_.changed(ListenerCounts(index, name, scope))(f))
 
-  /** Something of the topology took so long, until now. */
+  /** Records something of the topology that took this long, until now. */
   def span(topology: String, kind: String, name: => String, micros: Long, failed: Boolean): Unit = {
     val started = wall() - micros / 1000
     timed(kind, micros)
     if (timelines) synchronized {
       spans.getOrElseUpdate(topology, new SpanLog).add(kind, name, started, micros, failed)
-      dirtySpans += topology
+      unreported(topology) = 0
     }
   }
 
   def of(topology: String): ExecutorCounts = synchronized(topologies.getOrElse(topology, ExecutorCounts()))
 
-  /** The number and the body of a report of all that changed since the last one; None when nothing did. */
-  def report(): Option[(Long, String)] = synchronized {
-    val looks = samples.flatMap(_.untold)
-    if (dirty.isEmpty && dirtySpans.isEmpty && looks.isEmpty) None
-    else {
-      val (changed, timed) = (dirty.toSeq, dirtySpans.toSeq)
-      dirty.clear()
-      dirtySpans.clear()
-      val (number, node, arrived) = body(changed, timed)
-      looks.foreach { case (more, _) => node.setAll[ObjectNode](more) }
-      sent(number) = Sent(changed, timed, arrived ++ looks.map(_._2))
-      Some(number -> Json.write(node))
+  /** The number and the content of a report of all changes since the last one; None if nothing changed. */
+  def report(): Option[(Long, ExecutorReport)] = synchronized {
+    val changed = unreported.collect { case (topology, 0) => topology }.toSeq
+    val sampled = samples.flatMap(_.untold)
+    Option.when(changed.nonEmpty || sampled.nonEmpty) {
+      val (number, report, arrived) = body(changed)
+      changed.foreach(unreported(_) = number)
+      arrivals += number -> (arrived ++ sampled.map(_._2))
+      number -> report.copy(processes = sampled.fold(Vector.empty[ProcessView])(_._1))
     }
   }
 
   /** The driver has the report with this number. */
-  def delivered(number: Long): Unit = synchronized(sent.remove(number).foreach(_.arrived.foreach(_())))
+  def delivered(number: Long): Unit = synchronized {
+    arrivals.get(number).foreach(_.foreach(_()))
+    arrivals -= number
+    unreported.filterInPlace((_, carrier) => carrier != number)
+  }
 
-  /** A report may not have arrived: what it said is said again. */
+  /** The report with this number may be lost: the next report repeats its content. */
   def notDelivered(number: Long): Unit = synchronized {
-    sent.remove(number).foreach { report =>
-      dirty ++= report.topologies.filter(topologies.contains)
-      dirtySpans ++= report.spans.filter(spans.contains)
-    }
+    arrivals -= number
+    unreported.mapValuesInPlace((_, carrier) => if (carrier == number) 0 else carrier)
   }
 
   /** A report of one topology, whether it changed or not. */
-  def full(topology: String): (Long, String) = synchronized {
-    dirty -= topology
-    dirtySpans -= topology
-    val (number, node, _) = body(Seq(topology), Seq(topology))
-    number -> Json.write(node)
+  def full(topology: String): (Long, ExecutorReport) = synchronized {
+    unreported -= topology
+    val (number, report, _) = body(Seq(topology))
+    number -> report
   }
 
-  // The sums stand in each report beside its number, so that the driver's never go back to older ones.
-  private def body(which: Seq[String], timed: Seq[String]): (Long, ObjectNode, Seq[() => Unit]) = {
+  // Each report carries the totals, so that the driver never returns to older ones.
+  private def body(which: Seq[String]): (Long, ExecutorReport, Seq[() => Unit]) = {
     sequence += 1
-    val node = Json.obj()
-    val counts = node.putObject("topologies")
-    which.foreach(topology => topologies.get(topology).foreach(c => counts.set[ObjectNode](topology, c.json)))
-    node.set[ObjectNode]("totals", totals.json)
-    val logs = node.putObject("spans")
-    val arrived = timed.flatMap(topology => spans.get(topology).map { log =>
-      val (untold, told) = log.untold
-      logs.set[ObjectNode](topology, untold)
-      told
-    })
-    (sequence, node, arrived)
+    val told = which.flatMap(topology => spans.get(topology).map(topology -> _.untold))
+    val counts = which.flatMap(topology => topologies.get(topology).map(topology -> _)).to(VectorMap)
+    (sequence,
+      ExecutorReport(totals, counts, told.map { case (topology, (spans, _)) => topology -> spans }.to(VectorMap)),
+      told.map(_._2._2))
   }
 
-  /** A closed topology; answers false when the driver does not have its counts yet. */
+  /** Forgets a closed topology. Returns false if the driver does not have its last counts yet. */
   def forget(topology: String): Boolean = synchronized {
-    val reported = !dirty.contains(topology) && !sent.valuesIterator.exists(_.topologies.contains(topology))
+    val reported = !unreported.contains(topology)
     if (reported) {
       spans -= topology
-      dirtySpans -= topology
+      topologies.remove(topology).foreach(counts => forgotten += counts.totals)
     }
-    if (reported) topologies.remove(topology).foreach(counts => forgotten += counts.totals)
     reported
   }
 
-  /** What is stored now, of all topologies. */
-  def stored: Stored = synchronized(topologies.valuesIterator.map(_.stored).foldLeft(Stored())(_ + _))
+  /** What all topologies store now. */
+  def stored: PartitionCounts =
+    synchronized(topologies.valuesIterator.map(_.partitions).foldLeft(PartitionCounts())(_ + _))
 
-  /** Sums over all topologies that ever were here, for metrics. */
+  /** Sums over all topologies that ever ran here, for metrics. */
   def totals: Totals = synchronized(topologies.valuesIterator.map(_.totals).foldLeft(forgotten)(_ + _))
-}
-
-object Ledger {
-  private final case class Sent(topologies: Seq[String], spans: Seq[String], arrived: Seq[() => Unit])
 }

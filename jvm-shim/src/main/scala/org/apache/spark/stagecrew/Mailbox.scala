@@ -3,11 +3,13 @@ package org.apache.spark.stagecrew
 import scala.collection.mutable
 
 /**
- * What a coordinator sent to one evaluation, until its worker takes it: a pure state machine, guarded by its owner.
+ * The events of a coordinator for one evaluation, until its worker takes them: a pure state machine, guarded by its
+ * owner.
  *
- * Events have the sequence numbers 1, 2, 3… What comes twice is taken once; what leaves a gap, or does not fit, is refused
- * with all that follows: the coordinator's side then fails the attempt, so that no loss is silent. The worker takes what it
- * asked for: so many events, and so many bytes, of which the last event may take more.
+ * Events have the sequence numbers 1, 2, 3, ... A repeated event is accepted once. An event after a gap, or one that
+ * does not fit, is refused with all later ones: the coordinator's side then fails the attempt, so that no loss is
+ * silent. The worker takes what it has credit for: a number of events, and a number of bytes, which the last event may
+ * exceed.
  */
 final class Mailbox(maxEvents: Int, maxBytes: Long) {
   import Mailbox._
@@ -19,7 +21,7 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
   private var wantedEvents = 0L
   private var wantedBytes = 0L
 
-  /** The coordinator's events from this sequence number on. */
+  /** Adds the coordinator's events from this sequence number on. */
   def offer(first: Long, events: Seq[Array[Byte]]): Answer = refused match {
     case Some(reason) => Refused(reason)
     case None if first > accepted + 1 => refuse(s"events ${accepted + 1} to ${first - 1} were lost on their way")
@@ -27,7 +29,8 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
       val fresh = events.drop((accepted + 1 - first).toInt)
       val size = fresh.map(_.length.toLong).sum
       if (waiting.size + fresh.size > maxEvents || (waiting.nonEmpty && bytes + size > maxBytes)) {
-        refuse(s"its mailbox is full: ${waiting.size} events of $bytes bytes wait there, because its task does not take them")
+        refuse(s"its mailbox is full: ${waiting.size} events of $bytes bytes wait there, " +
+          s"because its task does not take them")
       } else {
         waiting ++= fresh
         bytes += size
@@ -36,13 +39,13 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
       }
   }
 
-  /** The worker asks for so many more. */
+  /** Adds to the credit of the worker. */
   def want(events: Long, size: Long): Unit = {
     wantedEvents += events
-    wantedBytes += size // it may be below zero, by what the last event took more; the worker counts as we do
+    wantedBytes += size // negative if the last event exceeded it; the worker counts in the same way
   }
 
-  /** What the worker gets now, with its first sequence number. */
+  /** Removes the events that the worker has credit for. Returns them with their first sequence number. */
   def take(): Option[(Long, Vector[Array[Byte]])] = {
     val first = accepted - waiting.size + 1
     val taken = Vector.newBuilder[Array[Byte]]
@@ -66,7 +69,7 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
 
 object Mailbox {
   sealed trait Answer
-  /** All up to this sequence number are in. */
+  /** All events up to this sequence number are in the mailbox. */
   final case class Accepted(sequence: Long) extends Answer
   final case class Refused(reason: String) extends Answer
 }

@@ -1,10 +1,11 @@
 package org.apache.spark.stagecrew
 
 /**
- * Writes messages to a socket whose reader says how many it has read, for threads that must not wait: `put` writes at once while
- * little is unread, which certainly fits the socket's buffers, and enqueues the rest for a thread that may wait. All in order.
+ * Writes messages to a socket for threads that must not wait. The reader reports how many messages it has read. While
+ * little is unread, which certainly fits into the socket's buffers, `put` writes at once; else a thread of its own
+ * writes, which may wait. The order of messages is kept.
  *
- * What waits is bounded by what evaluations may have unhandled (their window).
+ * The queue is bounded by the messages that evaluations may have unhandled (their window).
  */
 final class NonBlockingWriter(write: Array[Byte] => Unit) {
   import NonBlockingWriter._
@@ -29,12 +30,12 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
     }
   }
 
-  /** The reader has read so many messages since its connection began. */
+  /** The reader has read this many messages since its connection began. */
   def wasRead(messages: Long): Unit = synchronized {
     while (unread.size > written - messages) unreadBytes -= unread.poll()
   }
 
-  /** Ends the thread; what waits is dropped. */
+  /** Ends the thread, and drops the queue. */
   def close(): Unit = synchronized {
     open = false
     waiting.clear()
@@ -50,7 +51,7 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
   private def run(): Unit = {
     var batch = next()
     while (batch != null) {
-      write(batch) // not while holding the lock: it waits while nobody reads
+      write(batch) // without the lock: it waits while the reader does not read
       batch = next()
     }
   }
@@ -76,7 +77,8 @@ final class NonBlockingWriter(write: Array[Byte] => Unit) {
 }
 
 object NonBlockingWriter {
-  /** What may be unread when `put` itself writes: well below what the buffers of a loopback socket hold. */
+  /** The limits for unread messages below which `put` itself writes: much less than the buffers of a loopback
+    * socket. */
   val AtOnce = 32
   val AtOnceBytes: Int = 1 << 15
   private val BatchBytes = 1 << 18

@@ -3,7 +3,7 @@ package org.apache.spark.stagecrew
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
 
-/** The tab's first page: the application, its topologies, and its listeners over all executors. */
+/** The first page of the tab: the application, its topologies, and their listeners over all executors. */
 private[stagecrew] object OverviewPage {
   /** A listener of a topology on all executors together. */
   private final case class Row(topology: TopologyView, executors: Seq[String], sum: ListenerCounts)
@@ -16,19 +16,22 @@ private[stagecrew] object OverviewPage {
     val totals = shown.snapshot.totals
     val forgotten = shown.snapshot.forgottenTopologies
     val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
-    val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten) else listed).toSeq.sortBy(_._1)
+    val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten)
+      else listed).toSeq.sortBy(_._1)
     Seq[NodeSeq](
       when(shown),
       Show.facts(
         "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
           (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
-        "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, lost ${totals.lost}"),
+        "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
+          s"lost ${totals.lost}"),
         "Python processes" -> Show.fact(processes(shown.snapshot.processes))),
       if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
       <h4>{s"Topologies (${topologies.rows.size})"}</h4>,
       tables(topologies),
       <h4>{s"Listeners (${listeners.rows.size})"}</h4>,
-      if (listeners.rows.isEmpty) <p>No listener has been opened yet: they open before the first task that they cover.</p>
+      if (listeners.rows.isEmpty)
+        <p>No listener has been opened yet: they open before the first task that they cover.</p>
       else tables(listeners)).flatten
   }
 
@@ -36,15 +39,17 @@ private[stagecrew] object OverviewPage {
 
   private def when(shown: PageModel): NodeSeq =
     if (!shown.history) NodeSeq.Empty
-    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(shown.now)}.</p> ++ shown.notes.getOrElse("", Nil).map(Show.note)
+    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(shown.now)}.</p> ++
+      shown.notes.getOrElse("", Nil).map(Show.note)
 
-  private def processes(all: Seq[ProcessView]): String = if (all.isEmpty) "" else {
+  private def processes(sampled: Seq[ProcessView]): String = {
+    val all = sampled.filter(_.problem.isEmpty)
     val running = all.filter(_.ended == 0)
-    val memory = SparkInternals.formatBytes(running.flatMap(_.samples.lastOption).map(_.rss).sum)
-    s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
+    val memory = SparkUi.formatBytes(running.flatMap(_.samples.lastOption).map(_.rss).sum)
+    if (all.isEmpty) "" else s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
   }
 
-  /** The application's first, then those that run, then those that have closed; the newest first. */
+  /** The application first, then active topologies, then closed ones; the newest first. */
   private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
     topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
 
@@ -55,33 +60,36 @@ private[stagecrew] object OverviewPage {
 
   private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
-    Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state), Column.date("Started")(_.started),
+    Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
+      Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
     Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),
-    Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")(failures),
+    Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")
+      (failures),
     Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
     Column.several("Unclosed", "What had not closed when it ended")(_.unclosed))
 
   private def failures(topology: TopologyView): Long =
-    topology.executors.map(_._2.totals.failures).sum + topology.operators.map(_.failed).sum
+    topology.executors.values.map(_.totals.failures).sum + topology.operators.map(_.failed).sum
 
-  private def sums(topology: TopologyView): Seq[Row] = topology.executors
-    .flatMap { case (executor, counts) => counts.listeners.map { case (index, one) => (index, executor, one) } }
-    .groupBy(_._1).toSeq.sortBy(_._1).map { case (_, rows) =>
-      Row(topology, rows.map(_._2), rows.map(_._3).reduce(_ + _))
-    }
+  private def sums(topology: TopologyView): Seq[Row] = topology.executors.toSeq
+    .flatMap { case (executor, counts) => counts.listeners.map(executor -> _) }
+    .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
+      Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
 
   private def listenerColumns(ask: PageRequest): Seq[Column[Row]] =
     Seq(
       Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
-      Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++ counts[Row](_.sum).drop(2)
+      Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
+        counts[Row](_.sum).drop(2)
 
-  /** What is counted of a listener. */
+  /** The columns of the counts of a listener. */
   def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(
     Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), Column.number("Opens")(f(_).opens),
     Column.number("Closes")(f(_).closes), Column.number("Failures")(f(_).failures),
     Column.number("Lost", "Opened in processes that are gone without a close")(f(_).lost),
     Column.micros("Time in open")(f(_).openMicros), Column.micros("Time in close")(f(_).closeMicros),
-    Column.of("Last error")(f.andThen(_.lastError))(row => Show.error(f(row).lastError, f(row).scope == "jvm")))
+    Column.of("Last error")(f.andThen(_.lastError))(row =>
+      Show.error(f(row).lastError, f(row).lastErrorLine, f(row).scope == "jvm")))
 }

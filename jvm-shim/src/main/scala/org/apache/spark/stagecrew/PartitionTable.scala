@@ -8,22 +8,17 @@ final case class Output(shuffle: Int, map: Long)
 /** One block of a cached dataset. */
 final case class CachedBlock(rdd: Int, partition: Int)
 
-/** What of a topology is stored on one executor. */
-final case class Stored(inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0) {
-  def +(other: Stored): Stored = Stored(inProgress + other.inProgress, outputs + other.outputs, outputBytes + other.outputBytes,
-    blocks + other.blocks, blockBytes + other.blockBytes)
-}
-
 /**
- * What the driver says at a topology's end. Shuffles that other topologies use pass on to one of them (None: to the
- * application, whose partitions are Spark's own affair). Other outputs go, if `outputs`; blocks, if `blocks`, but for those
- * of datasets that others use. What is booked for the application of shuffles that nobody uses then, `unclaimed`, goes too.
+ * What a topology's end releases on an executor. Shuffles that other topologies use pass to one of them; None is the
+ * application, whose partitions are Spark's business. Other outputs are deleted if `outputs` is set, and blocks if
+ * `blocks` is set, except those of datasets that others use. Outputs of the `unclaimed` shuffles that are booked for
+ * the application are deleted too: nobody uses these shuffles any more.
  */
 final case class Ending(
-    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty, keptCaches: Set[Int] = Set.empty,
-    unclaimed: Set[Int] = Set.empty)
+    outputs: Boolean, blocks: Boolean = false, heirs: Map[Int, Option[String]] = Map.empty,
+    keptCaches: Set[Int] = Set.empty, unclaimed: Set[Int] = Set.empty)
 
-/** Partitions of a topology to delete, with their bytes. Cached datasets are the driver's to release. */
+/** Partitions of a topology that must be deleted, with their bytes. The driver releases the cached datasets. */
 final case class Taken(outputs: Map[Output, Long] = Map.empty, blocks: Map[CachedBlock, Long] = Map.empty) {
   def caches: Set[Int] = blocks.keySet.map(_.rdd)
 }
@@ -32,16 +27,16 @@ final case class Taken(outputs: Map[Output, Long] = Map.empty, blocks: Map[Cache
  * Which partitions are stored on one executor, by topology: a pure state machine, without Spark, files or a clock.
  *
  * {{{
- *   set up --finished--> finished --end--> (passed on to who uses it, at once) --take--> deleted
- *      \--failed, or its attempt is over--> forgotten
- *      \--finished, its topology has ended--> passed on, or deleted by the task's own thread
+ *   set up --finished--> finished --end--> (passes to a topology that uses it, at once) --take--> deleted
+ *      \--failed, or its attempt has ended--> forgotten
+ *      \--finished, its topology has ended--> passes to another topology, or the task's own thread deletes it
  * }}}
  *
- * What is in progress is never touched from outside. Every set is live, and nothing is counted but what is in it; each
- * operation takes the same time however much is stored. Unknown ids are ignored. Calls out of nothing.
+ * Partitions in progress are never touched from outside. Every set is live, and nothing else is counted. Each operation
+ * takes the same time however much is stored. Unknown ids are ignored. Nothing is called while the lock is held.
  *
- * As Flink's TaskExecutorPartitionTracker and PartitionTable have it, but keyed by topology, with the ends of attempts
- * as the signal that is always given (aborts are not: SortShuffleWriter never calls it).
+ * It follows Flink's TaskExecutorPartitionTracker and PartitionTable, but is keyed by topology, and uses the ends of
+ * attempts as the signal that always comes: SortShuffleWriter never calls abort.
  */
 final class PartitionTable {
   private final class Outputs {
@@ -73,18 +68,19 @@ final class PartitionTable {
   }
 
   private val holdings = mutable.HashMap.empty[String, Holding]
-  private val attempts = mutable.HashMap.empty[Long, Attempt] // only those with something in progress
+  private val attempts = mutable.HashMap.empty[Long, Attempt] // only those with outputs in progress
   private val endings = mutable.HashMap.empty[String, Ending]
   private val touched = mutable.HashSet.empty[String]
   private var abandoned = false
 
-  /** An attempt, which belongs to this topology, begins to write. */
+  /** An attempt of this topology begins to write an output. */
   def setUp(attempt: Long, owner: String, output: Output): Unit = synchronized {
     attempts.getOrElseUpdate(attempt, new Attempt(owner)).outputs += output
     touched += owner
   }
 
-  /** It is written. Answers its topology when that has ended, and nobody else uses it: the caller deletes it. */
+  /** The output is written. Returns its topology if that has ended and no other topology uses the output: then the
+    * caller deletes it. */
   def finished(attempt: Long, output: Output, bytes: Long): Option[String] = synchronized {
     remove(attempt, output).flatMap { owner =>
       val ending = if (abandoned) Some(Ending(outputs = true)) else endings.get(owner)
@@ -98,10 +94,10 @@ final class PartitionTable {
     }
   }
 
-  /** The attempt gave it up. */
+  /** The attempt failed to write the output. */
   def failed(attempt: Long, output: Output): Unit = synchronized { remove(attempt, output); () }
 
-  /** The attempt is over: what it set up and never finished is nobody's. */
+  /** The attempt has ended: outputs that it set up and did not finish are forgotten. */
   def over(attempt: Long): Unit = synchronized {
     attempts.remove(attempt).foreach(gone => touched += gone.owner)
   }
@@ -124,22 +120,25 @@ final class PartitionTable {
     }
   }
 
-  /** The topology has ended: what others use passes on, and what finishes from now on goes, or passes on, at once. */
+  /** The topology has ended. Its shuffles pass to other topologies that use them, also those that finish later.
+    * Other outputs that finish later are deleted at once. */
   def end(topology: String, ending: Ending): Unit = synchronized {
     if (!endings.contains(topology)) {
-      // Who gets something may have ended itself, before or later than this was said: then it goes on to who has that.
+      // An heir may have ended itself, before or after this: then its own heir gets the shuffle.
       val heirs = ending.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }
       endings(topology) = ending.copy(heirs = heirs)
-      endings.mapValuesInPlace((_, other) => if (!other.heirs.valuesIterator.contains(Some(topology))) other else other.copy(
+      endings.mapValuesInPlace((_, other) =>
+        if (!other.heirs.valuesIterator.contains(Some(topology))) other else other.copy(
         heirs = other.heirs.flatMap { case (shuffle, heir) => successor(heir, shuffle).map(shuffle -> _) }))
       heirs.foreach { case (shuffle, heir) => holdings.get(topology).foreach(move(_, shuffle, heir)) }
-      ending.unclaimed.foreach(shuffle => holdings.get(Description.Application).foreach(move(_, shuffle, Some(topology))))
+      ending.unclaimed.foreach(shuffle =>
+        holdings.get(Description.Application).foreach(move(_, shuffle, Some(topology))))
       touched += topology
       prune()
     }
   }
 
-  /** Who has now what was to pass on: nobody, when that one has ended and it goes. */
+  /** The heir of an heir that may have ended. None if that released the shuffle. */
   private def successor(heir: Option[String], shuffle: Int): Option[Option[String]] = heir.flatMap(endings.get) match {
     case None => Some(heir)
     case Some(ended) => ended.heirs.get(shuffle).orElse(if (ended.outputs) None else Some(None))
@@ -149,7 +148,7 @@ final class PartitionTable {
     heir.foreach(to => passed.maps.foreach { case (map, bytes) => add(to, Output(shuffle, map), bytes) })
   }
 
-  /** Nobody uses these shuffles: takes what is booked of them for the application. */
+  /** Nobody uses these shuffles: takes the outputs that are booked for the application. */
   def unclaimed(shuffles: Iterable[Int]): Taken = synchronized {
     holdings.get(Description.Application) match {
       case None => Taken()
@@ -161,21 +160,24 @@ final class PartitionTable {
     }
   }
 
-  /** Whether anything of the topology is stored or being written. */
-  def has(topology: String): Boolean = synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
+  /** Whether the topology has partitions, stored or in progress. */
+  def has(topology: String): Boolean =
+    synchronized(holdings.contains(topology) || attempts.valuesIterator.exists(_.owner == topology))
 
-  /** Nothing of the topology is in progress any more. Answers what is to be deleted. Of one that the driver has not ended
-    * everything stays booked: the executor ends, and if the driver is gone, `abandon` takes it. */
+  /** The topology has no attempts any more. Returns the partitions that must be deleted. If the driver has not ended
+    * the topology, everything stays booked: the executor ends, and `abandon` takes it if the driver is gone. */
   def take(topology: String): Taken = synchronized {
     (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
       touched += topology
       Taken(
         if (ending.outputs) all(holding).toMap else Map.empty,
-        if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) } else Map.empty)
+        if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
+          else Map.empty)
     }).getOrElse(Taken())
   }
 
-  /** The driver is gone: nobody uses anything any more. Answers what is to be deleted; what is written from now on goes too. */
+  /** The driver is gone: nobody uses anything any more. Returns the outputs that must be deleted. Outputs that
+    * finish later are deleted too. */
   def abandon(): Seq[Output] = synchronized {
     abandoned = true
     val outputs = holdings.values.toSeq.flatMap(all).map(_._1)
@@ -185,7 +187,7 @@ final class PartitionTable {
     outputs
   }
 
-  /** These datasets are no longer registered: Spark itself has deleted them. */
+  /** These datasets are no longer registered: Spark has deleted them. */
   def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = synchronized {
     val gone = caches.toSet
     holdings.foreach { case (topology, holding) =>
@@ -202,19 +204,20 @@ final class PartitionTable {
     prune()
   }
 
-  /** What is stored of a topology. */
-  def stored(topology: String): Stored = synchronized {
+  /** The partitions of a topology. */
+  def stored(topology: String): PartitionCounts = synchronized {
     val inProgress = attempts.valuesIterator.filter(_.owner == topology).map(_.outputs.size.toLong).sum
-    holdings.get(topology).map(h => Stored(inProgress, h.outputs, h.outputBytes, h.blocks.size.toLong, h.blockBytes))
-      .getOrElse(Stored(inProgress))
+    holdings.get(topology).map(h =>
+      PartitionCounts(inProgress, h.outputs, h.outputBytes, h.blocks.size.toLong, h.blockBytes))
+      .getOrElse(PartitionCounts(inProgress))
   }
 
-  /** The shuffles and cached datasets that each topology has something of. */
+  /** The shuffles and cached datasets of each topology. */
   def inventory: Map[String, (Set[Int], Set[Int])] = synchronized {
     holdings.view.mapValues(h => (h.shuffles.keySet.toSet, h.blocks.keysIterator.map(_.rdd).toSet)).toMap
   }
 
-  /** The topologies of which something changed since the last call. */
+  /** The topologies that changed since the last call. */
   def changed(): Set[String] = synchronized {
     val found = touched.toSet
     touched.clear()
@@ -228,7 +231,8 @@ final class PartitionTable {
     touched += owner
   }
 
-  private def remove(attempt: Long, output: Output): Option[String] = attempts.get(attempt).filter(_.outputs.remove(output)).map { found =>
+  private def remove(attempt: Long, output: Output): Option[String] =
+    attempts.get(attempt).filter(_.outputs.remove(output)).map { found =>
     if (found.outputs.isEmpty) attempts -= attempt
     touched += found.owner
     found.owner

@@ -2,32 +2,34 @@ package org.apache.spark.stagecrew
 
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
-import com.fasterxml.jackson.databind.JsonNode
+import scala.collection.immutable.VectorMap
 
 /**
- * What topologies have stored on this executor, and its deletion. Tasks book in their own threads; deletion is done in
- * `pool`, but for what finishes behind the end of its topology, which its own thread deletes.
+ * The partitions of topologies on this executor, and their deletion. Tasks book outputs in their own threads. Outputs
+ * are deleted in `pool`, except one that finishes after the end of its topology, which its task's thread deletes.
  */
 final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: ExecutorService, disk: Partitions.Disk) {
   import Partitions._
 
   private val table = new PartitionTable
-  private var said = Option(Map.empty[String, (Set[Int], Set[Int])]) // of the loop's thread; None: nobody knows
+  /** The inventory that the driver has; None if that is not known. Used by the loop only, as the next ones. */
+  private var said = Option(Map.empty[String, (Set[Int], Set[Int])])
   private var quiet = 0
   private val deletions = ConcurrentHashMap.newKeySet[CompletableFuture[_]]()
-  private var looking = CompletableFuture.completedFuture(()) // of the loop's thread, as are the next two
+  private var looking = CompletableFuture.completedFuture(())
   private var asked = 0
   private var telling = Set.empty[Int]
-  private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]() // blocks of topologies that the driver is to unpersist
-  private val found = ConcurrentHashMap.newKeySet[Int]() // shuffles of which something stale was here
+  /** Blocks of topologies that the driver must unpersist. */
+  private val unconfirmed = new ConcurrentHashMap[String, Map[CachedBlock, Long]]()
+  private val found = ConcurrentHashMap.newKeySet[Int]() // shuffles with stale outputs that were deleted
 
-  /** An attempt begins to write. None when it belongs to no topology: Spark alone sees to that. */
+  /** An attempt begins to write an output. None if it belongs to no topology: then Spark alone manages the output. */
   private[stagecrew] def setUp(attempt: Long, output: Output): Option[Booking] = ownerOf(attempt).map { owner =>
     table.setUp(attempt, owner, output)
     new Booked(attempt, output)
   }
 
-  /** One output that is in progress; used by its task's thread alone. */
+  /** An output in progress. Used by its task's thread only. */
   private[stagecrew] final class Booked(attempt: Long, output: Output) extends Booking {
     override def finished(lengths: Array[Long]): Unit = {
       val bytes = lengths.sum
@@ -36,16 +38,17 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     override def failed(): Unit = table.failed(attempt, output)
   }
 
-  /** An attempt is over, with these blocks stored or dropped. Before it is taken off its topology's attempts. */
+  /** An attempt has ended, with these blocks stored or dropped. Called before the attempt leaves its topologies. */
   def over(attempt: Long, blocks: Seq[(CachedBlock, Option[Long])]): Unit = {
-    if (blocks.nonEmpty) ownerOf(attempt).foreach(owner => blocks.foreach { case (block, bytes) => table.block(owner, block, bytes) })
+    if (blocks.nonEmpty) ownerOf(attempt).foreach(owner =>
+      blocks.foreach { case (block, bytes) => table.block(owner, block, bytes) })
     table.over(attempt)
   }
 
   /** The topology has ended. */
   def end(topology: String, ending: Ending): Unit = table.end(topology, ending)
 
-  /** No attempt of the topology is left: what it leaves is deleted, and what else is `stale`. */
+  /** The topology has no attempts any more: deletes its partitions, and `stale` outputs. */
   def release(topology: String, stale: Map[Int, Long]): CompletableFuture[Taken] = {
     val taken = table.take(topology)
     if (taken.blocks.nonEmpty) unconfirmed.put(topology, taken.blocks)
@@ -57,17 +60,18 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     }
   }
 
-  /** The driver has unpersisted these datasets: counts the topology's blocks of them that are gone, and those that are not. */
+  /** The driver has unpersisted these datasets: counts the blocks of the topology that are gone, and those that are
+    * not. */
   def unpersisted(topology: String, datasets: Set[Int]): Unit = Option(unconfirmed.remove(topology)).foreach { blocks =>
-    val (left, gone) = blocks.filter { case (block, _) => datasets(block.rdd) }.partition { case (block, _) => disk.has(block) }
+    val (left, gone) = blocks.filter { case (block, _) => datasets(block.rdd) }
+      .partition { case (block, _) => disk.has(block) }
     count(topology, gone, left.size.toLong)
   }
 
   /** Whether the driver has not yet confirmed the release of the topology's cached datasets. */
   def awaits(topology: String): Boolean = unconfirmed.containsKey(topology)
 
-  /** Of these shuffles, which nobody uses, what attempts before those named have written goes, booked or not: another executor
-    * that leaves may have sent it. Of the loop's thread; every few calls looks at the disks, which may have many files. */
+  /** Nobody uses these shuffles: deletes the outputs that are booked for the application. */
   def stale(before: Map[Int, Long]): Unit = if (before.nonEmpty && looking.isDone) {
     if (asked % Looks == 0) looking = inPool(removeStale(before))
     asked += 1
@@ -81,31 +85,35 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 
   def has(topology: String): Boolean = table.has(topology)
 
-  /** The driver is gone: all that is finished is deleted, and what finishes from now on. */
+  /** The driver is gone: deletes everything that is finished, or finishes later. */
   def abandon(): Unit = {
     val outputs = table.abandon()
     unconfirmed.clear()
     if (outputs.nonEmpty) { inPool(outputs.foreach(output => remove(output))); () }
   }
 
-  /** Waits for all deletions that have begun, at most so long: a process that ends cuts them off. */
+  /** Waits for the deletions in progress within the timeout: the end of the process would cut them off. */
   def awaitDeletions(ms: Long): Unit =
-    try { CompletableFuture.allOf(deletions.toArray(Array.empty[CompletableFuture[_]]): _*).get(ms, TimeUnit.MILLISECONDS); () }
-    catch { case _: TimeoutException => Log.log.warn(s"files of shuffles are still being deleted after $ms ms: some may stay") }
+    try { CompletableFuture.allOf(deletions.toArray(Array.empty[CompletableFuture[_]]): _*)
+      .get(ms, TimeUnit.MILLISECONDS); () }
+    catch { case _: TimeoutException =>
+      Log.log.warn(s"files of shuffles are still being deleted after $ms ms: some may stay") }
 
-  /** Spark itself has deleted these. */
+  /** Spark has deleted these. */
   def forget(shuffles: Iterable[Int], caches: Iterable[Int]): Unit = table.forget(shuffles, caches)
 
-  /** Puts into the ledger what changed. Of the loop's thread, as is `inventory`. */
+  /** Updates the ledger. Used by the loop only, as is `inventory`. */
   def tell(): Unit = table.changed().foreach(tell)
 
   def tell(topology: String): Unit = {
     val stored = table.stored(topology)
-    if (ledger.of(topology).stored != stored) ledger.change(topology)(_.copy(stored = stored))
+    val known = ledger.of(topology).partitions
+    if (known.storing(stored) != known) ledger.change(topology)(c => c.copy(partitions = c.partitions.storing(stored)))
   }
 
-  /** The datasets of each topology, when the driver has not been told of them, or long ago; `always` when it has to be asked. */
-  def inventory(always: Boolean): Option[String] = {
+  /** The datasets of each topology, if the driver does not have them, or has not had them for long; `always` to send
+    * them in any case. */
+  def inventory(always: Boolean): Option[Inventory] = {
     val now = table.inventory
     quiet += 1
     telling = found.asScala.toSet
@@ -113,19 +121,13 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     else {
       said = Some(now)
       quiet = 0
-      val node = Json.obj()
-      val of = node.putObject("topologies")
-      now.foreach { case (topology, (shuffles, caches)) =>
-        val its = of.putObject(topology)
-        its.set[JsonNode]("shuffles", Json.numbers(shuffles))
-        its.set[JsonNode]("caches", Json.numbers(caches))
-      }
-      node.set[JsonNode]("found", Json.numbers(telling))
-      Some(Json.write(node))
+      Some(Inventory(now.map { case (topology, (shuffles, caches)) =>
+        topology -> Datasets(shuffles.toVector, caches.toVector) }
+        .to(VectorMap), telling.toVector))
     }
   }
 
-  /** Whether the driver heard of the last one. */
+  /** Whether the driver has the last inventory. */
   def answered(heard: Boolean): Unit = if (heard) telling.foreach(found.remove) else said = None
 
   def isEmpty: Boolean = table.isEmpty
@@ -142,19 +144,21 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     count(topology, gone, left.size.toLong)
   }
 
-  /** Counts partitions that are gone for certain, and those that could not be deleted. */
+  /** Counts partitions that are known to be gone, and those that could not be deleted. */
   private def count(topology: String, gone: Map[_, Long], failures: Long): Unit = if (gone.nonEmpty || failures > 0) {
-    ledger.change(topology)(c => c.copy(released = c.released + gone.size, releasedBytes = c.releasedBytes + gone.valuesIterator.sum,
-      releaseFailures = c.releaseFailures + failures))
+    val more = PartitionCounts(
+      released = gone.size.toLong, releasedBytes = gone.valuesIterator.sum, releaseFailures = failures)
+    ledger.change(topology)(c => c.copy(partitions = c.partitions + more))
   }
 
   private def removeStale(before: Map[Int, Long]): Unit =
-    if (before.nonEmpty) disk.outputsOf(before.keySet).filter(output => output.map < before(output.shuffle)).foreach { output =>
+    if (before.nonEmpty) disk.outputsOf(before.keySet)
+      .filter(output => output.map < before(output.shuffle)).foreach { output =>
       remove(output)
       found.add(output.shuffle)
     }
 
-  /** Deletes an output. Returns whether it is gone; if not, the log says why. */
+  /** Deletes an output. Returns whether it is gone. If not, the log gives the reason. */
   private def remove(output: Output): Boolean = try {
     val gone = disk.delete(output)
     if (!gone) Log.log.warn(s"$output could not be deleted: its files are still in the executor's local directories")
@@ -167,7 +171,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
 }
 
 object Partitions {
-  /** What a writer tells. */
+  /** The reports of a writer. */
   private[stagecrew] trait Booking {
     def finished(lengths: Array[Long]): Unit
     def failed(): Unit
@@ -176,23 +180,23 @@ object Partitions {
       try f catch { case error: Throwable => failed(); throw error }
   }
 
-  /** Where outputs lie. */
+  /** The storage of this executor. */
   private[stagecrew] trait Disk {
     /** Deletes an output. Returns whether none of its files is left. */
     def delete(output: Output): Boolean
-    /** Whether a cached block is here. */
+    /** Whether a cached block is stored here. */
     def has(block: CachedBlock): Boolean
-    /** Whatever is here of these shuffles, booked or not: another executor that was decommissioned may have sent it. */
+    /** All outputs of these shuffles, booked or not: a decommissioned executor may have sent them. */
     def outputsOf(shuffles: Set[Int]): Seq[Output]
   }
 
-  /** An inventory that did not change is told again after so many reports: the driver may have forgotten. */
+  /** An unchanged inventory is repeated after this many reports: the driver may have lost it. */
   private val Quiet = 10
 
-  /** It is looked at the disks once in so many times. */
+  /** The disks are listed once in this many calls. */
   private val Looks = 4
 
-  // Spark makes the ShuffleDataIO by its name, in the same JVM; there is one executor in each.
+  // Spark creates the ShuffleDataIO by its name, in the executor's JVM. Each JVM has one executor.
   @volatile private var current = Option.empty[Partitions]
 
   def here: Option[Partitions] = current

@@ -3,9 +3,9 @@ package org.apache.spark.stagecrew
 import scala.collection.mutable
 
 /**
- * The book of an executor's Python processes: what each has open, which attempt it runs, which hook it is in.
+ * The Python processes of an executor: what each has open, the attempt that it runs, and the hook that it is in.
  *
- * Guarded by its own lock, and calls nothing while it holds it: what is to be done is answered.
+ * Guarded by its own lock. Nothing is called while the lock is held: the caller does what is returned.
  */
 final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String), clock: () => Long) {
   import Processes._
@@ -14,7 +14,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
 
   def connected(link: Link): Unit = synchronized(book(link) = new Process)
 
-  /** The link is gone: what it had open and did not close is lost. */
+  /** The link is gone: open listeners of its process are lost. */
   def disconnected(link: Link): Unit = synchronized {
     book.remove(link).foreach { process =>
       process.open.groupBy(_._1).foreach { case (topology, keys) =>
@@ -25,7 +25,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  /** The link's process begins an attempt, booked under these topologies. */
+  /** The link's process begins an attempt that is booked under these topologies. */
   def began(link: Link, attempt: Long, chain: Set[String]): Unit = synchronized(book.get(link).foreach { process =>
     process.attempt = Some(attempt)
     process.chain = chain
@@ -36,7 +36,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     process.chain = Set.empty
   })
 
-  /** The link was told of a topology: from now on it is asked to close it. */
+  /** The process knows a topology: it must close it later. */
   def touched(link: Link, topology: String): Unit = synchronized(book.get(link).foreach(_.touched += topology))
 
   def closed(link: Link, topology: String): Unit = synchronized {
@@ -47,7 +47,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  /** A hook begins; it is overdue at this time. */
+  /** A hook begins. It is overdue at this time. */
   def hookBegan(link: Link, topology: String, index: Int, hook: String, overdueAt: Long): Unit = synchronized {
     book.get(link).foreach { process =>
       process.hook = Some(Hook(topology, index, hook, overdueAt))
@@ -60,7 +60,9 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
     }
   }
 
-  def hookEnded(link: Link, topology: String, index: Int, hook: String, failed: Boolean, micros: Long, error: String): Unit =
+  def hookEnded(
+      link: Link, topology: String, index: Int, hook: String, failed: Boolean, micros: Long,
+        error: String, line: String = ""): Unit =
     synchronized {
       book.get(link).foreach { process =>
         if (hook != "decorate") process.hook = None
@@ -68,12 +70,12 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
         if (hook != "decorate") ledger.span(topology, hook, nameOf(topology, index)._1, micros, failed)
         count(topology, index) { before =>
           val timed = before.took(hook, micros).copy(closes = before.closes + (if (hook == "close") 1 else 0))
-          if (failed) timed.copy(failures = timed.failures + 1, lastError = error) else timed
+          if (failed) timed.failed(error, line) else timed
         }
       }
     }
 
-  /** Links whose hook is overdue: they are to be killed. Answered once. */
+  /** The links whose hook is overdue, each once: the caller kills their processes. */
   def overdue(): Seq[(Link, Hook, Option[Long])] = synchronized {
     val now = clock()
     book.toSeq.collect {
@@ -83,21 +85,21 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
         val micros = (now - process.hookBegan) / 1000
         ledger.span(hook.topology, hook.name, nameOf(hook.topology, hook.index)._1, micros, failed = true)
         count(hook.topology, hook.index) { before =>
-          before.took(hook.name, micros).copy(failures = before.failures + 1, lastError = s"${hook.name} ignored its timeout; its process was ended")
+          before.took(hook.name, micros).failed(s"${hook.name} ignored its timeout; its process was ended", "")
         }
         (link, hook, process.attempt)
     }
   }
 
-  /** Links that know this topology; `true` for those that are busy with a task of another one. A task of this one is on
-    * its way out: Spark may take it for over while Python still leaves it. */
+  /** The links that know this topology; `true` for those that run a task of another topology. A task of this
+    * topology is about to end: Spark may regard it as ended while Python still leaves it. */
   def touching(topology: String): Seq[(Link, Boolean)] = synchronized {
     book.toSeq.collect { case (link, process) if process.touched(topology) =>
       link -> (process.attempt.nonEmpty && !process.chain(topology))
     }
   }
 
-  /** Links of workers that run this attempt. */
+  /** The links of workers that run this attempt. */
   def running(attempt: Long): Seq[Link] = synchronized {
     book.toSeq.collect { case (link, process) if process.attempt.contains(attempt) && link.role == "worker" => link }
   }
@@ -115,7 +117,7 @@ final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String),
 
   def all: Seq[Link] = synchronized(book.keys.toSeq)
 
-  /** What a link has not closed of a topology, for messages. */
+  /** The listeners of a topology that a link has not closed, for messages. */
   def unclosed(link: Link, topology: String): Seq[String] = synchronized {
     book.get(link).toSeq.flatMap(_.open.toSeq).collect { case (`topology`, index) => nameOf(topology, index)._1 }
   }

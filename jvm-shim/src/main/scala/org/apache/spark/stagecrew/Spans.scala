@@ -1,44 +1,39 @@
 package org.apache.spark.stagecrew
 
-import com.fasterxml.jackson.databind.JsonNode
-import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.collection.mutable
 
 /**
- * What took time in one topology on one executor: the first so many opens and closes, the slowest of the rest, and the same of
- * tasks. The first show how it began, the slowest are who is looked for; all others are only counted. Guarded by its ledger.
+ * The spans of one topology on one executor: the first opens and closes, the slowest of the rest, and the same of
+ * tasks. The first ones show how the topology began, and the slowest ones are what a reader looks for. All others are
+ * only counted. Guarded by its ledger.
  *
- * Each has a slot, whose content may be replaced: reports carry the slots that are not known to have arrived.
+ * Each span has a slot, whose content may be replaced. Reports carry the slots that the driver may not have.
  */
 private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int = SpanLog.Slowest) {
-  import SpanLog._
-
-  private val slots = mutable.LongMap.empty[Slot]
-  private val hooks = new Slots(0)
-  private val tasks = new Slots(first + slowest)
-  private var replaced = 0L
+  private val unreported = mutable.LongMap.empty[Span]
+  private val (hooks, tasks) = (new Slots(0), new Slots(first + slowest))
+  private var total = 0L
 
   def add(kind: String, name: => String, started: Long, micros: Long, failed: Boolean): Unit = {
-    val among = if (kind == "task") tasks else hooks
-    among.slotFor(micros).fold(replaced += 1) { slot =>
-      if (slots.contains(slot.toLong)) replaced += 1
-      slots(slot.toLong) = new Slot(Span("", kind, name, started, started + micros / 1000, failed))
+    total += 1
+    (if (kind == "task") tasks else hooks).slotFor(micros).foreach { slot =>
+      unreported(slot.toLong) = Span("", kind, name, started, started + micros / 1000, failed)
     }
   }
 
-  /** What is to be reported, and what to do when it has arrived. */
-  def untold: (ObjectNode, () => Unit) = {
-    val left = slots.toSeq.filterNot(_._2.told).sortBy(_._1)
-    val node = Json.obj().put("total", slots.size + replaced)
-    Json.put(node, "slots", left.map { case (number, slot) => slot.span.json.put("slot", number) })
-    node -> (() => left.foreach(_._2.told = true))
+  /** The content of a report, and what to do when the report has arrived. */
+  def untold: (SpanReport, () => Unit) = {
+    val slots = unreported.toVector.sortBy(_._1).map { case (slot, span) => SpanSlot(slot.toInt, span) }
+    SpanReport(total, slots) -> (() => slots.foreach { case SpanSlot(slot, span) =>
+      if (unreported.get(slot.toLong).exists(_ eq span)) unreported -= slot.toLong
+    })
   }
 
   private final class Slots(base: Int) {
     private var count = 0
     private val quickest = mutable.PriorityQueue.empty[(Long, Int)](Ordering.by[(Long, Int), Long](_._1).reverse)
 
-    /** Where one of this length goes; None where it is not kept. */
+    /** The slot for a span of this duration; None if the span is only counted. */
     def slotFor(micros: Long): Option[Int] =
       if (count < first + slowest) {
         val slot = base + count
@@ -56,51 +51,48 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
 private[stagecrew] object SpanLog {
   val First = 100
   val Slowest = 100
-
-  private final class Slot(val span: Span, var told: Boolean = false)
 }
 
-/** The spans of one topology, of all executors: what their reports said last of each slot. Of the driver's loop. */
+/** The spans of one topology on all executors: the last reported content of each slot. Used by the driver's loop
+  * only. */
 private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
-  private val slots = mutable.LinkedHashMap.empty[(String, Long), (Long, Span)]
-  private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // of each executor, what it keeps among them
-  private var past = 0L // of those that are forgotten
+  private val slots = mutable.LinkedHashMap.empty[(String, Int), (Long, Span)]
+  private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, spans recorded
+  private var past = 0L // spans recorded by executors that are forgotten
 
-  /** What an executor's report with this number said. Whatever comes twice, or late, changes nothing. */
-  def took(executor: String, sequence: Long, node: JsonNode): Unit = {
-    if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> node.path("total").asLong
-    Json.items(node.get("slots")).foreach { entry =>
-      val key = executor -> entry.path("slot").asLong
-      slots.get(key) match {
-        case Some((known, _)) if known >= sequence => ()
-        case None if slots.size >= limit => ()
-        case _ => slots(key) = sequence -> Span.of(entry).copy(executor = executor)
-      }
+  /** Takes over what a report said. A report that is repeated or late changes nothing. */
+  def record(executor: String, sequence: Long, report: SpanReport): Unit = {
+    if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> report.total
+    report.slots.foreach { case SpanSlot(slot, span) =>
+      val key = executor -> slot
+      val isNewer = slots.get(key).fold(slots.size < limit)(_._1 < sequence)
+      if (isNewer) slots(key) = sequence -> span.copy(executor = executor)
     }
   }
 
   def size: Int = slots.size
 
-  /** An executor of which nothing new comes. */
+  /** Forgets an executor that is gone. */
   def forget(executor: String): Unit = totals.remove(executor).foreach(past += _._2)
 
-  /** None is kept any more; how many there were is. */
+  /** Drops all spans, and keeps their number. */
   def clear(): Unit = slots.clear()
 
   def spans: Vector[Span] = slots.valuesIterator.map(_._2).toVector.sortBy(_.started)
 
-  /** How many there were that are not kept. */
+  /** How many spans were recorded and are not kept. */
   def dropped: Long = totals.valuesIterator.map(_._2).sum + past - slots.size
 }
 
 private[stagecrew] object SpanBook {
-  /** How many are kept of one topology, and of all: those that closed first lose theirs first. */
+  /** How many spans are kept of one topology, and of all. Topologies that closed first lose theirs first. */
   val PerTopology = 2000
   val InAll = 100000
 
   def trim(topologies: Iterable[Topology], inAll: Int = InAll): Unit = {
     var left = topologies.iterator.map(_.spans.size).sum
-    topologies.filter(one => one.state == "closed" && one.spans.size > 0).toSeq.sortBy(_.ended).iterator.takeWhile(_ => left > inAll).foreach { topology =>
+    val closed = topologies.filter(one => one.state == "closed" && one.spans.size > 0).toSeq.sortBy(_.ended)
+    closed.iterator.takeWhile(_ => left > inAll).foreach { topology =>
       left -= topology.spans.size
       topology.spans.clear()
       topology.changed()

@@ -9,9 +9,9 @@ import scala.collection.mutable
  *   active --end--> closing --(no attempt left)--> quiescent --forget--> closed
  * }}}
  *
- * Live attempts are a set, with idempotent `begin` and `finish`, never a counter. An attempt that begins for a topology
- * that is closing or closed is booked without it (Spark starts such tasks: a map stage that two jobs share runs with the
- * properties of the first), so that once a topology is quiescent, no attempt of it appears again. Calls out of nothing.
+ * Live attempts are a set, with idempotent `begin` and `finish`, never a counter. An attempt that begins for a closing
+ * or closed topology is booked without it, so that a quiescent topology gets no attempt again. Spark starts such tasks:
+ * a map stage that two jobs share runs with the properties of the first. Nothing is called while the lock is held.
  */
 final class TopologyTable {
   import TopologyTable._
@@ -19,9 +19,9 @@ final class TopologyTable {
   private val attempts = mutable.HashMap.empty[String, mutable.HashSet[Long]]
   private val chains = mutable.HashMap.empty[Long, Seq[String]]
   private val closing = mutable.HashSet.empty[String]
-  private val closed = new BoundedSet(RememberedClosed)
+  private val closed = new Bounded[String, Unit](RememberedClosed)()
 
-  /** Books an attempt under these topologies, outermost first. Answers those that it was booked under. */
+  /** Books an attempt under these topologies, outermost first. Returns those that it was booked under. */
   def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized {
     chains.get(attempt) match {
       case Some(already) => already
@@ -33,7 +33,7 @@ final class TopologyTable {
     }
   }
 
-  /** The attempt is over. Answers the topologies that became quiescent by it. */
+  /** The attempt has ended. Returns the topologies that became quiescent by it. */
   def finish(attempt: Long): Seq[String] = synchronized {
     chains.remove(attempt) match {
       case None => Nil
@@ -47,7 +47,7 @@ final class TopologyTable {
     }
   }
 
-  /** The topology has ended. Answers whether it is quiescent. */
+  /** The topology has ended. Returns whether it is quiescent. */
   def end(topology: String): Boolean = synchronized {
     if (!closed.contains(topology)) closing += topology
     !attempts.contains(topology)
@@ -57,7 +57,7 @@ final class TopologyTable {
   def forget(topology: String): Unit = synchronized {
     require(!attempts.contains(topology), s"attempts of topology $topology are live")
     closing -= topology
-    closed += topology
+    closed(topology) = ()
   }
 
   /** Whether the topology has not ended here. */
@@ -74,16 +74,6 @@ final class TopologyTable {
 }
 
 object TopologyTable {
-  /** How many closed topologies an executor remembers; the driver remembers longer and is asked for older ones. */
+  /** How many closed topologies an executor remembers. It asks the driver about older ones. */
   val RememberedClosed = 10000
-
-  /** A set that forgets its oldest entries. */
-  private[stagecrew] final class BoundedSet(limit: Int) {
-    private val entries = mutable.LinkedHashSet.empty[String]
-    def contains(entry: String): Boolean = entries.contains(entry)
-    def +=(entry: String): Unit = {
-      entries += entry
-      if (entries.size > limit) entries -= entries.head
-    }
-  }
 }

@@ -7,16 +7,17 @@ import org.apache.spark.shuffle.api._
 import org.apache.spark.shuffle.api.metadata.MapOutputCommitMessage
 
 /**
- * The configured ShuffleDataIO, with what its writers do booked in this executor's `Partitions`. Data takes its own way:
- * writers of partitions are the delegate's own. A delegate with storage beside the executors' disks keeps track itself, and
- * so does a shuffle manager that is not Spark's, whatever of it is written here.
+ * Wraps the configured ShuffleDataIO, and books its outputs in this executor's `Partitions`. Writers of partitions are
+ * the delegate's own, so data is not copied. Outputs of a delegate that stores them outside the executors' disks, and
+ * those of a shuffle manager that is not Spark's, are not booked.
  */
 final class TrackedShuffleDataIO(conf: SparkConf) extends ShuffleDataIO {
   import TrackedShuffleDataIO._
 
   private val delegate: ShuffleDataIO = SparkInternals.shuffleDataIO(conf.get(DelegateKey, LocalDisk), conf)
 
-  override def executor(): ShuffleExecutorComponents = new TrackedExecutor(delegate.executor(), SparkInternals.sortsShuffles(conf))
+  override def executor(): ShuffleExecutorComponents =
+    new TrackedExecutor(delegate.executor(), SparkInternals.sortsShuffles(conf))
 
   override def driver(): ShuffleDriverComponents = new TrackedDriver(delegate.driver())
 }
@@ -29,10 +30,11 @@ object TrackedShuffleDataIO {
 
   private final class TrackedDriver(delegate: ShuffleDriverComponents) extends ShuffleDriverComponents {
     override def initializeApplication(): JMap[String, String] = {
-      val config = new JHashMap[String, String](Option(delegate.initializeApplication()).getOrElse(Collections.emptyMap()))
+      val config = new JHashMap[String, String](
+        Option(delegate.initializeApplication()).getOrElse(Collections.emptyMap()))
       if (delegate.supportsReliableStorage) {
         config.put(ElsewhereKey, "true")
-        Log.log.info("the configured ShuffleDataIO stores shuffles beside the executors: stagecrew does not track them")
+        Log.log.info("the configured ShuffleDataIO stores shuffles outside the executors: they are not tracked")
       }
       config
     }
@@ -42,7 +44,8 @@ object TrackedShuffleDataIO {
     override def supportsReliableStorage(): Boolean = delegate.supportsReliableStorage()
   }
 
-  private final class TrackedExecutor(delegate: ShuffleExecutorComponents, sparks: Boolean) extends ShuffleExecutorComponents {
+  private final class TrackedExecutor(delegate: ShuffleExecutorComponents, sparks: Boolean)
+    extends ShuffleExecutorComponents {
     private var here = sparks
 
     override def initializeExecutor(application: String, executor: String, config: JMap[String, String]): Unit = {
@@ -56,7 +59,8 @@ object TrackedShuffleDataIO {
         case Some(booking) =>
           val writer = booking.unlessItFails(delegate.createMapOutputWriter(shuffle, map, partitions))
           new ShuffleMapOutputWriter {
-            override def getPartitionWriter(partition: Int): ShufflePartitionWriter = writer.getPartitionWriter(partition)
+            override def getPartitionWriter(partition: Int): ShufflePartitionWriter =
+              writer.getPartitionWriter(partition)
             override def commitAllPartitions(checksums: Array[Long]): MapOutputCommitMessage = {
               val message = writer.commitAllPartitions(checksums)
               booking.finished(message.getPartitionLengths)
@@ -66,7 +70,8 @@ object TrackedShuffleDataIO {
           }
       }
 
-    override def createSingleFileMapOutputWriter(shuffle: Int, map: Long): Optional[SingleSpillShuffleMapOutputWriter] = {
+    override def createSingleFileMapOutputWriter(
+      shuffle: Int, map: Long): Optional[SingleSpillShuffleMapOutputWriter] = {
       val writer = delegate.createSingleFileMapOutputWriter(shuffle, map)
       if (!writer.isPresent) writer
       else booked(shuffle, map) match {

@@ -10,9 +10,7 @@ class WatchedSuite extends AnyFunSuite {
     operator(name).copy(state = state, failed = failed, live = live)
 
   private def told(book: OperatorBook, sequence: Long, views: OperatorView*): Unit = {
-    val node = Json.obj()
-    views.foreach(one => node.set[com.fasterxml.jackson.databind.node.ObjectNode](one.name, one.json))
-    book.took(sequence, node)
+    book.record(sequence, views.map(one => one.name -> one))
   }
 
   private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
@@ -52,12 +50,13 @@ class WatchedSuite extends AnyFunSuite {
   }
 
   test("more uses than are listed: pages and JSON have the number and the failures of all") {
-    val topology = new Topology(Description("a", "a", None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+    val topology = new Topology(Description("a", "a", None, Vector.empty)(), "named")
     (1 to OperatorBook.Limit + 100).foreach(i => told(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
     val row = rows(page("", shown(topology.view)), "topologies").head
     assert((row(8), row(9)) == (("600", "600")))
     val html = page("topology", shown(topology.view), "id" -> "a")
     assert(html.text.contains("Coordinators (600)") && html.text.contains("100, whose counts"))
-    assert(TopologyView.of(topology.view.json) == topology.view && topology.view.json.get("forgottenOperators").asInt == 100)
+    val json = Json.tree(topology.view)
+    assert(Json.as[TopologyView](json) == topology.view && json.get("forgottenOperators").asInt == 100)
   }
 }

@@ -198,7 +198,7 @@ class ClosingsSuite extends AnyFunSuite {
     ClosingsSuite.closes.set(0)
     val f = new Fixture
     val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
-    val description = Description("t", "t", None, Vector(jvm), PythonCommand("python3", Map.empty, Nil))
+    val description = Description("t", "t", None, Vector(jvm))()
     f.hold = true
     val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
     waiting.start()

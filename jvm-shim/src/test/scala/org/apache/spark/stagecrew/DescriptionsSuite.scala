@@ -1,8 +1,7 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{CountDownLatch, TimeUnit}
+import java.util.concurrent.{CountDownLatch, Executors, TimeUnit}
 import java.util.concurrent.atomic.AtomicInteger
-import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
@@ -13,15 +12,16 @@ class DescriptionsSuite extends AnyFunSuite {
     val table = new TopologyTable
     val asks = new AtomicInteger
     @volatile var answer: Frame => Array[Byte] = frame => described(frame.text("topology"))
-    val descriptions = new Descriptions("1", () => "host", new Settings(new SparkConf(false)), table, { bytes =>
+    private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("descriptions"))
+    val descriptions = new Descriptions("1", () => "host", table, pool, { bytes =>
       asks.incrementAndGet()
       answer(Frames.decodeMessage(bytes))
     })
   }
 
   private def described(id: String): Array[Byte] = {
-    val (body, blobs) = Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)).encoded
-    Frames.encode("DESCRIPTION", id, body, blobs)
+    val description = Description(id, id, None, Vector.empty)()
+    Frames.encode("DESCRIPTION", id, description.body, description.blobs)
   }
 
   private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
@@ -54,10 +54,10 @@ class DescriptionsSuite extends AnyFunSuite {
 
   test("one who waits for another's question does not end with it") {
     val f = new Fixture
-    val asked = new CountDownLatch(1)
+    val (asked, answered) = (new CountDownLatch(1), new CountDownLatch(1))
     f.answer = frame => {
       asked.countDown()
-      if (f.asks.get == 1) Thread.sleep(60000)
+      answered.await(60, TimeUnit.SECONDS)
       described(frame.text("topology"))
     }
     val first = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
@@ -66,10 +66,13 @@ class DescriptionsSuite extends AnyFunSuite {
     @volatile var found = Option.empty[Description]
     val second = new Thread(() => found = f.descriptions.describe("t"))
     second.start()
-    eventually(timeout(Span(10, Seconds)))(assert(second.getState == Thread.State.TIMED_WAITING))
+    eventually(timeout(Span(10, Seconds)))(assert(second.getState == Thread.State.WAITING))
     first.interrupt() // its task was killed
+    first.join(10000)
+    assert(!first.isAlive && found.isEmpty)
+    answered.countDown()
     second.join(10000)
-    assert(found.map(_.id).contains("t"))
+    assert(found.map(_.id).contains("t") && f.asks.get == 1)
   }
 
   test("the execution of a query is asked for anew when the one before has ended") {

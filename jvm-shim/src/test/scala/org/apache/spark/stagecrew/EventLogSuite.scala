@@ -1,7 +1,10 @@
 package org.apache.spark.stagecrew
 
+import java.nio.file.{Files, Path}
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.collection.mutable
+import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
 import org.apache.spark.util.JsonProtocol
 import org.apache.spark.util.kvstore.InMemoryStore
@@ -16,7 +19,7 @@ class EventLogSuite extends AnyFunSuite {
     def of(id: String): Seq[StagecrewState] = posted.toSeq.filter(_.id == id)
   }
 
-  private def jobs(state: StagecrewState): Int = TopologyView.of(Json.parse(state.body)).jobs
+  private def jobs(state: StagecrewState): Int = Json.read[TopologyView](state.body).jobs
 
   /** What the History Server has after it has read these events as Spark writes them. */
   private def history(events: Seq[String], retained: Any = 1000): PageModel = {
@@ -97,7 +100,7 @@ class EventLogSuite extends AnyFunSuite {
     }
     run.log.changed(all("active", "closed", 7))
     val killed = history(run.posted.map(written).toSeq)
-    assert(killed.snapshot.totals == killed.find("a").get.executors.map(_._2.totals).reduce(_ + _) && killed.snapshot.totals.opens == 7)
+    assert(killed.snapshot.totals == killed.find("a").get.executors.values.map(_.totals).reduce(_ + _) && killed.snapshot.totals.opens == 7)
     assert(page("", killed).text.contains("opens 7,"))
     assert(killed.notes("").exists(_.contains(Show.date(100000))) && killed.notes("").forall(note => !note.contains("its end")))
     run.log.changed(all("closed", "closed", 7))
@@ -115,7 +118,7 @@ class EventLogSuite extends AnyFunSuite {
   test("sums of coordinators are as new as the topologies beside them, also of an application that was killed") {
     val run = new Run(interval = 1000, most = 2)
     def all(state: String, events: Long, live: Long = 1) = {
-      val one = operator("splits").copy(eventsIn = events, live = live, progress = Vector.empty)
+      val one = operator("splits").copy(eventsIn = events, live = live, progress = VectorMap.empty)
       snapshot(topology("application", DriverCrew.ApplicationKind), topology("a", state = state).copy(operators = Vector(one)))
         .copy(coordinators = Some(one), processes = Vector(ProcessView("1", "h", 1, "worker", 1, 0, Vector(Sample(events, 1, 1, 1, 1)))))
     }
@@ -147,7 +150,7 @@ class EventLogSuite extends AnyFunSuite {
     val run = new Run()
     run.log.changed(snapshot(busy("a", spans = 20000)))
     val state = run.of("a").head
-    val view = TopologyView.of(Json.parse(state.body))
+    val view = Json.read[TopologyView](state.body)
     assert(state.trimmed && state.body.length <= StagecrewState.MaxBytes)
     assert(view.spans == busy("a", 20000).spans.takeRight(500) && view.spansDropped == 19500 && view.operators == busy("a").operators)
     assert(history(Seq(written(state))).notes("a").exists(_.contains("too large")))
@@ -212,6 +215,21 @@ class EventLogSuite extends AnyFunSuite {
     Tab.pages(() => shown).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 
+  test("an event log from before the first release is read, and each page of the History Server shows it") {
+    val log = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
+      .map(_.resolve("tests/data/event-log-before-the-first-release/recorded")).find(Files.exists(_)).get
+    val lines = Files.readAllLines(log).asScala.toSeq.filter(_.contains(classOf[StagecrewState].getName))
+    val shown = history(lines)
+    assert(lines.nonEmpty && shown.snapshot.topologies.map(_.name) == Vector("application", "enrich"))
+    assert(rows(page("", shown), "listeners").map(row => (row(1), row(4), row(5))) == Seq(("pool", "4", "4")))
+    assert(rows(page("topology", shown, "id" -> shown.snapshot.topologies.last.id), "executors").nonEmpty)
+    Tab.pages(() => shown).foreach { page =>
+      val ask = PageRequest("", Map("id" -> shown.snapshot.topologies.last.id))
+      assert(page.html(ask).nonEmpty && Json.parse(page.json(ask)).get("version").asInt == 1)
+    }
+    assert(Json.as[Snapshot](Report.of(log.toString)).topologies == shown.snapshot.topologies)
+  }
+
   test("a setting of the History Server that is wrong keeps nothing from being shown") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
@@ -225,14 +243,14 @@ class EventLogSuite extends AnyFunSuite {
   }
 
   test("the end of what is large in each of its parts is stored, with its sums, and its page says what is left out") {
-    val failing = ExecutorCounts((0 until 8).map(i => i -> ListenerCounts(s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toMap)
-    val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).toVector
+    val failing = ExecutorCounts((0 until 8).map(i => ListenerCounts(i, s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toVector)
+    val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).to(VectorMap)
     val all = Seq(
-      topology("executors").copy(executors = (1 to 50).map(i => s"$i" -> failing).toVector),
+      topology("executors").copy(executors = (1 to 50).map(i => s"$i" -> failing).to(VectorMap)),
       topology("operators").copy(operators = (1 to 100).map(i => operator(s"operator $i").copy(progress = progress)).toVector),
-      topology("both").copy(executors = (1 to 1000).map(i => s"$i" -> failing).toVector, askedBy = Vector.fill(1000)("x" * 1000),
+      topology("both").copy(executors = (1 to 1000).map(i => s"$i" -> failing).to(VectorMap), askedBy = Vector.fill(1000)("x" * 1000),
         lostExecutors = Vector.fill(1000)("\u0001" * 1000), unclosed = Vector.fill(1000)("u" * 1000), parent = Some("p" * 10000),
-        operators = (1 to 1000).map(i => operator(s"operator $i").copy(progress = Vector("\u0001" * 9000 -> "\u0001" * 9000))).toVector))
+        operators = (1 to 1000).map(i => operator(s"operator $i").copy(progress = VectorMap("\u0001" * 9000 -> "\u0001" * 9000))).toVector))
     all.foreach { begun =>
       val run = new Run()
       val ended = begun.copy(state = "closed", ended = 31000)
@@ -250,7 +268,7 @@ class EventLogSuite extends AnyFunSuite {
     val run = new Run()
     val long = "\u0001" * 5000
     run.log.tick(Snapshot(Vector.empty, Totals(7), (1 to 100).map(i => ProcessView(long, long, i.toLong, long, 1, 0, Vector.empty)).toVector,
-      Some(RecoveryView((1 to 100).map(i => s"$i$long" -> long).toVector, Vector.fill(100)(StepView(long, "running", 1, 0))))))
+      Some(RecoveryView((1 to 100).map(i => s"$i$long" -> long).to(VectorMap), Vector.fill(100)(StepView(long, "running", 1, 0))))))
     assert(run.posted.map(_.trimmed) == Seq(true) && run.posted.head.body.length <= StagecrewState.MaxBytes)
     assert(history(run.posted.map(written).toSeq).snapshot.totals.opens == 7)
   }
@@ -272,14 +290,18 @@ class EventLogSuite extends AnyFunSuite {
   }
 
   test("of a Python traceback that is cut the end is stored, which says what happened; of a JVM's error the beginning") {
-    def stored(scope: String, error: String): String = {
+    def stored(scope: String, error: String, line: String = ""): String = {
       val run = new Run()
-      run.log.changed(snapshot(topology("a", listeners = 200, error = error, scope = scope)))
+      val view = topology("a", listeners = 200, error = error, scope = scope)
+      run.log.changed(snapshot(view.copy(executors = view.executors.map { case (id, counts) =>
+        id -> counts.copy(listeners = counts.listeners.map(_.copy(lastErrorLine = line)))
+      })))
       assert(run.of("a").exists(_.trimmed))
       rows(page("", history(run.posted.map(written).toSeq)), "listeners").head.last
     }
     val frames = "  File \"x.py\", line 1, in open\n" * 250
-    assert(stored("worker", s"Traceback (most recent call last):\n${frames}ValueError: no pool\n") == "ValueError: no pool")
+    val text = s"Traceback (most recent call last):\n${frames}ValueError: no pool\n${"SELECT\n" * 200}"
+    assert(stored("worker", text, "ValueError: no pool") == "ValueError: no pool")
     assert(stored("jvm", "java.io.IOException: no pool\n" + "\tat x.Y\n" * 900) == "java.io.IOException: no pool")
   }
 }

@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.xml.Elem
 
 /** What users supply is text, however it looks and however long it is. */
@@ -12,12 +13,12 @@ class HostileSuite extends AnyFunSuite {
   private val Texts = Seq(Hostile, "</td></tr></table><script>alert(2)</script>", "' onmouseover='alert(3)", "]]><!-- -->", Reversed, Long, "\uD83D\uDE00" * 5000, "a\u0000b\u001Bc")
 
   private def everywhere(text: String): PageModel = {
-    val counts = ExecutorCounts(Map(0 -> ListenerCounts(text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
-    val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), Vector(text -> counts), Vector(text), Vector(text),
+    val counts = ExecutorCounts(Vector(ListenerCounts(0, text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
+    val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), VectorMap(text -> counts), Vector(text), Vector(text),
       Vector(operator(text, text -> 1L).copy(kind = text, state = text, waitsFor = text, lastError = text)),
       Vector(Span(text, text, text, 1000, 2000, failed = true)))
     PageModel(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
-      Some(RecoveryView(Vector(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
+      Some(RecoveryView(VectorMap(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
   }
 
   private def pages(shown: PageModel): Seq[Elem] =

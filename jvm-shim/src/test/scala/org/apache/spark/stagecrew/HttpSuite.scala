@@ -28,7 +28,7 @@ class HttpSuite extends AnyFunSuite {
       f: ((String, Option[String], String) => HttpResponse[String]) => T): T = {
     val conf = new SparkConf(false).set("spark.ui.port", "0").set("spark.app.name", "suite").setAll(settings)
     val ui = SparkUI.create(None, new AppStatusStore(new InMemoryStore), conf, new SecurityManager(conf), "suite", "", 0L)
-    SparkInternals.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
+    SparkUi.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
     ui.bind()
     try {
       ui.attachAllHandlers()

@@ -14,7 +14,7 @@ final class Squatter extends SparkPlugin {
       val nobody = new Handler {
         def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = ()
       }
-      SparkInternals.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
+      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
       ()
     }
   }

@@ -17,12 +17,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.setUp(1, "a", Output(0, 1))
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
-    assert(table.stored("a") == Stored(inProgress = 3))
+    assert(table.stored("a") == PartitionCounts(inProgress = 3))
     assert(table.inventory.isEmpty)
     assert(table.finished(1, Output(0, 1), 10).isEmpty)
     table.failed(2, Output(0, 2))
     table.over(3)
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
 
@@ -31,14 +31,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.setUp(1, "a", Output(1, 1))
     table.over(1)
     assert(table.finished(1, Output(1, 1), 10).isEmpty)
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
 
   test("two attempts of one partition, as in speculation, are two outputs; one that is written again is one") {
     write(1, "a", 0)
     write(2, "a", 0)
     write(2, "a", 0, bytes = 30)
-    assert(table.stored("a") == Stored(outputs = 2, outputBytes = 40))
+    assert(table.stored("a") == PartitionCounts(outputs = 2, outputBytes = 40))
   }
 
   test("what is taken is all that is finished, and only it") {
@@ -48,8 +48,8 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.setUp(4, "a", Output(1, 4))
     table.end("a", Ending(outputs = true))
     assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
-    assert(table.stored("a") == Stored(inProgress = 1))
-    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(inProgress = 1))
+    assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.take("a") == Taken())
   }
 
@@ -70,7 +70,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.finished(3, Output(0, 3), 10).isEmpty)
     assert(table.finished(4, Output(1, 4), 10).isEmpty)
     assert(table.take("a") == Taken())
-    assert(table.stored("b") == Stored(outputs = 2, outputBytes = 20))
+    assert(table.stored("b") == PartitionCounts(outputs = 2, outputBytes = 20))
     table.end("b", Ending(outputs = true))
     assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
     assert(table.isEmpty)
@@ -81,7 +81,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
     table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b")))) // its listeners close slowly
-    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.finished(2, Output(0, 2), 10).isEmpty)
     table.end("b", Ending(outputs = true))
     assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
@@ -111,7 +111,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
     write(3, Description.Application, 0) // of a job that began while its listeners closed
     assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L)))
-    assert(table.stored(Description.Application) == Stored(outputs = 2, outputBytes = 20))
+    assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
   test("what the driver has not ended stays booked when the executor ends, for the driver may be gone") {
@@ -126,7 +126,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.block("a", CachedBlock(2, 0), Some(1))
     table.block("a", CachedBlock(3, 0), Some(1))
     table.block("b", CachedBlock(2, 0), None)
-    assert(table.stored("a") == Stored(blocks = 2, blockBytes = 8))
+    assert(table.stored("a") == PartitionCounts(blocks = 2, blockBytes = 8))
     table.end("a", Ending(outputs = true, blocks = true, keptCaches = Set(3)))
     assert(table.take("a") == Taken(blocks = Map(CachedBlock(1, 0) -> 7L)))
     table.block("b", CachedBlock(4, 0), Some(5))
@@ -140,7 +140,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     write(2, "a", 1)
     table.block("a", CachedBlock(1, 0), Some(5))
     table.forget(Seq(0, 77), Seq(1, 77))
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     table.failed(9, Output(9, 9))
     table.over(9)
     assert(table.finished(9, Output(9, 9), 1).isEmpty)
@@ -228,10 +228,10 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         gone.map { case ((_, block), bytes) => block -> bytes })
     }
 
-    def stored(topology: String): Stored = {
+    def stored(topology: String): PartitionCounts = {
       val mine = outputs.filter(_._1._1 == topology)
       val blocked = blocks.filter(_._1._1 == topology)
-      Stored(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
+      PartitionCounts(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
     }
   }
 

@@ -42,8 +42,8 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(partitions.release("a", Map.empty).get().outputs.keySet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(partitions.release("a", Map.empty).get() == Taken())
-    assert(ledger.of("a").released == 2)
-    assert(ledger.of("a").releasedBytes == 20)
+    assert(ledger.of("a").partitions.released == 2)
+    assert(ledger.of("a").partitions.releasedBytes == 20)
     assert(partitions.isEmpty)
   }
 
@@ -53,7 +53,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.end("a", Ending(outputs = true))
     booking.finished(Array(10))
     assert(deleted == Seq(Output(0, 1)))
-    assert(ledger.of("a").released == 1)
+    assert(ledger.of("a").partitions.released == 1)
   }
 
   test("a file that cannot be deleted does not keep the others, and is counted as a failure, not as released") {
@@ -64,9 +64,9 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.release("a", Map.empty).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
-    val counts = ledger.of("a")
+    val counts = ledger.of("a").partitions
     assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 20, 2))
-    assert(counts.totals.released == 1 && counts.totals.releasedBytes == 20)
+    assert(ledger.of("a").totals.released == 1 && ledger.of("a").totals.releasedBytes == 20)
   }
 
   test("what finishes after the end and cannot be deleted is counted as a failure") {
@@ -74,7 +74,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     val booking = partitions.setUp(1, Output(14, 1)).get
     partitions.end("a", Ending(outputs = true))
     booking.finished(Array(10))
-    assert(ledger.of("a").released == 0 && ledger.of("a").releaseFailures == 1)
+    assert(ledger.of("a").partitions.released == 0 && ledger.of("a").partitions.releaseFailures == 1)
   }
 
   test("cached blocks are counted when the driver has unpersisted their datasets: those that are gone as released, others as failures") {
@@ -84,11 +84,11 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     here ++= blocks.map(_._1)
     partitions.end("a", Ending(outputs = true, blocks = true))
     assert(partitions.release("a", Map.empty).get().caches == Set(7, 8))
-    assert(partitions.awaits("a") && ledger.of("a").released == 0)
+    assert(partitions.awaits("a") && ledger.of("a").partitions.released == 0)
     here -= CachedBlock(7, 0)
     partitions.unpersisted("a", Set(7)) // somebody uses the dataset 8 again
     partitions.unpersisted("a", Set(7))
-    val counts = ledger.of("a")
+    val counts = ledger.of("a").partitions
     assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 5, 1))
     assert(!partitions.awaits("a"))
   }
@@ -100,7 +100,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(4, 99), Output(6, 99), Output(7, 99)))
     // The driver hears of it, so that Spark takes the executor for one that has nothing.
-    def found(): Option[Set[Int]] = partitions.inventory(always = false).map(body => Json.integers(Json.parse(body).get("found")).toSet)
+    def found(): Option[Set[Int]] = partitions.inventory(always = false).map(_.found.toSet)
     assert(found().contains(Set(4, 6, 7)))
     partitions.answered(heard = false)
     assert(found().contains(Set(4, 6, 7)))
@@ -133,7 +133,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     write(1, "a", 0)
     partitions.over(1, Seq(CachedBlock(7, 0) -> Some(5L)))
     partitions.tell()
-    assert(ledger.of("a").stored == Stored(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
+    assert(ledger.of("a").partitions == PartitionCounts(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
     val (number, _) = ledger.report().get
     ledger.delivered(number)
     partitions.tell()
@@ -144,7 +144,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(partitions.inventory(always = false).isEmpty)
     write(1, "a", 0)
     val told = partitions.inventory(always = false).get
-    assert(told == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
+    assert(Json.write(told) == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
     assert(partitions.inventory(always = false).isEmpty)
     partitions.answered(heard = false)
     assert(partitions.inventory(always = false).contains(told))

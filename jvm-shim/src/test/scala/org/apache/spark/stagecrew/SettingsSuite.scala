@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.jdk.CollectionConverters._
 
 class SettingsSuite extends AnyFunSuite {
@@ -79,21 +80,21 @@ class SettingsSuite extends AnyFunSuite {
     val description = DriverShim.application(user, new Settings(user))
     assert(description.listeners.map(l => (l.index, l.kind, l.name, l.target)) ==
       Vector((0, "jvm", "Mdc", "a.b.Mdc"), (1, "name", "orders", "pools:orders")))
-    assert(description.python == PythonCommand("python9", Map("X" -> "y"), Nil))
+    assert((description.executable, description.environment, description.files) == (("python9", Map("X" -> "y"), Nil)))
   }
 
   test("a description survives the way to an executor, its pickled bytes untouched") {
     val blob = Array.tabulate(256)(_.toByte)
     val entries = Vector(
       Entry(0, "jvm", "Mdc", "a.b.Mdc", Some("jvm"), Some("application"), required = true, None),
-      Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(blob)),
+      Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(0)),
       Entry(2, "name", "orders", "pools:orders", None, None, required = true, None))
-    val sent = Description("id", "name", Some("parent"), entries, PythonCommand("python3", Map("A" -> "b"), Seq("x.zip")))
-    val (body, blobs) = sent.encoded
-    assert(!body.contains("AAEC") && blobs.map(_.toSeq) == Vector(blob.toSeq))
-    val got = Description.decode(body, blobs)
-    assert(got.copy(listeners = Vector.empty) == sent.copy(listeners = Vector.empty))
-    assert(got.listeners.map(_.copy(blob = None)) == entries.map(_.copy(blob = None)))
-    assert(got.listeners.map(_.blob.map(_.toSeq)) == entries.map(_.blob.map(_.toSeq)))
+    val sent = Description("id", "name", Some("parent"), entries, "python3", VectorMap("A" -> "b"), Vector("x.zip"))(Vector(blob))
+    val frame = Frames.encode("DESCRIPTION", "id", sent.body, sent.blobs)
+    assert(!sent.body.contains("AAEC"))
+    val got = Description.decode(Frames.decodeMessage(frame))
+    assert(got == sent && got.blobs.map(_.toSeq) == Vector(blob.toSeq))
+    val both = sent.and(got)
+    assert(both.listeners.map(_.index) == (0 to 5) && both.listeners.flatMap(_.blob) == Vector(0, 1) && both.blobs.size == 2)
   }
 }

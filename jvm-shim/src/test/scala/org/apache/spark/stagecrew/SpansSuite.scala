@@ -5,8 +5,8 @@ import scala.util.Random
 
 class SpansSuite extends AnyFunSuite {
   private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
-    val (node, arrived) = log.untold
-    book.took(executor, sequence, Json.parse(Json.write(node)))
+    val (report, arrived) = log.untold
+    book.record(executor, sequence, Json.read[SpanReport](Json.write(report)))
     arrived
   }
 
@@ -31,31 +31,30 @@ class SpansSuite extends AnyFunSuite {
     val random = new Random(5)
     (1 to 30).foreach { _ =>
       val (log, book) = (new SpanLog(2, 2), new SpanBook)
-      var late = List.empty[(Long, String)]
+      var late = List.empty[(Long, SpanReport)]
       (1L to 60L).foreach { sequence =>
         log.add("task", s"$sequence", sequence, random.nextInt(1000).toLong, failed = false)
-        val (node, arrived) = log.untold
-        val body = Json.write(node)
+        val (body, arrived) = log.untold
         random.nextInt(4) match {
           case 0 => late ::= sequence -> body // it arrives, but nobody knows
           case 1 => ()
           case _ =>
-            book.took("1", sequence, Json.parse(body))
+            book.record("1", sequence, body)
             arrived()
         }
-        if (random.nextBoolean()) late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+        if (random.nextBoolean()) late.foreach { case (number, old) => book.record("1", number, old) }
       }
       told(log, book, 100)()
-      assert(log.untold._1.get("slots").isEmpty)
+      assert(log.untold._1.slots.isEmpty)
       assert(book.size == 4 && book.dropped == 56)
-      late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+      late.foreach { case (number, old) => book.record("1", number, old) }
       assert(book.size == 4 && book.dropped == 56)
     }
   }
 
   test("the driver keeps so many of a topology, and of all: those that closed first lose theirs, and say how many") {
     def topology(id: String, ended: Long, spans: Int) = {
-      val made = new Topology(Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+      val made = new Topology(Description(id, id, None, Vector.empty)(), "named")
       if (ended > 0) { made.state = "closed"; made.ended = ended }
       val log = new SpanLog(100, 100)
       (0 until spans).foreach(n => log.add("task", "t", n.toLong, 1, failed = false))
@@ -84,10 +83,10 @@ class SpansSuite extends AnyFunSuite {
     processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
     processes.hookEnded(link, "t", 0, "open", failed = false, 700, "")
     ledger.span("t", "task", fail("a name that nobody reads is made"), 900, failed = false)
-    val body = Json.parse(ledger.report().get._2)
-    assert(body.get("spans").isEmpty && ExecutorCounts.of(body.at("/topologies/t")).totals.opens == 1)
+    val report = ledger.report().get._2
+    assert(report.spans.isEmpty && report.topologies("t").totals.opens == 1)
     assert(told.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)
-    assert(Json.parse(ledger.full("t")._2).get("spans").isEmpty)
+    assert(ledger.full("t")._2.spans.isEmpty)
   }
 
   test("opens, closes and hooks that hang have a span; a decoration has none; it ends now") {
@@ -102,14 +101,14 @@ class SpansSuite extends AnyFunSuite {
     processes.hookBegan(link, "t", 0, "open", 1)
     processes.overdue()
     val book = new SpanBook
-    book.took("1", 1, Json.parse(ledger.report().get._2).get("spans").get("t"))
+    book.record("1", 1, ledger.report().get._2.spans("t"))
     assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
       ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
   }
 
   test("spans alone make a report, are said again when that was lost, and go with their topology") {
     val ledger = new Ledger
-    def slots(body: String) = Json.items(Json.parse(body).at("/spans/t/slots")).map(_.get("name").asText)
+    def slots(report: ExecutorReport) = report.spans("t").slots.map(_.span.name)
     ledger.span("t", "task", "a", 1, failed = false)
     val (first, body) = ledger.report().get
     assert(slots(body) == Seq("a") && ledger.report().isEmpty)

@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.xml.Elem
 
 class TabSuite extends AnyFunSuite {
@@ -31,8 +32,8 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("the overview adds up a listener over executors, and a topology's page has each executor") {
-    val one = ExecutorCounts(Map(0 -> ListenerCounts("pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
-    val view = topology("a").copy(executors = Vector("1" -> one, "2" -> one))
+    val one = ExecutorCounts(Vector(ListenerCounts(0, "pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
+    val view = topology("a").copy(executors = VectorMap("1" -> one, "2" -> one))
     assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "0", "3.0 ms", "0.0 ms", "bad")))
     assert(rows(of(view), "listeners").map(_.take(5)) == Seq(Seq("pool", "worker", "1", "3", "2"), Seq("pool", "worker", "2", "3", "2")))
   }
@@ -62,10 +63,10 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("a topology's page and its JSON say how many partitions could not be deleted, for each executor and together") {
-    val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(releaseFailures = id.toLong) })
+    val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(partitions = counts.partitions.copy(releaseFailures = id.toLong)) })
     assert(Seq("1", "2").map(id => rows(of(view), "executors").find(_.head == id).get(9)) == Seq("1", "2"))
     assert(of(view).text.contains("12 released (13.7 KiB), 3 could not be deleted"))
-    assert(view.json.at("/executors/2/partitions/releaseFailures").asLong == 2)
+    assert(Json.tree(view).at("/executors/2/partitions/releaseFailures").asLong == 2)
   }
 
   test("a topology's page links what it lies in and what lies in it") {
@@ -87,7 +88,7 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("the page of the stored job is linked when there is one, and shows its facts and steps") {
-    val recovery = RecoveryView(Vector("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
+    val recovery = RecoveryView(VectorMap("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
     val with_ = PageModel(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
     val html = page("jobs", with_)
     assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
@@ -101,10 +102,10 @@ class TabSuite extends AnyFunSuite {
 
   test("each page is JSON too, with its version") {
     val full = Snapshot(Vector(busy("a"), topology("b")), Totals(), Vector(ProcessView("1", "h", 77, "worker", 1, 0, Vector.empty)),
-      Some(RecoveryView(Vector("job" -> "j"), Vector.empty)))
+      Some(RecoveryView(VectorMap("job" -> "j"), Vector.empty)))
     val pages = Tab.pages(() => PageModel(full, 61000)).map(page => page.path -> Json.parse(page.json(PageRequest("", Map("id" -> "a"))))).toMap
     assert(pages.values.forall(_.get("version").asInt == 1))
-    assert(Snapshot.of(pages("")) == full && TopologyView.of(pages("topology").get("topology")) == busy("a"))
+    assert(Json.as[Snapshot](pages("")) == full && Json.as[TopologyView](pages("topology").get("topology")) == busy("a"))
     assert(pages("processes").get("processes").size == 1 && pages("jobs").at("/recovery/facts/job").asText == "j")
   }
 
@@ -123,7 +124,7 @@ class TabSuite extends AnyFunSuite {
 
   test("what a page says above it out of an event log is in its JSON; live there is nothing") {
     def notes(shown: PageModel): Map[String, Seq[String]] =
-      Tab.pages(() => shown).map(page => page.path -> Json.strings(Json.parse(page.json(PageRequest("", Map("id" -> "a")))).get("notes"))).toMap
+      Tab.pages(() => shown).map(page => page.path -> Json.read[PageHead](page.json(PageRequest("", Map("id" -> "a")))).notes).toMap
     val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
     val seen = notes(PageModel(snapshot(topology("a")), 61000, history = true, notes = old))
     assert(seen == Map("" -> old(""), "processes" -> old(""), "jobs" -> old(""), "topology" -> old("a")))

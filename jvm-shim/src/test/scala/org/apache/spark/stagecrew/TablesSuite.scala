@@ -1,9 +1,6 @@
 package org.apache.spark.stagecrew
 
-import com.fasterxml.jackson.databind.ObjectMapper
-import java.nio.file.{Files, Path}
 import org.scalatest.funsuite.AnyFunSuite
-import scala.jdk.CollectionConverters._
 import scala.xml.Elem
 
 class TablesSuite extends AnyFunSuite {
@@ -56,28 +53,20 @@ class TablesSuite extends AnyFunSuite {
     assert(!page("", many, "name" -> "echo", "other.sort" -> "echo").toString.contains("echo"))
   }
 
-  test("the line of an error that says what happened is the one that Python finds") {
-    val file = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
-      .map(_.resolve("tests/error-lines.json")).find(Files.exists(_)).get
-    val texts = new ObjectMapper().readTree(file.toFile).elements.asScala.toSeq
-    texts.foreach { one =>
-      assert(Show.errorLine(one.get("text").asText) == Show.cut(one.get("line").asText, Show.Length), one.get("name").asText)
-    }
-    assert(texts.size > 15)
+  test("an error is shown by the line that Python found, with the end of its text in the title") {
+    val text = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\nValueError: no\nmore\n"
+    assert(Show.error(text, "ValueError: no").text == "ValueError: no")
+    assert(Show.error(text, "x" * 1000).text == Show.cut("x" * 1000, Show.Length))
+    val long = Show.error("x" * 10000 + "end", "ValueError: no")
+    assert((long \@ "title").length == Show.TitleLength && (long \@ "title").endsWith("end"))
+    assert((Show.error("x" * 10000 + "end", jvm = true) \@ "title").startsWith("xxx"))
   }
 
-  test("the end of an error keeps the line that says what happened") {
-    val frames = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\n"
-    val cut = Show.errorEnd(s"${frames}ValueError: refused\n${"SELECT\n" * 200}end\n", 500)
-    assert(cut.length == 500 && Show.errorLine(cut) == "ValueError: refused" && cut.endsWith("SELECT\nend\n"))
-    val deep = s"${frames * 100}ValueError: no\n"
-    assert(Show.errorEnd(deep, 500) == Show.end(deep, 500) && Show.errorEnd("short", 500) == "short")
-    assert(Show.errorEnd("x" * 1000, 130).length <= 130)
-    val group = "  + Exception Group Traceback (most recent call last):\n  |   File \"a.py\", line 1, in f\n  |     g()\n" +
-      "  | ExceptionGroup: many (40 sub-exceptions)\n  +-+---------------- 1 ----------------\n" +
-      "    | Traceback (most recent call last):\n    |   File \"a.py\", line 3, in h\n    |     x()\n    | ValueError: sub\n" * 40
-    assert(Show.errorLine(group) == "ExceptionGroup: many (40 sub-exceptions)")
-    assert(Show.errorLine(Show.errorEnd(group, 500)) == Show.errorLine(group) && Show.errorEnd(group, 500).length <= 500)
+  test("an error without that line, of an earlier version or of the JVM, is shown by a line of its text") {
+    val text = "Traceback (most recent call last):\n  File \"a.py\", line 1, in f\n    no()\nValueError: no\n"
+    assert(Show.error(text).text == "ValueError: no")
+    assert(Show.error("\n java.io.IOException: no\n\tat x.Y\n", jvm = true).text == "java.io.IOException: no")
+    assert(Show.error("").text == "")
   }
 
   test("sizes of pages are bounded, and an empty table turns to nothing") {
