@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -80,6 +81,20 @@ def test_the_figures_are_those_of_ps(resting: int) -> None:
     assert figures["cpu"] > 0  # since it started
     assert second["samples"][0]["cpu"] == 0  # since the sample before
     assert (first["pid"], first["role"]) == (resting, "worker")
+
+
+def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
+    """The file descriptor that lists the others is not one of them."""
+    sampler = Sampler("agent")
+    assert sampler.problem == ""
+    descriptors = []
+    for number in range(256):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            descriptors.append(number)
+    sample = sampler.sample(os.getpid())
+    assert sample is not None
+    assert sample["samples"][0]["files"] == len(descriptors)
 
 
 def test_a_process_that_has_ended_has_no_sample(resting: int) -> None:

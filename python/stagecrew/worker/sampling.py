@@ -81,7 +81,7 @@ class Sampler:
             with process.oneshot():
                 times, memory, threads = process.cpu_times(), process.memory_info().rss, process.num_threads()
                 started = process.create_time()
-            files = process.num_fds()
+            files = process.num_fds() - (pid == os.getpid())  # without the one that lists them
         except psutil.Error:
             self._known.pop(pid, None)
             return None
