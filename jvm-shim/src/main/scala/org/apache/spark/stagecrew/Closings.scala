@@ -60,50 +60,56 @@ final class Closings(
   private final class Closing(val topology: String) {
     var replies: List[Reply] = Nil
     private var asked = Set.empty[Link]
-    private var jvm: Option[CompletableFuture[Void]] = None
-    private var opening: Option[CompletableFuture[Side]] = None
-    private var released: Option[CompletableFuture[Taken]] = None
+    private var opening = Option.empty[CompletableFuture[Side]]
+    private var jvm = Option.empty[CompletableFuture[Void]]
+    private var released = Option.empty[CompletableFuture[Taken]]
 
-    def advance(): Unit = if (forced || table.attemptsOf(topology).isEmpty) sides.opening(topology) match {
-      // The task that opens it may be gone, but the open goes on.
-      case Some(open) => if (!opening.contains(open)) {
+    /** Takes the steps in their order, as far as possible. A step that waits continues when `changed` is called. */
+    def advance(): Unit =
+      if (attemptsEnded && opensEnded && workersClosed && agentClosed && jvmClosed && partitionsReleased) finish()
+
+    private def attemptsEnded: Boolean = forced || table.attemptsOf(topology).isEmpty
+
+    // The task that opens it may be gone, but the open goes on.
+    private def opensEnded: Boolean = sides.opening(topology).forall { open =>
+      if (!opening.contains(open)) {
         opening = Some(open)
         open.whenComplete((_, _) => changed())
-        ()
       }
-      case None =>
-        val workers = processes.touching(topology).filter(_._1.role == "worker")
-        workers.foreach { case (link, busy) =>
-          askToClose(link)
-          if (busy) processes.defer(link, topology)
-        }
-        if (workers.forall(_._2)) closeAgent()
+      open.isDone
     }
 
-    private def closeAgent(): Unit = processes.touching(topology).find(_._1.role == "agent") match {
-      case Some((link, _)) => askToClose(link)
-      case None => closeJvm()
+    private def workersClosed: Boolean = {
+      val workers = processes.touching(topology).filter(_._1.role == "worker")
+      workers.foreach { case (link, busy) =>
+        askToClose(link)
+        if (busy) processes.defer(link, topology)
+      }
+      workers.forall(_._2) // the busy ones close after their task
     }
 
-    private def closeJvm(): Unit = jvm match {
-      case Some(future) => if (future.isDone) releasePartitions()
-      case None =>
+    private def agentClosed: Boolean = {
+      val agent = processes.touching(topology).find(_._1.role == "agent")
+      agent.foreach { case (link, _) => askToClose(link) }
+      agent.isEmpty
+    }
+
+    private def jvmClosed: Boolean = {
+      if (jvm.isEmpty) {
         val side = sides.take(topology)
-        val closed = CompletableFuture.runAsync(
-          () =>
-            side.foreach(listeners => Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool)
-        jvm = Some(closed)
-        closed.whenComplete((_, _) => changed()) // after `jvm` is set, which the loop reads
-        ()
+        jvm = Some(CompletableFuture.runAsync(() => side.foreach(listeners =>
+          Log.contained(s"closing JVM listeners of $topology")(listeners.close())), pool))
+        jvm.foreach(_.whenComplete((_, _) => changed()))
+      }
+      jvm.exists(_.isDone)
     }
 
-    private def releasePartitions(): Unit = released match {
-      case Some(future) => if (future.isDone) finish()
-      case None =>
-        val releasing = release(topology)
-        released = Some(releasing)
-        releasing.whenComplete((_, _) => changed())
-        ()
+    private def partitionsReleased: Boolean = {
+      if (released.isEmpty) {
+        released = Some(release(topology))
+        released.foreach(_.whenComplete((_, _) => changed()))
+      }
+      released.exists(_.isDone)
     }
 
     private def askToClose(link: Link): Unit = if (!asked(link)) {

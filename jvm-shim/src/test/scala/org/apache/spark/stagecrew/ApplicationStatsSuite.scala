@@ -15,7 +15,7 @@ class WatchedSuite extends AnyFunSuite {
 
   private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
 
-  test("of a coordinator the last word counts, whatever comes twice or late") {
+  test("the last frame of a coordinator counts; repeated and late frames change nothing") {
     val book = new OperatorBook
     told(book, 2, view("a", 5))
     told(book, 1, view("a", 3), view("b", 1))
@@ -23,7 +23,7 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(one => one.name -> one.failed) == Vector("a" -> 5L, "b" -> 1L) && book.forgotten == 0)
   }
 
-  test("of many uses those that are over are the first that are not listed, and their sums and number are") {
+  test("idle uses leave the list first, and stay in the sums and in the number") {
     val book = new OperatorBook(limit = 3)
     told(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
     assert(names(book) == Vector("old", "leaving", "new", Topology.Forgotten) && book.forgotten == 1)
@@ -37,7 +37,7 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(_.failed).sum == 1118)
   }
 
-  test("the book is bounded, and its sums are those of all that there were") {
+  test("the book is bounded, and its sums cover all uses") {
     val random = new Random(7)
     val book = new OperatorBook(limit = 5, remembered = 10)
     val failed = (1 to 200).map { i =>
@@ -49,7 +49,7 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(_.failed).sum == failed.sum && book.forgotten == 195)
   }
 
-  test("more uses than are listed: pages and JSON have the number and the failures of all") {
+  test("pages and JSON have the number and the failures of all uses, listed or not") {
     val topology = new Topology(Description("a", "a", None, Vector.empty)(), "named")
     (1 to OperatorBook.Limit + 100).foreach(i => told(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
     val row = rows(page("", shown(topology.view)), "topologies").head

@@ -26,7 +26,7 @@ class DescriptionsSuite extends AnyFunSuite {
 
   private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
 
-  test("a topology is asked for once") {
+  test("an executor asks about a topology once") {
     val f = new Fixture
     (1 to 3).foreach(_ => assert(f.descriptions.describe("t").map(_.id).contains("t")))
     assert(f.asks.get == 1)
@@ -35,7 +35,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.known("t").isEmpty && f.descriptions.ids.isEmpty)
   }
 
-  test("topologies that have ended leave nothing behind") {
+  test("ended topologies leave no state") {
     val f = new Fixture
     f.answer = frame => ended(frame.text("topology"))
     (1 to 1000).foreach(n => assert(f.descriptions.describe(s"t$n").isEmpty))
@@ -44,7 +44,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.asks.get == 1000)
   }
 
-  test("a driver that cannot be asked is asked again by the next") {
+  test("after a failed request the next task asks again") {
     val f = new Fixture
     f.answer = _ => throw new IllegalStateException("no answer")
     intercept[IllegalStateException](f.descriptions.describe("t"))
@@ -52,7 +52,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.describe("t").nonEmpty)
   }
 
-  test("one who waits for another's question does not end with it") {
+  test("a task that waits for the same answer outlives the task that asked") {
     val f = new Fixture
     val (asked, answered) = (new CountDownLatch(1), new CountDownLatch(1))
     f.answer = frame => {
@@ -75,7 +75,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(found.map(_.id).contains("t") && f.asks.get == 1)
   }
 
-  test("the execution of a query is asked for anew when the one before has ended") {
+  test("the execution of a query is asked for again when the last one has ended") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", s"execution-query-run${f.asks.get}")
     assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
@@ -84,7 +84,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.asked("query:q").contains("execution-query-run2"))
   }
 
-  test("all stages of a job's execution are forgotten with it") {
+  test("an execution is forgotten with all stages of its job") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")
     (1 to 5).foreach(stage => f.descriptions.asked(s"stage:$stage"))

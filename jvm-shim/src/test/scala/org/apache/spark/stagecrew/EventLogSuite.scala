@@ -45,7 +45,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("a").map(jobs) == Seq(2, 10, 16) && run.of("a").map(_.number) == Seq(1, 2, 3))
   }
 
-  test("what does not change is not stored again") {
+  test("unchanged state is not stored again") {
     val run = new Run()
     (1 to 5).foreach { _ =>
       run.now += 5000
@@ -54,7 +54,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind).sorted == Seq("application", "topology"))
   }
 
-  test("a topology is stored so often, that is said, and its end is stored still") {
+  test("a topology has a limit of events, which its page mentions, and its end is stored in any case") {
     val run = new Run()
     (1 to 20).foreach { i =>
       run.now += 5000
@@ -67,7 +67,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot.topologies.map(_.jobs) == Vector(21))
   }
 
-  test("that something is left out is said of what has ended only when it is so") {
+  test("the page of an ended topology mentions left out changes only if there are any") {
     val run = new Run(most = 2)
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
     run.now += 5000
@@ -87,7 +87,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("left out") && note.contains(Settings.EventLogMaxEvents)))
   }
 
-  test("sums are as new as the topologies beside them, and what is older of an application that was killed says so") {
+  test("sums are as new as the topologies, and older parts of a killed application have a note") {
     val run = new Run(interval = 1000, most = 1)
     def all(application: String, a: String, opens: Int) = {
       val totals = Totals(opens = opens, openMicros = 1500L * opens, closeMicros = 2500000L * opens)
@@ -115,7 +115,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(quiet.posted.map(written).toSeq).notes.values.flatten.isEmpty)
   }
 
-  test("sums of coordinators are as new as the topologies beside them, also of an application that was killed") {
+  test("sums of coordinators are as new as the topologies, also for a killed application") {
     val run = new Run(interval = 1000, most = 2)
     def all(state: String, events: Long, live: Long = 1) = {
       val one = operator("splits").copy(eventsIn = events, live = live, progress = VectorMap.empty)
@@ -138,7 +138,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))
   }
 
-  test("at the end all that has changed is stored, whatever is due") {
+  test("at the end all changes are stored, due or not") {
     val run = new Run(interval = 100000, most = 2)
     run.log.tick(snapshot(topology("a"), topology("b")))
     run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
@@ -146,7 +146,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
   }
 
-  test("what is too large is stored with less: first without spans") {
+  test("a body that is too large is trimmed, first of its spans") {
     val run = new Run()
     run.log.changed(snapshot(busy("a", spans = 20000)))
     val state = run.of("a").head
@@ -163,7 +163,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
   }
 
-  test("of a topology the last event counts, and only so many closed ones are kept beside those that run") {
+  test("the last event of a topology counts, and the number of closed ones is limited") {
     val run = new Run()
     val all = topology("application", DriverCrew.ApplicationKind, "closed") +: topology("runs") +: (1 to 9).map(i => topology(s"t$i", state = "closed"))
     all.foreach(view => run.log.changed(snapshot(view)))
@@ -171,7 +171,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
   }
 
-  test("the page says how many topologies have closed, also of those that are not kept") {
+  test("the page counts all closed topologies, also those that are not kept") {
     val run = new Run()
     (1 to 7).foreach { i =>
       run.log.changed(snapshot(topology(s"t$i")))
@@ -191,7 +191,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
   }
 
-  test("one that had not ended is shown as of its last event") {
+  test("a topology that had not ended has the time of its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
     val shown = history(run.posted.map(written).toSeq)
@@ -199,7 +199,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(shown.until(shown.find("b").get) == 31000 && shown.notes("b").isEmpty)
   }
 
-  test("fields that are missing, unknown or null, kinds that are unknown and bodies that are none stop nothing") {
+  test("missing, unknown and null fields, unknown kinds and invalid bodies stop nothing") {
     val name = classOf[StagecrewState].getName
     val good = s"""{"Event":"$name","version":7,"kind":"topology","id":"a","time":5,"more":{"x":[1]},"body":"{\\"id\\":\\"a\\",\\"new\\":1}"}"""
     val shown = history(Seq(
@@ -230,19 +230,19 @@ class EventLogSuite extends AnyFunSuite {
     assert(Json.as[Snapshot](Report.of(log.toString)).topologies == shown.snapshot.topologies)
   }
 
-  test("a setting of the History Server that is wrong keeps nothing from being shown") {
+  test("a wrong setting of the History Server does not prevent its pages") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
     assert(history(run.posted.map(written).toSeq, retained = "many").find("a").nonEmpty)
   }
 
-  test("without an event of ours there is nothing to show, and the Spark of a History Server finds the tab") {
+  test("a log without our events shows nothing, and the History Server finds the tab") {
     assert(history(Nil).snapshot == Snapshot(Vector.empty, Totals()))
     val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
     assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
   }
 
-  test("the end of what is large in each of its parts is stored, with its sums, and its page says what is left out") {
+  test("the end of a topology with many large parts is stored with its sums, and its page has a note") {
     val failing = ExecutorCounts((0 until 8).map(i => ListenerCounts(i, s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toVector)
     val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).to(VectorMap)
     val all = Seq(
@@ -264,7 +264,7 @@ class EventLogSuite extends AnyFunSuite {
     }
   }
 
-  test("of the application something is stored, whatever its processes and its stored job say") {
+  test("the application is stored, however large its processes and its stored job are") {
     val run = new Run()
     val long = "\u0001" * 5000
     run.log.tick(Snapshot(Vector.empty, Totals(7), (1 to 100).map(i => ProcessView(long, long, i.toLong, long, 1, 0, Vector.empty)).toVector,
@@ -273,7 +273,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot.totals.opens == 7)
   }
 
-  test("a closed topology whose spans the driver no longer keeps is not stored again without them") {
+  test("a closed topology whose spans were dropped is not stored again") {
     val run = new Run()
     val ended = busy("a", spans = 100)
     run.log.changed(snapshot(ended))
@@ -289,7 +289,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("a").map(jobs) == Seq(2, 9))
   }
 
-  test("of a Python traceback that is cut the end is stored, which says what happened; of a JVM's error the beginning") {
+  test("the end of a long Python traceback is stored, and the beginning of a long JVM error") {
     def stored(scope: String, error: String, line: String = ""): String = {
       val run = new Run()
       val view = topology("a", listeners = 200, error = error, scope = scope)

@@ -36,7 +36,7 @@ class HostileSuite extends AnyFunSuite {
     assert(pages(everywhere(Hostile)).head.toString.contains("&lt;script&gt;alert(1)"))
   }
 
-  test("a text of 10,000 characters is cut in its cell, and its title has more, up to a bound") {
+  test("a long text is cut in its cell, and less in its title") {
     val html = pages(everywhere(Long))
     html.foreach(one => (one \\ "td").foreach(cell => assert(cell.text.length <= 2 * Show.Length, cell.text)))
     html.foreach(one => assert((one \\ "@title").map(_.text.length).forall(_ <= Show.TitleLength)))
@@ -44,19 +44,19 @@ class HostileSuite extends AnyFunSuite {
     html.foreach(one => assert((one \\ "@href").forall(_.text.length < 200)))
   }
 
-  test("no pair of surrogates is torn, wherever a text is cut") {
+  test("a cut never splits a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.cut("a" + "\uD83D\uDE00" * 5, length)
       assert(cut.length <= length && !cut.dropRight(1).lastOption.exists(_.isHighSurrogate))
     }
   }
 
-  test("a text that turns its direction does not turn what stands beside it") {
+  test("a right-to-left text does not change its surroundings") {
     val cells = (pages(everywhere(Reversed)).head \\ "td").filter(_.text.contains(Reversed))
     assert(cells.nonEmpty && cells.forall(cell => (cell \\ "bdi").exists(_.text.contains(Reversed))))
   }
 
-  test("no pair of surrogates is torn where a text's end is kept") {
+  test("the end of a text never begins with half a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.end("\uD83D\uDE00" * 5 + "a", length)
       assert(cut.length <= length && !cut.drop(1).headOption.exists(_.isLowSurrogate) && (length == 1 || cut.endsWith("a")))

@@ -15,7 +15,7 @@ class LostExecutorsSuite extends AnyFunSuite {
       PartitionCounts(released = some(), releasedBytes = some()))
   }
 
-  test("a topology lists so many of the executors that it lost, and what happened on the others stays in its sums") {
+  test("a topology lists its last lost executors, and sums up the others") {
     val random = new Random(7)
     (1 to 20).foreach { _ =>
       val (of, every) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
@@ -47,7 +47,7 @@ class LostExecutorsSuite extends AnyFunSuite {
     }
   }
 
-  test("sums over all executors that there were never go down, and what comes late from a forgotten one changes nothing") {
+  test("sums over all executors never decrease, and a late report of a forgotten one changes nothing") {
     val random = new Random(3)
     val book = new TotalsBook(retainedLost = 5)
     var wanted = Totals()

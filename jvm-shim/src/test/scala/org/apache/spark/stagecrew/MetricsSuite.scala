@@ -17,7 +17,7 @@ class MetricsSuite extends AnyFunSuite {
     documented.foreach { case (name, _, _, what) => assert(what.endsWith("."), name) }
   }
 
-  test("each metric has a name of its own, which ends with its unit where it has one") {
+  test("metric names are unique, and end with their unit if they have one") {
     val names = Metrics.both.map(_.name) ++ Metrics.driver.map(_.name) ++ Metrics.times.map(_._2)
     assert(names.distinct == names)
     names.filter(name => Seq("duration", "memory", "cpu", "p50", "p95", "p99", "max", "open", "close").exists(name.split('.').contains))

@@ -13,7 +13,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.finished(attempt, Output(shuffle, attempt), bytes)
   }
 
-  test("what is set up is in progress until it is finished, given up, or its attempt is over") {
+  test("an output is in progress until it is finished, failed, or its attempt ends") {
     table.setUp(1, "a", Output(0, 1))
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
@@ -26,7 +26,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
 
-  test("an attempt that is over leaves what it finished, and cannot finish what it had set up") {
+  test("the end of an attempt keeps finished outputs, and forgets the others") {
     write(1, "a", 0)
     table.setUp(1, "a", Output(1, 1))
     table.over(1)
@@ -34,14 +34,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
 
-  test("two attempts of one partition, as in speculation, are two outputs; one that is written again is one") {
+  test("two attempts of one partition are two outputs; a rewritten output is one") {
     write(1, "a", 0)
     write(2, "a", 0)
     write(2, "a", 0, bytes = 30)
     assert(table.stored("a") == PartitionCounts(outputs = 2, outputBytes = 40))
   }
 
-  test("what is taken is all that is finished, and only it") {
+  test("take returns all finished outputs, and no others") {
     write(1, "a", 0)
     write(2, "a", 1)
     write(3, "b", 2)
@@ -53,7 +53,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.take("a") == Taken())
   }
 
-  test("what finishes behind the end of its topology is its own thread's to delete") {
+  test("an output that finishes after the end of its topology is deleted by its own thread") {
     table.setUp(1, "a", Output(0, 1))
     table.end("a", Ending(outputs = true))
     assert(table.finished(1, Output(0, 1), 10).contains("a"))
@@ -61,7 +61,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what others use passes on, also when it finishes behind the end; to the application it is forgotten") {
+  test("used outputs pass to other topologies, also late ones; those of the application are forgotten") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.setUp(3, "a", Output(0, 3))
@@ -76,7 +76,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what passes on is its heir's at once: it goes with it, also when it ends first, or what finishes comes later") {
+  test("an heir owns passed outputs at once, and they are released with it") {
     write(1, "a", 0)
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
@@ -90,7 +90,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what passes on goes from heir to heir, in whatever order the ends are told") {
+  test("outputs pass from heir to heir, in any order of the ends") {
     for (order <- Seq("a", "b", "c").permutations) {
       val table = new PartitionTable
       table.setUp(1, "a", Output(0, 1))
@@ -105,7 +105,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     }
   }
 
-  test("what is booked for the application of shuffles that nobody uses goes with the end, and not what comes later") {
+  test("the application's outputs of unused shuffles are released at the end, later ones are not") {
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
@@ -114,13 +114,13 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
-  test("what the driver has not ended stays booked when the executor ends, for the driver may be gone") {
+  test("a topology that the driver has not ended stays booked when the executor ends") {
     write(1, "a", 0)
     assert(table.take("a") == Taken())
     assert(table.abandon() == Seq(Output(0, 1)))
   }
 
-  test("blocks are those that were stored last, wherever; they are released only by a topology that says so") {
+  test("blocks are counted where they were stored last, and released only if the topology asks for it") {
     table.block("a", CachedBlock(1, 0), Some(5))
     table.block("a", CachedBlock(1, 0), Some(7))
     table.block("a", CachedBlock(2, 0), Some(1))
@@ -135,7 +135,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what Spark has deleted itself is forgotten; unknown ids are ignored") {
+  test("datasets that Spark has deleted are forgotten, and unknown ids are ignored") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.block("a", CachedBlock(1, 0), Some(5))
@@ -149,14 +149,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("the first end of a topology is the one that counts, until it is taken") {
+  test("the first end of a topology counts, until it is taken") {
     write(1, "a", 0)
     table.end("a", Ending(outputs = true))
     table.end("a", Ending(outputs = false))
     assert(table.take("a").outputs.keySet == Set(Output(0, 1)))
   }
 
-  test("without a driver everything that is finished goes, and what finishes later") {
+  test("without a driver all finished outputs are deleted, also those that finish later") {
     write(1, "a", 0)
     table.setUp(2, "b", Output(0, 2))
     assert(table.abandon() == Seq(Output(0, 1)))
@@ -165,7 +165,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("the topologies that changed are told once") {
+  test("changed topologies are returned once") {
     write(1, "a", 0)
     assert(table.changed() == Set("a"))
     assert(table.changed().isEmpty)
@@ -276,12 +276,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   }
   private lazy val every = operations
 
-  test("all orders of four operations do what plain sets do") {
+  test("all orders of four operations match a model of plain sets") {
     val n = every.size
     for (a <- 0 until n; b <- 0 until n; c <- 0 until n; d <- 0 until n) run(Seq(a, b, c, d))
   }
 
-  test("20,000 random orders of thirty operations do what plain sets do") {
+  test("20,000 random orders of thirty operations match a model of plain sets") {
     val random = new Random(5)
     (0 until 20000).foreach(_ => run(Seq.fill(30)(random.nextInt(every.size))))
   }

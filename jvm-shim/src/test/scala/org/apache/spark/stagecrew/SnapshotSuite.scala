@@ -22,7 +22,7 @@ class SnapshotSuite extends AnyFunSuite {
     assert(full.json.get("version").asInt == 1)
   }
 
-  test("what has an order keeps it: executors, progress, facts") {
+  test("executors, progress and facts keep their order") {
     val names = Vector("z", "a", "m", "b", "y", "c", "x")
     val progress = operator.copy(progress = names.map(_ -> "2").to(VectorMap))
     val ordered = full.copy(recovery = Some(RecoveryView(names.map(_ -> "1").to(VectorMap), Vector.empty)),
@@ -33,14 +33,14 @@ class SnapshotSuite extends AnyFunSuite {
     assert(read.topologies.head.operators.head.progress.keys.toVector == names)
   }
 
-  test("of fewer steps those that run and the last ones are left, in their order, and the others are counted") {
+  test("fewer steps are the running and the last ones, in order, and the others are counted") {
     val steps = Vector(StepView("a", "running", 1, 0)) ++ (1 to 5).map(i => StepView(i.toString, "finished", 1, 2)) :+ StepView("b", "running", 1, 0)
     val fewer = RecoveryView(VectorMap.empty, steps, 2).fewer(4)
     assert(fewer.steps.map(_.name) == Seq("a", "4", "5", "b") && fewer.forgottenSteps == 5)
     assert(fewer.fewer(1).steps.map(_.name) == Seq("a") && fewer.fewer(9) == fewer)
   }
 
-  test("what an older one lacks is nothing, and what a newer one has more is ignored") {
+  test("fields that an older version lacks are empty, and those that a newer one adds are ignored") {
     val node = Json.parse(Json.write(full.json))
     node.put("more", 1).remove("processes")
     val topology = node.get("topologies").get(0).asInstanceOf[com.fasterxml.jackson.databind.node.ObjectNode]

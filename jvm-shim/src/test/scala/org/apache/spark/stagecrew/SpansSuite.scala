@@ -10,7 +10,7 @@ class SpansSuite extends AnyFunSuite {
     arrived
   }
 
-  test("the first are kept, the slowest of the rest, and all others are counted") {
+  test("the first spans and the slowest of the rest are kept, and all others are counted") {
     val random = new Random(11)
     (1 to 50).foreach { _ =>
       val (log, count) = (new SpanLog(first = 5, slowest = 3), random.nextInt(40))
@@ -27,7 +27,7 @@ class SpansSuite extends AnyFunSuite {
     }
   }
 
-  test("a report has what is not known to have arrived; what comes twice, late or in another order changes nothing") {
+  test("a report repeats spans until they have arrived; repeated and late reports change nothing") {
     val random = new Random(5)
     (1 to 30).foreach { _ =>
       val (log, book) = (new SpanLog(2, 2), new SpanBook)
@@ -52,7 +52,7 @@ class SpansSuite extends AnyFunSuite {
     }
   }
 
-  test("the driver keeps so many of a topology, and of all: those that closed first lose theirs, and say how many") {
+  test("the driver limits spans per topology and in total: topologies that closed first lose theirs") {
     def topology(id: String, ended: Long, spans: Int) = {
       val made = new Topology(Description(id, id, None, Vector.empty)(), "named")
       if (ended > 0) { made.state = "closed"; made.ended = ended }
@@ -73,7 +73,7 @@ class SpansSuite extends AnyFunSuite {
     assert(small.size == 3 && small.dropped == 6)
   }
 
-  test("where nobody shows timelines no span is made, and how long things took is told still") {
+  test("without timelines no span is made, and durations are still reported") {
     val ledger = new Ledger(() => 10000, timelines = false)
     val told = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
     ledger.timed = (kind, micros) => told += kind -> micros
@@ -89,7 +89,7 @@ class SpansSuite extends AnyFunSuite {
     assert(ledger.full("t")._2.spans.isEmpty)
   }
 
-  test("opens, closes and hooks that hang have a span; a decoration has none; it ends now") {
+  test("opens, closes and hanging hooks have a span that ends now; decorations have none") {
     val ledger = new Ledger(() => 10000)
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
@@ -106,7 +106,7 @@ class SpansSuite extends AnyFunSuite {
       ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
   }
 
-  test("spans alone make a report, are said again when that was lost, and go with their topology") {
+  test("spans alone make a report, are repeated if it was lost, and are forgotten with their topology") {
     val ledger = new Ledger
     def slots(report: ExecutorReport) = report.spans("t").slots.map(_.span.name)
     ledger.span("t", "task", "a", 1, failed = false)
@@ -123,7 +123,7 @@ class SpansSuite extends AnyFunSuite {
     assert(ledger.report().isEmpty)
   }
 
-  test("what is dropped is what there was without what is kept, also when the book is full and reports come again") {
+  test("dropped spans are counted, also if the book is full and reports are repeated") {
     val random = new Random(3)
     (1 to 30).foreach { _ =>
       val book = new SpanBook(limit = 3)

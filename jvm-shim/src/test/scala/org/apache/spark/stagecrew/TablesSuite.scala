@@ -12,7 +12,7 @@ class TablesSuite extends AnyFunSuite {
 
   private def links(page: Elem): Seq[String] = (page \\ "a").map(_ \@ "href")
 
-  test("a table shows a page of its rows, and turns") {
+  test("a table shows one page of rows, and others on request") {
     assert(ids() == (151 to 250).reverse.map(i => f"t$i%03d"))
     assert(ids("topologies.page" -> "3") == (1 to 50).reverse.map(i => f"t$i%03d"))
     assert(ids("topologies.pageSize" -> "10", "topologies.page" -> "25").size == 10)
@@ -26,7 +26,7 @@ class TablesSuite extends AnyFunSuite {
     assert(rows(page("", times, "topologies.sort" -> "Jobs"), "topologies").map(_(1)) == Seq("a", "b"))
   }
 
-  test("each table keeps its place while another is turned") {
+  test("each table keeps its page while another is turned") {
     val html = page("", many, "topologies.page" -> "2", "topologies.sort" -> "Id", "listeners.sort" -> "Scope")
     val next = links(html).find(link => link.contains("topologies.page=3")).get
     assert(next == "/ui/stagecrew/?&listeners.sort=Scope&topologies.sort=Id&topologies.desc=false&topologies.page=3&topologies.pageSize=100#stagecrew-topologies"
@@ -34,7 +34,7 @@ class TablesSuite extends AnyFunSuite {
     assert(links(html).exists(link => link.contains("listeners.page=2") && link.contains("topologies.page=2") && link.contains("topologies.sort=Id")))
   }
 
-  test("a table that fits has nothing to turn pages with, unless its size was asked for") {
+  test("a table that fits one page has no page controls, unless a size was given") {
     def forms(parameters: (String, String)*): Int = (page("", shown(topology("a")), parameters: _*) \\ "form").size
     assert(forms() == 0 && forms("topologies.pageSize" -> "5") > 0)
   }
@@ -45,7 +45,7 @@ class TablesSuite extends AnyFunSuite {
     assert(sorts.nonEmpty && sorts.forall(_.startsWith(s"/ui/stagecrew/topology/?id=${Tab.key("a b")}&")))
   }
 
-  test("parameters that a table cannot have are refused without an echo, and others are not carried on") {
+  test("invalid parameters of a table are refused without an echo, and others are dropped") {
     Seq("topologies.page" -> "echo", "topologies.pageSize" -> "9999999999", "topologies.sort" -> "echo", "topologies.desc" -> "echo").foreach { one =>
       val refused = intercept[IllegalArgumentException](page("", many, one))
       assert(refused.getMessage.contains(one._1) && !refused.getMessage.contains(one._2))
@@ -69,7 +69,7 @@ class TablesSuite extends AnyFunSuite {
     assert(Show.error("").text == "")
   }
 
-  test("sizes of pages are bounded, and an empty table turns to nothing") {
+  test("page sizes are limited, and an empty table has no pages") {
     assert(ids("topologies.pageSize" -> "2147483647").size == 250 && ids("topologies.pageSize" -> "0").size == 1)
     assert(page("", shown(), "topologies.pageSize" -> "0", "listeners.pageSize" -> "-1").text.contains("Topologies (0)"))
   }
