@@ -90,7 +90,7 @@ def outputs(spark: SparkSession) -> dict[int, int]:
 def deaf(spark: SparkSession) -> Iterator[None]:
     """The driver's crew hears no event of Spark's meanwhile, as when the bus drops them all."""
     bus = spark.sparkContext._jsc.sc().listenerBus()
-    (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.BusListener")]
+    (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.driver.BusListener")]
     bus.removeListener(listener)
     try:
         yield

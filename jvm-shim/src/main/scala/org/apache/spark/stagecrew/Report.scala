@@ -2,6 +2,9 @@ package org.apache.spark.stagecrew
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.scheduler._
+import org.apache.spark.stagecrew.spark.SparkUi
+import org.apache.spark.stagecrew.ui.{History, HistoryListener, KeptState, PageHead, Snapshot}
+import org.apache.spark.stagecrew.wire.Json
 
 /** The main class that `stagecrew report` runs with spark-submit: it reads an event log as the History Server does,
   * and prints the JSON of the tab. */

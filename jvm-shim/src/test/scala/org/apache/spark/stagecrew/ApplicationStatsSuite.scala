@@ -2,8 +2,11 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.{OperatorBook, Topology}
+import org.apache.spark.stagecrew.ui.{OperatorView, TopologyView}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
-class WatchedSuite extends AnyFunSuite {
+class ApplicationStatsSuite extends AnyFunSuite {
   import Views._
 
   private def view(name: String, failed: Long, state: String = "active", live: Long = 1): OperatorView =

@@ -11,6 +11,7 @@ import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Json, Link, LinkHandler}
 
 /** The executor's channels with real sockets: whatever arrives, the others are served. */
 class ChannelsSuite extends AnyFunSuite {

@@ -6,6 +6,11 @@ import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
+import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Loop, Processes, TopologyTable}
+import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Taken}
+import org.apache.spark.stagecrew.spark.Reply
+import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
 /** How a topology is closed on an executor: in order, once, bounded; with the links' answers made by hand. */
 class ClosingsSuite extends AnyFunSuite {

@@ -3,9 +3,11 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.partitions.DatasetUsage
+import org.apache.spark.stagecrew.wire.Description
 
 /** Who uses what, and whose it is when a topology ends. */
-class InventorySuite extends AnyFunSuite with OneInstancePerTest {
+class DatasetUsageSuite extends AnyFunSuite with OneInstancePerTest {
   private val inventory = new DatasetUsage
   private val application = Description.Application
 

@@ -5,6 +5,8 @@ import java.util.concurrent.atomic.AtomicInteger
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
+import org.apache.spark.stagecrew.executor.{Descriptions, ExecutorCrew, TopologyTable}
+import org.apache.spark.stagecrew.wire.{Description, Frame, Frames}
 
 /** What an executor asks the driver, and remembers. */
 class DescriptionsSuite extends AnyFunSuite {

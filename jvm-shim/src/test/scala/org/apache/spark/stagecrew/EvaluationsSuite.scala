@@ -5,6 +5,8 @@ import java.nio.ByteBuffer
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.executor.Evaluations
+import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
 class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private val driver = mutable.Buffer.empty[Frame]

@@ -8,6 +8,12 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
 import org.apache.spark.util.JsonProtocol
 import org.apache.spark.util.kvstore.InMemoryStore
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.spark.{PageRequest, TypedStore}
+import org.apache.spark.stagecrew.ui.{EventLog, History, HistoryPlugin, KeptState, PageModel, ProcessView, RecoveryView}
+import org.apache.spark.stagecrew.ui.{Sample, Show, Snapshot, StepView, Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 class EventLogSuite extends AnyFunSuite {
   import Views._

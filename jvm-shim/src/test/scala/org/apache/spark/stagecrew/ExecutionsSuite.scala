@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.driver.Executions
 
 class ExecutionsSuite extends AnyFunSuite {
   private final class World {

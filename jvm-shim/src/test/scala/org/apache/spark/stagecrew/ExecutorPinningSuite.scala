@@ -3,9 +3,10 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.driver.ExecutorPinning
 
 /** Who is busy with the end of topologies, as Spark counts it, when events are dropped. */
-class BusySuite extends AnyFunSuite with OneInstancePerTest {
+class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
   private val running = mutable.HashMap.empty[String, Int].withDefaultValue(0)
   private var dropped = false
   private val busy: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.tell())

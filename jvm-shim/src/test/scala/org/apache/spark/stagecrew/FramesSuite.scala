@@ -7,6 +7,7 @@ import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.wire.{Frame, FrameException, Frames}
 
 /** The wire format against the vectors that Python made. */
 class FramesSuite extends AnyFunSuite {

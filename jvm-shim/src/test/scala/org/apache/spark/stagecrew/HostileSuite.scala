@@ -3,6 +3,9 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.immutable.VectorMap
 import scala.xml.Elem
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, RecoveryView, Show, Snapshot, Span, StepView, Tab}
+import org.apache.spark.stagecrew.ui.TopologyView
 
 /** What users supply is text, however it looks and however long it is. */
 class HostileSuite extends AnyFunSuite {

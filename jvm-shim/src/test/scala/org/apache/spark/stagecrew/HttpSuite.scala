@@ -9,6 +9,9 @@ import org.apache.spark.status.AppStatusStore
 import org.apache.spark.ui.SparkUI
 import org.apache.spark.util.kvstore.InMemoryStore
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.Totals
+import org.apache.spark.stagecrew.spark.SparkUi
+import org.apache.spark.stagecrew.ui.{PageModel, Snapshot, Tab}
 
 /** As an authentication filter of a user's would: who asks stands in a header. */
 class HeaderUser extends Filter {

@@ -7,6 +7,9 @@ import org.scalatest.BeforeAndAfterEach
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import stagecrew.{TopologyContext, TopologyListener}
+import org.apache.spark.stagecrew.executor.{ExecutorCrew, Ledger, ListenerCounts}
+import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, Where}
+import org.apache.spark.stagecrew.wire.Entry
 
 object JvmListenersSuite {
   val said = new ConcurrentLinkedQueue[String]()

@@ -3,6 +3,8 @@ package org.apache.spark.stagecrew
 import com.fasterxml.jackson.databind.node.ObjectNode
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ExecutorReport, Ledger, PartitionCounts, Totals}
+import org.apache.spark.stagecrew.wire.Json
 
 class LedgerSuite extends AnyFunSuite {
   private def opened(ledger: Ledger, topology: String): Unit =

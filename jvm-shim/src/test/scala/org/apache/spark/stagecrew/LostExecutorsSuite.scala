@@ -2,6 +2,10 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.{Topology, TotalsBook}
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, SpanReport, Totals}
+import org.apache.spark.stagecrew.ui.TopologyView
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 /** With dynamic allocation executors come and go for as long as an application runs. */
 class LostExecutorsSuite extends AnyFunSuite {

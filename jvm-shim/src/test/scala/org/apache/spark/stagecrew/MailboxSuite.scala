@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.Mailbox
 
 /** What a coordinator sends, as it waits for an evaluation: in order, once, and bounded. */
 class MailboxSuite extends AnyFunSuite {

@@ -4,6 +4,7 @@ import java.nio.file.{Files, Path}
 import com.codahale.metrics.MetricRegistry
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
+import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
 
 class MetricsSuite extends AnyFunSuite {
   private val page = Seq("docs", "../docs").map(folder => Path.of(folder, "reference", "metrics.md")).find(Files.exists(_)).get

@@ -5,8 +5,9 @@ import org.scalatest.concurrent.Eventually
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
 import scala.collection.mutable
+import org.apache.spark.stagecrew.wire.NonBlockingWriter
 
-class OutletSuite extends AnyFunSuite with Eventually {
+class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
   /** What was written, and by whom: each message is one byte here, but for those that are made large. */

@@ -3,6 +3,9 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.executor.PartitionCounts
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Taken}
+import org.apache.spark.stagecrew.wire.Description
 
 /** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
 class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {

@@ -4,6 +4,9 @@ import java.util.concurrent.Executors
 import org.scalatest.{BeforeAndAfterEach, OneInstancePerTest}
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, Partitions, Taken}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 /** What an executor does with its table: deletes, counts, and tells. The disk is a list here. */
 class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAndAfterEach {

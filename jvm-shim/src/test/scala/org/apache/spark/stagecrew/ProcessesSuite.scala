@@ -1,6 +1,8 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.{Ledger, ListenerCounts, Processes}
+import org.apache.spark.stagecrew.wire.{Json, Link}
 
 class ProcessesSuite extends AnyFunSuite {
   private final class Fixture {

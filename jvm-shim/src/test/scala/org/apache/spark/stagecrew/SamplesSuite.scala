@@ -1,6 +1,9 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.{ProcessBook, SampleLog, Samples}
+import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, Sample}
+import org.apache.spark.stagecrew.wire.Json
 
 class SamplesSuite extends AnyFunSuite {
   private val daemon = new Object

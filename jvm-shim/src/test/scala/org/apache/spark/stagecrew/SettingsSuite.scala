@@ -4,6 +4,8 @@ import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.immutable.VectorMap
 import scala.jdk.CollectionConverters._
+import org.apache.spark.stagecrew.driver.DriverShim
+import org.apache.spark.stagecrew.wire.{Description, Entry, Frames}
 
 class SettingsSuite extends AnyFunSuite {
   private def conf(values: (String, String)*): SparkConf = new SparkConf(false).setAll(values)

@@ -2,6 +2,10 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.immutable.VectorMap
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, Totals}
+import org.apache.spark.stagecrew.ui.{OperatorView, Percentiles, ProcessView, RecoveryView, Sample, Snapshot, Span}
+import org.apache.spark.stagecrew.ui.{StepView, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 class SnapshotSuite extends AnyFunSuite {
   private val counts = ExecutorCounts(

@@ -2,6 +2,9 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.Topology
+import org.apache.spark.stagecrew.executor.{ExecutorReport, Ledger, Processes, SpanBook, SpanLog, SpanReport}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 class SpansSuite extends AnyFunSuite {
   private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {

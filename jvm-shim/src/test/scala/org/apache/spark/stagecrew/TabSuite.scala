@@ -3,6 +3,12 @@ package org.apache.spark.stagecrew
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.immutable.VectorMap
 import scala.xml.Elem
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.spark.PageRequest
+import org.apache.spark.stagecrew.ui.{PageHead, PageModel, ProcessView, RecoveryView, Sample, Show, Snapshot, StepView}
+import org.apache.spark.stagecrew.ui.{Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 class TabSuite extends AnyFunSuite {
   import Views._

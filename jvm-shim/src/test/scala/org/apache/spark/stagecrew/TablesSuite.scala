@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.xml.Elem
+import org.apache.spark.stagecrew.ui.{Show, Tab}
 
 class TablesSuite extends AnyFunSuite {
   import Views._

@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.xml.NodeSeq
+import org.apache.spark.stagecrew.ui.{Span, Timeline}
 
 class TimelineSuite extends AnyFunSuite {
   private def span(executor: String, from: Long, to: Long, kind: String = "task", failed: Boolean = false): Span =

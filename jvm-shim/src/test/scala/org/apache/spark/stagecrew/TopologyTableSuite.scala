@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.TopologyTable
 
 /** The table against a model of it, over every order of what can happen to two topologies and two attempts. */
 class TopologyTableSuite extends AnyFunSuite {

@@ -2,6 +2,11 @@ package org.apache.spark.stagecrew
 
 import scala.collection.immutable.VectorMap
 import scala.xml.{Elem, Group, Node}
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, Totals}
+import org.apache.spark.stagecrew.spark.PageRequest
+import org.apache.spark.stagecrew.ui.{OperatorView, PageModel, Snapshot, Span, Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 /** Hand-made views for the suites of pages. */
 object Views {
