@@ -93,7 +93,7 @@ def test_log_lines_of_a_task_name_their_topology(submitted):
 def test_the_samples_cause_no_warning(submitted):
     """Neither Spark nor stagecrew warns about a key of the samples, and log4j2 accepts its file."""
     _, done = submitted
-    assert "is no setting of stagecrew" not in done.stderr
+    assert "is not a setting of stagecrew" not in done.stderr
     assert not re.search(r"main (?:WARN|ERROR) ", done.stderr), done.stderr[:4000]
     assert " WARN stagecrew" not in done.stderr
 

@@ -277,7 +277,7 @@ def test_an_operator_name_and_a_bound_function_are_used_only_once(cluster, coord
     """An operator's name is used once, and a bound function serves one dataset. Both errors say what to do."""
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
-        with pytest.raises(stagecrew.OperatorMisused, match="has an operator 'o' already"):
+        with pytest.raises(stagecrew.OperatorMisused, match="already has an operator 'o'"):
             topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
 
         def work(gateway, batches):
@@ -333,7 +333,7 @@ def test_the_exit_is_bounded_when_a_coordinator_blocks_in_close(sessions, coordi
         started = time.monotonic()
     assert time.monotonic() - started < 5
     release.set()
-    assert "the coordinator of operator 'stuck' has not closed within 1 s" in caplog.text
+    assert "the coordinator of operator 'stuck' did not close within 1 s" in caplog.text
 
 
 @pytest.mark.long

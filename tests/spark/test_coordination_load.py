@@ -298,7 +298,7 @@ def test_a_checkpoint_completes_when_the_events_it_counts_are_delivered(
             while not self.stop:
                 with self.lock:
                     for gateway in tuple(self.gateways.values()):
-                        gateway.send(self.sent).add_done_callback(self.done)
+                        gateway.send_acknowledged(self.sent).add_done_callback(self.done)
                         self.sent += 1
                     if self.requested is not None and random.random() < 0.2:
                         # The checkpoint is taken here: the lock keeps other threads from sending.
