@@ -1,4 +1,4 @@
-"""State handles whose references are on ZooKeeper."""
+"""State handles with their references in ZooKeeper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States on an S3 server, and handles to them."""
+"""States on an S3 server and their handles."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from support.model_store import ModelServer
 from support.s3 import s3_server
 
 
-def test_states_on_s3():
-    """Written, read, replaced, found corrupt, removed, and swept by the server's clock; the secret of the URI is not shown."""
+def test_states_can_be_stored_on_s3():
+    """States are written, read, replaced, verified, removed and swept by the server's clock.
+
+    No text shows the secret.
+    """
     with s3_server() as (filesystem, uri):
         storage = StateStorage(uri)
         store = ModelServer().session()

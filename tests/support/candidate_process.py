@@ -1,4 +1,7 @@
-"""A process that campaigns, and writes all the time while it leads: to be killed, stopped and cut off."""
+"""A process that campaigns for leadership, and writes continuously while it leads.
+
+Tests kill, stop and disconnect it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import threading
 import time
 from pathlib import Path
 
-__all__ = ["Contending"]
+__all__ = ["CandidateProcess"]
 
 
-class Contending:
-    """What it says goes to a journal of its own. It ends with its `with`, however the test ends."""
+class CandidateProcess:
+    """Starts the process, and reads the journal to which it writes. Leaving the `with` block kills it."""
 
     def __init__(self, url: str, folder: Path, name: str) -> None:
         from support.journal import Journal
@@ -26,22 +29,22 @@ class Contending:
         )
         self.name, self.pid = name, self._process.pid
 
-    def said(self, event: str, **fields):
-        """All that it said of this event, with these fields."""
+    def events(self, event: str, **fields):
+        """Returns the events of this kind with these fields from the process's journal."""
         with contextlib.suppress(FileNotFoundError):
             return self._journal.read(event=event, **fields)
         return []
 
     def signal(self, number: int) -> float:
-        """Answers when."""
+        """Sends a signal, and returns the time of sending."""
         now = time.time()
         self._process.send_signal(number)
         if number == signal.SIGKILL:
             self._process.wait(20)
         return now
 
-    def leave(self) -> int:
-        """Has it close its contender and end."""
+    def close(self) -> int:
+        """Closes the process's candidate, and returns the exit code of the process."""
         self._process.stdin.close()
         return self._process.wait(30)
 
@@ -69,7 +72,10 @@ def main(url: str, path: str) -> None:
         journal.write(event=event, at=time.time(), **fields)
 
     def write(who, term, store):
-        """Numbers writes, of whomever, as the store does them; without asking whether this process still leads."""
+        """Writes numbered entries without checking whether this process still leads.
+
+        Other writers use the same numbers.
+        """
         while True:
             try:
                 fenced = Fenced(store, fence(term))
@@ -77,19 +83,19 @@ def main(url: str, path: str) -> None:
                 version = fenced.read("count").version
                 fenced.transact(Replace("count", b"", version), Create(f"work/{version:08d}", f"{term} {who}".encode()))
             except StoreConflict:
-                continue  # the other was quicker
+                continue  # another writer was first
             except (LeadershipLost, SessionLost) as error:
                 say("refused", who=who, term=term, error=type(error).__name__)
                 if isinstance(error, LeadershipLost) or who == "leader":
                     return
-                store = open_store(url)  # a job goes on with another session
+                store = open_store(url)  # a job continues with another session
             except StoreError:
-                pass  # it may be there again
+                pass  # the store may be reachable again later
             time.sleep(0.02)
 
     def on_grant(leadership):
         say("grant", term=leadership.term)
-        # Not through the leadership's store, which would refuse by itself what comes too late.
+        # The leadership's own store would refuse late writes by itself, so the writers use the store below it.
         for who, store in (("leader", leadership.store._store), ("job", open_store(url))):
             threading.Thread(target=write, args=(who, leadership.term, store), daemon=True).start()
 
@@ -105,4 +111,4 @@ if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
     sys.path[:0] = [str(root / "python"), str(root / "tests")]
     main(*sys.argv[1:])
-    os._exit(0)  # its writers go on
+    os._exit(0)  # the writer threads are still running

@@ -1,4 +1,4 @@
-"""The `stagecrew` command as a user runs it: a process of its own."""
+"""The `stagecrew` command, run in a process of its own as a user runs it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 import stagecrew
 
-__all__ = ["command"]
+__all__ = ["run_stagecrew"]
 
 _ROOT = str(Path(stagecrew.__file__).parent.parent)
 
 
-def command(
+def run_stagecrew(
     *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `stagecrew ARGUMENTS` with every Python warning an error.
+    """Runs `stagecrew ARGUMENTS`, with every Python warning as an error.
 
-    Not `installed`: only the driver finds the package, so that executors have what the jar brings or nothing.
+    With `installed=False` only the driver finds the package: executors have the package in the jar, or none.
     """
     start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}

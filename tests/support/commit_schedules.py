@@ -1,6 +1,8 @@
-"""Schedules of commits, at each moment: a driver that dies there, or fails once, or pauses and goes on behind another; two at once.
+"""Schedules of faults for commits.
 
-Each takes `make`, which makes a trial of that name, and `every`: how many moments lie between those that it takes.
+A driver dies, fails once, or pauses and resumes after another driver, at each of its moments. Tasks write late,
+connections are lost, and two drivers commit at the same time. The argument `make` creates the trial of a given name;
+with `every=n` a schedule tests every n-th moment.
 """
 
 from __future__ import annotations
@@ -21,18 +23,28 @@ from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, Commit
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import CommitReport, commit
 from stagecrew.operators.sinks import parquet as parquet_module
-from support.commit_trials import SCHEMA, SEED, Around, Driver, Killed, Tasks, Trial, undisturbed, watch_transactions
+from support.commit_trials import (
+    SCHEMA,
+    SEED,
+    Driver,
+    Killed,
+    SinkWrapper,
+    Tasks,
+    Trial,
+    moments_without_faults,
+    watch_transactions,
+)
 from support.tcp_proxy import Proxy
 
 Make = Callable[[str], Trial]
 
 
 def killed_at_each_moment(make: Make, every: int = 1) -> None:
-    """Before and after every write: readers see all rows or none; the next driver brings all, once, and leaves nothing.
+    """Kills the driver before and after each write: readers see all rows or none.
 
-    A repeat behind that changes nothing.
+    The next driver publishes all rows once, and no staged data is left. A repeated commit then changes nothing.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
         trial, driver, tasks = make(f"killed-{moment}"), Driver(dies_at=moment), Tasks(SEED)
         with pytest.raises(Killed):
@@ -44,31 +56,34 @@ def killed_at_each_moment(make: Make, every: int = 1) -> None:
 
 
 def failing_at_each_moment(make: Make, every: int = 1) -> None:
-    """A write that raises once, before or after its effect: before the decision that is the error, and nothing is visible.
+    """Fails each write once, before or after its effect.
 
-    Behind it the driver itself goes on, and brings all. Where an abort is written, nothing is left; a repeat brings all in each case.
+    Before the decision, the driver raises the error and nothing is visible. After it, the driver itself continues and
+    publishes all rows. When the abort could be written, nothing is left. In each case a repeated commit publishes all
+    rows.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
         trial, driver, tasks = make(f"failing-{moment}"), Driver(raises_at=moment), Tasks(SEED)
         if moment <= names.index("before commit"):
             with pytest.raises((OSError, CommitFailed, CommitUnknown)):
                 trial.drive(driver, tasks)
             assert trial.visible() == []
-            asked = moment > names.index("before commit") - 2  # nobody knows whether it is decided: nothing is deleted
-            assert asked or trial.left() == [], driver.names
+            # If it is unknown whether the commit is decided, nothing is deleted.
+            unknown = moment > names.index("before commit") - 2
+            assert unknown or trial.leftovers() == [], driver.names
         else:
             assert trial.drive(driver, tasks).rows == 40
             assert sorted(trial.visible()) == tasks.expected
-            assert trial.left() == [] or moment > names.index("before discard"), driver.names
+            assert trial.leftovers() == [] or moment > names.index("before discard"), driver.names
         trial.drive(Driver(), tasks)
         _all_once(trial, tasks, driver)
 
 
-def raising_once(make: Make) -> None:
-    """A commit that raises before it does anything, or when all is done: it is tried again, and all is there once.
+def commit_that_raises(make: Make) -> None:
+    """Fails `Committer.commit` before or after its effect: the driver retries it, and all rows are there once.
 
-    When it raises for good, what was staged stays, and a later driver goes on with it.
+    If it fails permanently, the staged rows stay, and a later driver continues the commit.
     """
     for effect in ("before", "after"):
         for times in (1, 100):
@@ -88,8 +103,8 @@ def raising_once(make: Make) -> None:
             _all_once(trial, tasks)
 
 
-class Raises(Around):
-    """A sink whose commit raises so often, before or after its effect."""
+class Raises(SinkWrapper):
+    """A sink whose commit raises `times` times, before or after its effect."""
 
     def __init__(self, sink: Any, effect: str, times: int) -> None:
         super().__init__(sink)
@@ -104,14 +119,16 @@ class Raises(Around):
         self._sink.commit(staging, messages)
 
 
-def going_on_at_each_moment(make: Make, every: int = 1) -> None:
-    """An old driver that pauses, and goes on when a new one has committed, or aborted: it changes nothing, and leaves nothing.
+def resume_at_each_moment(make: Make, every: int = 1) -> None:
+    """Pauses an old driver while a new driver commits or aborts: the old driver then changes and leaves nothing.
 
-    Where it has decided nobody can abort any more; where it has not it fails, with all staged as another has taken over.
+    If the old driver has already decided, nobody can abort. If it has not, it fails; with `CommitSuperseded` if all its
+    rows were staged.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     for moment in range(1, len(names) + 1, every):
-        decided = moment > names.index("before commit") - 1  # the moment before is that behind the decision's write
+        # The moment directly before "before commit" comes after the write of the decision.
+        decided = moment > names.index("before commit") - 1
         for ends in ("commits",) if decided else ("commits", "aborts"):
             trial, old, tasks = (
                 make(f"going-on-{moment}-{ends}"),
@@ -120,7 +137,7 @@ def going_on_at_each_moment(make: Make, every: int = 1) -> None:
             )
             with paused(trial, old, tasks) as outcome:
                 if not old.paused.is_set():
-                    continue  # it would hold what the new one waits for
+                    continue  # it would hold a lock on which the new driver waits
                 if ends == "commits":
                     trial.drive(Driver(), tasks)
                 else:
@@ -129,14 +146,14 @@ def going_on_at_each_moment(make: Make, every: int = 1) -> None:
                 before = trial.state(), trial.commit_log.read("c 1"), sorted(trial.visible())
                 assert before[2] == (tasks.expected if ends == "commits" else [])
             assert (trial.state(), trial.commit_log.read("c 1"), sorted(trial.visible())) == before, old.names
-            assert trial.left() == [], old.names
+            assert trial.leftovers() == [], old.names
             expected = CommitReport if decided else CommitSuperseded if "staged" in old.names else CommitFailed
             assert isinstance(outcome[0], expected), (old.names, outcome)
 
 
 @contextlib.contextmanager
 def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> Iterator[list[Any]]:
-    """As long as a driver pauses. Yields what will have come of it: its report, or what it raised."""
+    """Runs the body while a driver is paused. Yields a list that later has the driver's report, or its error."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -152,23 +169,24 @@ def paused(trial: Trial, old: Driver, tasks: Tasks, commit_id: str = "c 1") -> I
     try:
         yield outcome
     finally:
-        old.goes_on.set()
+        old.resume.set()
         thread.join(60)
     assert not thread.is_alive()
 
 
-def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
-    """An old driver that pauses in its commit until a new one was refused: it says so, changes nothing and leaves nothing.
+def resume_after_refusal(make: Make, refuse: Callable[[Trial], Callable[[], None]], stays: bool) -> None:
+    """Pauses an old driver in its commit until a new driver was refused.
 
-    `refuse` puts something in the way, and answers what takes it away: before the old one goes on, or behind it.
+    The old driver fails. It changes nothing and leaves nothing. `refuse` creates an obstacle and returns a function
+    that removes it. With `stays`, the obstacle is removed only after the old driver has ended.
     """
-    names = undisturbed(make("undisturbed"))
+    names = moments_without_faults(make("undisturbed"))
     seen = 0
     for moment in range(names.index("before commit") + 1, names.index("after commit") + 1):
         trial, old, tasks = make(f"refused-{moment}"), Driver(pauses_at=moment), Tasks(SEED, zombies=False)
         with paused(trial, old, tasks) as outcome:
             if trial.visible():
-                break  # nobody can be refused any more
+                break  # the rows are visible, so no driver is refused any more
             if not old.paused.is_set():
                 continue
             allow = refuse(trial)
@@ -180,37 +198,38 @@ def going_on_behind_a_refusal(make: Make, refuse: Callable[[Trial], Callable[[],
             allow()
         assert isinstance(outcome[0], (CommitSuperseded, CommitConflict)), (old.names, outcome)
         assert trial.visible() == [], old.names
-        assert trial.left() == [], old.names
+        assert trial.leftovers() == [], old.names
         trial.drive(Driver(), tasks)
         _all_once(trial, tasks, old)
         seen += 1
     assert seen > 1
 
 
-def at_once(trial: Trial, moment: str) -> list[Any]:
-    """Two commits to one place, neither of which goes on there before the other has come: both land, or one is told of a conflict.
+def concurrent_commits(trial: Trial, moment: str) -> list[Any]:
+    """Runs two commits to one place at the same time. Both succeed, or one fails with a conflict; nothing is left.
 
-    Nothing is left. `moment` is one before any is done, such as "staged". Gives the conflicts.
+    Both drivers wait at `moment` (for example "staged"), which comes before either has committed. Returns the
+    conflicts.
     """
     one, other = Driver(pauses_at=moment), Driver(pauses_at=moment)
     with paused(trial, one, Tasks(1), "one") as first, paused(trial, other, Tasks(2), "other") as second:
         assert one.paused.is_set()
         assert other.paused.is_set()
         assert trial.visible() == []
-        one.goes_on.set(), other.goes_on.set()
+        one.resume.set(), other.resume.set()
     outcomes = [*first, *second]
     conflicts = [outcome for outcome in outcomes if isinstance(outcome, CommitConflict)]
     assert len(conflicts) <= 1
     assert sum(getattr(outcome, "rows", 0) for outcome in outcomes) == 40 * (2 - len(conflicts)), outcomes
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * (2 - len(conflicts)))
-    assert trial.left() == []
+    assert trial.leftovers() == []
     return conflicts
 
 
 def _visible_behind(names: list[str], moment: int, trial: Trial, tasks: Tasks) -> None:
-    """Behind a moment: nothing before the commit, all behind it, and never a part."""
+    """Asserts that no rows are visible before the commit, all after it, and never a part."""
     seen = sorted(trial.visible())
-    assert seen in ([], tasks.expected), "half of it is visible"
+    assert seen in ([], tasks.expected), "a part of the rows is visible"
     if moment <= names.index("before commit") + 1:
         assert seen == []
     if moment > names.index("after commit"):
@@ -219,16 +238,17 @@ def _visible_behind(names: list[str], moment: int, trial: Trial, tasks: Tasks) -
 
 def _all_once(trial: Trial, tasks: Tasks, driver: Driver | None = None) -> None:
     assert sorted(trial.visible()) == tasks.expected, driver and driver.names
-    assert trial.left() == [], driver and driver.names
+    assert trial.leftovers() == [], driver and driver.names
     trial.repeat_changes_nothing()
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def seeded(trial: Trial, seed: int, moments: int) -> None:
-    """A random story: drivers die, pause and go on, tasks write when nobody needs them; at its end all is there, once.
+def random_history(trial: Trial, seed: int, moments: int) -> None:
+    """Runs a random history: drivers die, pause and resume, and tasks write late. At the end all rows are there once.
 
-    An undisturbed driver has so many moments. Who comes behind others deletes what they left first, and has some more.
+    `moments` is the number of moments of a driver without faults. A driver that comes after others first deletes their
+    remains, which adds some moments.
     """
     randomly = random.Random(seed)
     tasks = Tasks(seed)
@@ -264,24 +284,24 @@ def seeded(trial: Trial, seed: int, moments: int) -> None:
         _go_on(one)
     while tasks.zombies:
         _late(tasks.zombies.pop())
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.repeat_changes_nothing()
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-#: The moments of deleting what one run left: of its call, and within it.
+#: The number of moments of one cleanup: those around the call and those within it.
 _CLEANING = 6
 
 
-def late_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
-    """A task that pauses at each of its writes and batches, until its commit is over: it leaves nothing, and shows nothing.
+def late_task_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = ()) -> None:
+    """Pauses a task at each of its writes and batches until its commit has ended.
 
-    `make` makes a trial of that name.
+    The task's rows are not visible, and nothing is left. `make` creates the trial of a given name.
     """
-    over = False
+    ended = False
     for moment in moments or itertools.count(1):
-        if over:
+        if ended:
             break
         for ends in (True, False):
             trial = make(f"late-{moment}-{ends}")
@@ -312,9 +332,9 @@ def late_at_each_moment(make: Callable[[str], Trial], moments: Sequence[int] = (
                 commit(trial.make_sink(), trial.commit_log, f"late {moment}", SCHEMA, execute)
             _go_on((zombie, threads[0]))
             assert sorted(trial.visible()) == (tasks.expected if ends else []), zombie.names
-            assert trial.left() == [], (zombie.names, ends)
-            over = zombie.moments < moment
-            assert not over or moment > 3
+            assert trial.leftovers() == [], (zombie.names, ends)
+            ended = zombie.moments < moment
+            assert not ended or moment > 3
 
 
 def _slowly(zombie: Driver, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -325,38 +345,41 @@ def _slowly(zombie: Driver, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Re
 
 
 def _watch_task(zombie: Driver, sink: Any) -> None:
-    """What a task writes is a moment."""
+    """Makes each write of a task a moment."""
     if hasattr(sink, "_filesystem"):
         names = ("open_output_stream", "get_file_info", "delete_file", "delete_dir")
-        sink._filesystem = zombie.watched(sink._filesystem, names)
+        sink._filesystem = zombie.instrument(sink._filesystem, names)
     elif hasattr(sink, "_within"):
         watch_transactions(zombie, sink)
 
 
 class _Interrupted(Driver):
-    """At one of its calls to the file system something else is done."""
+    """Runs a function at one of its calls to the file system."""
 
     def __init__(self, at: int, then: Callable[[], None]) -> None:
         super().__init__()
         self._at, self._then, self.was = at, then, False
 
-    def moment(self, name: str, holds: bool = False) -> None:
-        super().moment(name, holds)
+    def moment(self, name: str, holds_lock: bool = False) -> None:
+        super().moment(name, holds_lock)
         if self.moments == self._at:
             self.was = True
             self._then()
 
 
 def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable[int]) -> None:
-    """Whenever the first commit of another schema is done while one begins: one of them lands at most, and says why not else."""
+    """Makes the first commit of another schema at each moment of a first commit.
+
+    At most one of the two succeeds, and the error of the other says why.
+    """
     other_schema = pa.schema([("id", pa.int64()), ("name", pa.string())])
     for at in moments:
-        trial, tasks, landed, told = make(at), Tasks(1), [], []
+        trial, tasks, landed, messages = make(at), Tasks(1), [], []
         trial.commit_log = MemoryCommitLog()
 
         def commits(
             sink: Any, name: str, schema: pa.Schema, trial: Trial = trial, tasks: Tasks = tasks,
-            landed: list[str] = landed, told: list[str] = told,
+            landed: list[str] = landed, messages: list[str] = messages,
         ) -> None:  # fmt: skip
             def stage(staging: Any) -> list[Any]:
                 batch = pa.record_batch({"id": [1], schema.names[1]: ["other"]}, schema=schema)
@@ -366,13 +389,13 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
                 commit(sink, trial.commit_log, name, schema, stage, sleep=lambda _: None)
                 landed.append(name)
             except CommitFailed as error:
-                told.append(str(error))
+                messages.append(str(error))
 
         one = trial.make_sink()
         interrupted = _Interrupted(
             at, lambda commits=commits, trial=trial: commits(trial.make_sink(), "other", other_schema)
         )
-        one._filesystem = interrupted.watched(
+        one._filesystem = interrupted.instrument(
             one._filesystem,
             ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move"),
         )
@@ -380,75 +403,79 @@ def first_commits_of_two_schemas(make: Callable[[int], Trial], moments: Iterable
         if not interrupted.was:
             assert at > 6
             return
-        assert len(landed) == len(told) == 1, (at, landed)
-        assert "the dataset does not fit " in told[0]
-        assert "text is not there; name is missing" in told[0] or "name is not there; text is missing" in told[0]
-        assert trial.left() == []
+        assert len(landed) == len(messages) == 1, (at, landed)
+        assert "the dataset does not fit " in messages[0]
+        assert (
+            "text is not there; name is missing" in messages[0] or "name is not there; text is missing" in messages[0]
+        )
+        assert trial.leftovers() == []
         if landed == ["one"]:
             assert sorted(trial.visible()) == tasks.expected
         commits(trial.make_sink(), "again", SCHEMA if landed == ["one"] else other_schema)
         assert landed[1:] == ["again"]
 
 
-def looked_at_within(trial: Trial) -> None:
-    """Another connection looks before the end of each transaction of a database: it sees nothing before the last one ends."""
+def rows_appear_at_once(trial: Trial) -> None:
+    """Reads from another connection before each transaction ends: no row is visible before the end of the last one."""
     sink, tasks, seen = trial.make_sink(), Tasks(1), []
     within = sink._within
 
     @contextlib.contextmanager
-    def looks(database: Any) -> Iterator[None]:
+    def reading_before_end(database: Any) -> Iterator[None]:
         with within(database):
             yield
             seen.append((database.execute("SELECT count(*) FROM " + sink._table).fetchone()[0], len(trial.visible())))
 
-    sink._within = looks
+    sink._within = reading_before_end
     commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(sink, staging))
-    assert (40, 0) in seen, "nobody looked when all was added"
+    assert (40, 0) in seen, "no read happened after all rows were added"
     assert {visible for added, visible in seen if seen.index((added, visible)) <= seen.index((40, 0))} == {0}
     assert sorted(trial.visible()) == tasks.expected
 
 
 class _Losing(Driver):
-    """Its connection is lost at one of its calls to the file system."""
+    """A driver that loses its connection at one of its calls to the file system."""
 
     def __init__(self, at: int, proxy: Proxy) -> None:
         super().__init__()
         self._at, self._proxy, self.lost = at, proxy, False
 
-    def moment(self, name: str, holds: bool = False) -> None:
-        super().moment(name, holds)
+    def moment(self, name: str, holds_lock: bool = False) -> None:
+        super().moment(name, holds_lock)
         if self.moments == self._at:
             self.lost = True
-            lose(self._proxy)
+            disconnect(self._proxy)
 
 
-def lose(proxy: Proxy) -> None:
-    """Connections end, and new ones are refused, until it is told again which port is behind it."""
+def disconnect(proxy: Proxy) -> None:
+    """Ends all connections and refuses new ones, until the target port of the proxy is set again."""
     proxy._to = 1
     proxy.cut()
 
 
-def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
-    """At each call to the file system: a clear error, never half is visible; a repeat brings all, once, and leaves nothing.
+def lost_connections(make: Callable[[int], Trial], proxy: Proxy, moments: Iterable[int]) -> None:
+    """Loses the connection at each call to the file system.
 
-    `make` makes trials whose sinks go through the proxy, and whose eyes do not.
+    The error is clear, and never a part of the rows is visible. A repeated commit then publishes all rows once, and
+    leaves nothing. The sinks of the trials that `make` creates use the proxy; the functions that inspect the result do
+    not.
     """
     port = proxy._to
     for at in moments:
         trial, losing, tasks = make(at), _Losing(at, proxy), Tasks(1, zombies=False)
-        own = trial.make_sink()
-        own._filesystem = losing.watched(
-            own._filesystem,
+        losing_sink = trial.make_sink()
+        losing_sink._filesystem = losing.instrument(
+            losing_sink._filesystem,
             ("create_dir", "open_output_stream", "open_input_stream", "get_file_info", "copy_file", "move",
              "delete_file", "delete_dir"),
         )  # fmt: skip
         try:
             commit(
-                own,
+                losing_sink,
                 trial.commit_log,
                 "c",
                 SCHEMA,
-                lambda staging, tasks=tasks, own=own: tasks.run(own, staging),
+                lambda staging, tasks=tasks, losing_sink=losing_sink: tasks.run(losing_sink, staging),
                 sleep=lambda _: None,
             )
         except (OSError, RuntimeError, CommitFailed, CommitPending) as error:
@@ -470,14 +497,17 @@ def connections_that_are_lost(make: Callable[[int], Trial], proxy: Proxy, moment
         )
         assert report.repeated == (outcome is None or isinstance(outcome, CommitPending))
         assert sorted(trial.visible()) == tasks.expected
-        assert trial.left() == []
+        assert trial.leftovers() == []
         if not losing.lost:
             assert at > 20
             return
 
 
-def other_schemas(trial: Trial, known: str = "int64") -> None:
-    """Columns that are missing, or of another type: it is said by name before anything runs, nothing is visible, nothing left."""
+def mismatched_schemas(trial: Trial, known: str = "int64") -> None:
+    """Commits with missing columns, or with columns of another type: the error names them before anything runs.
+
+    Nothing is visible, and nothing is left.
+    """
     trial.drive(Driver(), Tasks(1), "first")
     for fields, problem in (
         ([("id", pa.int64()), ("name", pa.string())], "name is not there; text is missing"),
@@ -490,17 +520,18 @@ def other_schemas(trial: Trial, known: str = "int64") -> None:
             ):
                 commit(trial.make_sink(), trial.commit_log, "other", pa.schema(fields), lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
-    """Two commits make one folder; the rename of the second moves into it, and its driver dies: its repeat says conflict, nothing is left.
+def rename_into_existing_folder(filesystem: pyarrow.fs.FileSystem, folder: str, make: Callable[[str], Trial]) -> None:
+    """Lets two commits create one folder. The second one's rename moves its files into the folder, and its driver dies.
 
-    `make` makes a trial of mode "create" with decisions of that name, whose table is `folder`.
+    A repeated commit of the second reports a conflict and leaves nothing. `make` creates a trial of mode "create" with
+    a commit log of the given name, whose table is `folder`.
     """
     one, other = make("one"), make("other")
 
-    def behind(on: Any, source: str, destination: str) -> None:
+    def move_after_other(on: Any, source: str, destination: str) -> None:
         if destination != folder:
             move(on, source, destination)
             return
@@ -511,7 +542,7 @@ def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Cal
 
     move = parquet_module.move
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet_module, "move", behind)
+        patch.setattr(parquet_module, "move", move_after_other)
         with pytest.raises(Killed):
             other.drive(Driver(), Tasks(2), "other")
 
@@ -519,7 +550,9 @@ def moved_into_another(filesystem: pyarrow.fs.FileSystem, folder: str, make: Cal
         infos = filesystem.get_file_info(pyarrow.fs.FileSelector(os.path.dirname(folder), recursive=True))
         return [info.path for info in infos if "_stagecrew-" in info.path]
 
-    assert any(name.startswith(f"{folder}/_stagecrew-") for name in names()), "it was not moved into the other's"
+    assert any(name.startswith(f"{folder}/_stagecrew-") for name in names()), (
+        "the files were not moved into the other commit's folder"
+    )
     assert sorted(one.visible()) == Tasks(1).expected
     for _ in range(2):
         with pytest.raises(CommitConflict, match="is there already"):
@@ -535,6 +568,6 @@ def _late(zombie: Callable[[], None]) -> None:
 
 def _go_on(one: tuple[Driver, threading.Thread]) -> None:
     driver, thread = one
-    driver.goes_on.set()
+    driver.resume.set()
     thread.join(60)
     assert not thread.is_alive()

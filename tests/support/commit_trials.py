@@ -1,4 +1,7 @@
-"""Drivers that die and pause at any write, tasks that go on writing, and sinks on the disk of this host: for the tests of sinks."""
+"""Fault injection for commits: drivers that die or pause at any write, tasks that keep writing, and trials of sinks.
+
+A *moment* is a point before or after a write, at which a driver can die, pause or fail. See `Driver`.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ SCHEMA = pa.schema([("id", pa.int64()), ("text", pa.string())])
 
 
 class Killed(BaseException):
-    """The driver died here; nothing that it does has an effect any more."""
+    """The driver died here. Nothing that it does later has an effect."""
 
 
 class Driver:
-    """One driver: its writes are counted, and it dies, or pauses, before or after one of them."""
+    """Counts the moments of one driver; at one of them the driver dies, pauses or raises."""
 
     def __init__(
         self, dies_at: int | None = None, pauses_at: int | str | None = None, raises_at: int | None = None
     ) -> None:
         self.dies_at, self.pauses_at, self.raises_at = dies_at, pauses_at, raises_at
-        self.names: list[str] = []  # of the moments that were
+        self.names: list[str] = []  # the names of all moments so far
         self.dead = False
-        self.paused, self.goes_on = threading.Event(), threading.Event()
+        self.paused, self.resume = threading.Event(), threading.Event()
 
     @property
     def moments(self) -> int:
         return len(self.names)
 
-    def moment(self, name: str, holds: bool = False) -> None:
-        """Something is about to be written, or was. Who `holds` what others wait for does not pause."""
+    def moment(self, name: str, holds_lock: bool = False) -> None:
+        """Called before and after each write. With `holds_lock`, the driver does not pause."""
         if self.dead:
             raise Killed
         self.names.append(name)
@@ -46,18 +49,22 @@ class Driver:
             self.dead = True
             raise Killed
         if self.moments == self.raises_at:
-            raise CommitUnknown(f"nobody knows: {name}") if name.endswith(" write") else OSError(f"in the way: {name}")
-        if self.pauses_at in (self.moments, name) and not holds and not self.goes_on.is_set():
+            raise (
+                CommitUnknown(f"unknown outcome: {name}")
+                if name.endswith(" write")
+                else OSError(f"injected failure: {name}")
+            )
+        if self.pauses_at in (self.moments, name) and not holds_lock and not self.resume.is_set():
             self.paused.set()
-            assert self.goes_on.wait(60)
+            assert self.resume.wait(60)
 
-    def watched(self, object_: Any, names: Sequence[str]) -> Any:
-        """The object, with these methods as moments: before and after."""
-        return Watched(self, object_, names)
+    def instrument(self, object_: Any, names: Sequence[str]) -> Any:
+        """Returns a proxy of an object whose methods of these names are moments, before and after each call."""
+        return Instrumented(self, object_, names)
 
 
-class Watched:
-    """Looks like what it watches, also to `isinstance`."""
+class Instrumented:
+    """A proxy that also passes `isinstance` checks for the class of its target."""
 
     def __init__(self, driver: Driver, object_: Any, names: Sequence[str]) -> None:
         self._driver, self._object, self._names = driver, object_, frozenset(names)
@@ -79,21 +86,21 @@ class Watched:
                 raise Killed
             if name in self._names:
                 self._driver.moment(f"before {name}")
-            answer = found(*args, **kwargs)
+            result = found(*args, **kwargs)
             if name in self._names:
                 try:
                     self._driver.moment(f"after {name}")
                 except BaseException:
-                    if isinstance(answer, pa.NativeFile):
-                        answer.close()  # an object store gets what is given up: now, and not when it is collected
+                    if isinstance(result, pa.NativeFile):
+                        result.close()  # close it now: an object store uploads the abandoned file when it is collected
                     raise
-            return answer
+            return result
 
         return called
 
 
-class Around:
-    """A sink whose calls can be changed."""
+class SinkWrapper:
+    """A sink whose methods a test can override."""
 
     def __init__(self, sink: Any) -> None:
         self._sink = sink
@@ -103,7 +110,7 @@ class Around:
 
 
 class Tasks:
-    """Tasks that stage rows: some attempts fail in the middle, some run twice, some go on when nobody needs them."""
+    """Tasks that stage rows. Some attempts fail halfway, some are speculative, some write after the commit's end."""
 
     def __init__(self, seed: int, rows: int = 40, partitions: int = 4, zombies: bool = True) -> None:
         self._with_zombies = zombies
@@ -114,23 +121,23 @@ class Tasks:
         self.expected = [(number, f"text {number}") for number in range(rows)]
 
     def run(self, sink: Any, staging: Any) -> list[dict[str, Any]]:
-        """What Spark accepted."""
+        """Stages all partitions, and returns the messages that Spark would accept."""
         messages = []
         for partition in range(self._partitions):
-            mine = self.expected[partition :: self._partitions]
+            own_rows = self.expected[partition :: self._partitions]
             if self._random.random() < 0.3:
                 with contextlib.suppress(RuntimeError):
-                    self._attempt(sink, staging, partition, self._broken(mine))
-            if self._random.random() < 0.3:  # a speculative one, which nobody takes
-                self._attempt(sink, staging, partition, self.batches(mine))
-            if self._random.random() < 0.3 and self._with_zombies:  # one that goes on later
+                    self._attempt(sink, staging, partition, self._broken(own_rows))
+            if self._random.random() < 0.3:  # a speculative attempt whose message is not used
+                self._attempt(sink, staging, partition, self.batches(own_rows))
+            if self._random.random() < 0.3 and self._with_zombies:  # an attempt that writes later
                 number = self._number()
                 self.zombies.append(
-                    lambda partition=partition, mine=mine, number=number: sink.stage(
-                        staging, partition, number, self.batches(mine)
+                    lambda partition=partition, own_rows=own_rows, number=number: sink.stage(
+                        staging, partition, number, self.batches(own_rows)
                     )
                 )
-            message = self._attempt(sink, staging, partition, self.batches(mine))
+            message = self._attempt(sink, staging, partition, self.batches(own_rows))
             if message is not None:
                 messages.append(message)
         return messages
@@ -144,9 +151,9 @@ class Tasks:
 
     @staticmethod
     def batches(rows: list[tuple[int, str]]) -> Iterator[pa.RecordBatch]:
-        for some in (rows[:3], rows[3:]):
+        for part in (rows[:3], rows[3:]):
             yield pa.RecordBatch.from_arrays(
-                [pa.array([row[0] for row in some], pa.int64()), pa.array([row[1] for row in some], pa.string())],
+                [pa.array([row[0] for row in part], pa.int64()), pa.array([row[1] for row in part], pa.string())],
                 schema=SCHEMA,
             )
 
@@ -157,27 +164,27 @@ class Tasks:
 
 
 class Trial:
-    """A sink of a test, its store of decisions, and what is to be seen there."""
+    """A sink under test, its commit log, and functions that inspect the result."""
 
     def __init__(
         self,
         make_sink: Callable[[], Any],
         commit_log: Any,
         visible: Callable[[], list[Any]],
-        left: Callable[[], list[str]],
+        leftovers: Callable[[], list[str]],
         watch: Callable[[Driver, Any], None],
         state: Callable[[], Any],
     ) -> None:
-        self.watch = watch  # has the writes within one call of a sink be moments too
-        self.state = state  # all that is there: files with their sizes, or tables
-        self.make_sink, self.commit_log, self.visible, self.left = make_sink, commit_log, visible, left
+        self.watch = watch  # turns the writes within one call of a sink into moments
+        self.state = state  # everything that exists: files with their sizes, or tables
+        self.make_sink, self.commit_log, self.visible, self.leftovers = make_sink, commit_log, visible, leftovers
 
     def drive(self, driver: Driver, tasks: Tasks, commit_id: str = "c 1") -> Any:
-        """One driver's run."""
-        plain, own = self.make_sink(), self.make_sink()
-        self.watch(driver, own)
-        sink = driver.watched(own, ("begin", "commit", "discard"))
-        commit_log = driver.watched(self.commit_log, ("write",))
+        """Runs one driver's commit."""
+        plain, instrumented = self.make_sink(), self.make_sink()
+        self.watch(driver, instrumented)
+        sink = driver.instrument(instrumented, ("begin", "commit", "discard"))
+        commit_log = driver.instrument(self.commit_log, ("write",))
 
         def execute(staging: Any) -> list[Any]:
             driver.moment("stages")
@@ -188,22 +195,22 @@ class Trial:
         return commit(sink, commit_log, commit_id, SCHEMA, execute, sleep=lambda _: None)
 
     def check(self, tasks: Tasks, seen: Sequence[Any]) -> None:
-        assert sorted(seen) in ([], tasks.expected), "half of it is visible"
+        assert sorted(seen) in ([], tasks.expected), "a part of the rows is visible"
 
     def repeat_changes_nothing(self, commit_id: str = "c 1") -> None:
-        """A driver that repeats what is done runs nothing, and all that is there stays as it is."""
+        """Asserts that a driver that repeats a finished commit runs no tasks and changes nothing."""
         before = self.state(), self.commit_log.read(commit_id)
         assert self.drive(repeats := Driver(), Tasks(0), commit_id).repeated
         assert "stages" not in repeats.names
         assert (self.state(), self.commit_log.read(commit_id)) == before
 
 
-#: One attempt fails in the middle then, and there is a speculative one.
+#: With this seed, one attempt fails halfway and there is a speculative one.
 SEED = 4
 
 
-def undisturbed(trial: Trial) -> list[str]:
-    """The moments of a driver to which nothing happens, and whose tasks are those of the seed `SEED`."""
+def moments_without_faults(trial: Trial) -> list[str]:
+    """Returns the names of the moments of a driver without faults, whose tasks have the seed `SEED`."""
     driver = Driver()
     trial.drive(driver, Tasks(SEED, zombies=False))
     assert driver.names[-1] == "after write"
@@ -211,14 +218,14 @@ def undisturbed(trial: Trial) -> list[str]:
 
 
 def watch_files(driver: Driver, sink: Any) -> None:
-    """Each write to its file system is a moment."""
-    sink._filesystem = driver.watched(
+    """Makes each write to the sink's file system a moment."""
+    sink._filesystem = driver.instrument(
         sink._filesystem, ("create_dir", "move", "copy_file", "open_output_stream", "delete_dir", "delete_file")
     )
 
 
 def watch_transactions(driver: Driver, sink: Any) -> None:
-    """The begin of each transaction is a moment, that before its end, and its end."""
+    """Makes the beginning of each transaction a moment, the point before its end, and its end."""
     within = sink._within
 
     @contextlib.contextmanager
@@ -226,14 +233,14 @@ def watch_transactions(driver: Driver, sink: Any) -> None:
         driver.moment("before a transaction")
         with within(database):
             yield
-            driver.moment("in a transaction", holds=True)
+            driver.moment("in a transaction", holds_lock=True)
         driver.moment("after a transaction")
 
     sink._within = watched
 
 
 def watch_iceberg(driver: Driver, sink: Any) -> None:
-    """Each file that pyiceberg writes or deletes is a moment, each call of its catalogue, and the update there."""
+    """Makes each file that pyiceberg writes or deletes a moment, and each call of its catalogue with its update."""
     from sqlalchemy import event
 
     load = sink._table
@@ -242,9 +249,9 @@ def watch_iceberg(driver: Driver, sink: Any) -> None:
         if statement.startswith("UPDATE"):
             driver.moment("before the update")
 
-    def behind(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+    def after(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         if statement.startswith("UPDATE"):
-            driver.moment("in a transaction", holds=True)
+            driver.moment("in a transaction", holds_lock=True)
 
     @contextlib.contextmanager
     def watched() -> Iterator[Any]:
@@ -254,15 +261,15 @@ def watch_iceberg(driver: Driver, sink: Any) -> None:
 
             def opened(location: str) -> Any:
                 output = new_output(location)
-                output.create = driver.watched(_Plain(output.create), ("create",)).create
+                output.create = driver.instrument(_Plain(output.create), ("create",)).create
                 return output
 
             files.new_output = opened
-            files.delete = driver.watched(_Plain(files.delete), ("delete",)).delete
+            files.delete = driver.instrument(_Plain(files.delete), ("delete",)).delete
             for name in ("commit_table", "_write_metadata"):
-                setattr(catalog, name, getattr(driver.watched(_Plain(getattr(catalog, name)), (name,)), name))
+                setattr(catalog, name, getattr(driver.instrument(_Plain(getattr(catalog, name)), (name,)), name))
             event.listen(catalog.engine, "before_cursor_execute", before)
-            event.listen(catalog.engine, "after_cursor_execute", behind)
+            event.listen(catalog.engine, "after_cursor_execute", after)
             yield table
 
     sink._table = watched
@@ -276,6 +283,6 @@ class _Plain:
 
 
 def files_below(filesystem: pyarrow.fs.FileSystem, folder: str) -> list[tuple[str, int | None]]:
-    """All files and folders there, and their sizes."""
+    """Returns all files and folders below a folder, with their sizes."""
     infos = filesystem.get_file_info(pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True))
     return sorted((info.path, info.size) for info in infos)

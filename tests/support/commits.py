@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagecrew.errors import CommitConflict
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
-from support.commit_trials import SCHEMA, Around
+from support.commit_trials import SCHEMA, SinkWrapper
 
 
 def trials_in(make, tmp_path):
@@ -18,14 +18,14 @@ def trials_in(make, tmp_path):
     return make_trial
 
 
-class RefusingSink(Around):
+class RefusingSink(SinkWrapper):
     """A sink that always refuses the rows."""
 
     def commit(self, staging, messages):
         raise CommitConflict("never")
 
 
-class StepBefore(Around):
+class StepBefore(SinkWrapper):
     """A sink that runs a given function once before its method of the same name."""
 
     def __init__(self, sink, **steps):

@@ -1,4 +1,4 @@
-"""What the tests of coordination with real Spark share: a coordinator that notes what it hears, and work for tasks."""
+"""For the tests of coordination with real Spark: a coordinator that records its calls, and functions for tasks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pyspark import cloudpickle
 
 import stagecrew
 
-# Executors do not have the tests: what is defined in this module travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Noting(stagecrew.Coordinator):
-    """Notes the calls of its lifecycle in their order, the events of each evaluation in theirs, and knows who lives."""
+class RecordingCoordinator(stagecrew.Coordinator):
+    """Records its lifecycle calls and the events of each evaluation in order, and live gateways."""
 
-    def __init__(self, context: stagecrew.CoordinatorContext, made: list[Any]) -> None:
+    def __init__(self, context: stagecrew.CoordinatorContext, instances: list[Any]) -> None:
         super().__init__(context)
         self.calls: list[tuple[Any, ...]] = []
         self.events: dict[stagecrew.Evaluation, list[Any]] = collections.defaultdict(list)
         self.gateways: dict[stagecrew.Evaluation, stagecrew.Gateway] = {}
-        made.append(self)
+        instances.append(self)
 
     def ready(self, evaluation: stagecrew.Evaluation, gateway: stagecrew.Gateway) -> None:
         self.calls.append(("ready", evaluation))
@@ -52,27 +52,27 @@ class Noting(stagecrew.Coordinator):
     def close(self) -> None:
         self.calls.append(("close",))
 
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        """The calls of that name."""
+    def calls_named(self, name: str) -> list[tuple[Any, ...]]:
+        """Returns the recorded calls with this name."""
         return [call for call in self.calls if call[0] == name]
 
     def all_events(self) -> list[Any]:
-        """The events of all evaluations, one after the other."""
+        """Returns the events of all evaluations, one evaluation after the other."""
         return [event for events in tuple(self.events.values()) for event in events]
 
 
-def rows(*values: Any) -> pa.RecordBatch:
-    """A batch of one column `a`."""
+def batch_of(*values: Any) -> pa.RecordBatch:
+    """Returns a batch with one column `a`."""
     return pa.record_batch({"a": pa.array(values, pa.int64())})
 
 
-def until_stop(gateway: Any) -> None:
-    """Waits in a task for the event "stop", and takes those before it."""
+def wait_for_stop(gateway: Any) -> None:
+    """Reads events in a task until the event "stop" arrives."""
     for event in gateway.events(timeout=60):
         if event == "stop":
             break
 
 
-def executor_of_this_worker() -> int:
-    """The executor's JVM: its Python daemon is this worker's parent."""
+def executor_pid() -> int:
+    """Returns the process id of the executor's JVM: its Python daemon is the parent of this worker."""
     return psutil.Process(os.getppid()).ppid()

@@ -1,8 +1,9 @@
 """Runs the Python blocks of documentation pages, and the examples: `python -P docs_blocks.py FILE ...`.
 
-A page's blocks run in order in one namespace, as `__main__`. A comment before a block says what is special about it:
-`<!-- raises: NAME -->` (it must raise that error) or `<!-- norun: REASON -->`. Pages find a session `spark` and its `crew`,
-shared by all; one that stops it starts without any. Prints one JSON line per file: its name, and the failure or null.
+The blocks of a page run in order in one namespace, as `__main__`. A comment before a block can change that: `<!--
+raises: NAME -->` means that the block must raise this error, `<!-- norun: REASON -->` that it does not run. Pages find
+a session `spark` and its `crew`, which they share. A page that stops the session starts without one. The script prints
+one JSON line per file, with the file's name and its failure or null.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-#: Arguments with which an example does less of the same.
+#: Arguments with which an example does less work.
 SHORTER = {"service.py": ["10"]}
 
 _BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -23,7 +24,7 @@ _BLOCK = re.compile(r"^(?:<!-- (raises|norun): ([^\n]+) -->\n)?```python[^\n]*\n
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """One fenced block: its code, where it begins, and what the comment before it says."""
+    """A fenced block: its code, its first line, and the comment before it."""
 
     code: str
     line: int
@@ -32,18 +33,18 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The Python blocks of a page, in order."""
+    """Returns the Python blocks of a page, in order."""
     found = []
     for match in _BLOCK.finditer(text):
-        mark = {match[1]: match[2]} if match[1] else {}
+        markers = {match[1]: match[2]} if match[1] else {}
         line = text.count("\n", 0, match.start(3)) + 1
-        found.append(Block(match[3], line, mark.get("raises"), mark.get("norun")))
+        found.append(Block(match[3], line, markers.get("raises"), markers.get("norun")))
     return found
 
 
-def run_page(path: Path, given: dict[str, object]) -> None:
-    """Runs all blocks of a page; raises what a block raises, with the page's lines in the traceback."""
-    namespace: dict[str, object] = {"__name__": "__main__", **given}
+def run_page(path: Path, names: dict[str, object]) -> None:
+    """Runs all blocks of a page. An error of a block is raised with the page's lines in the traceback."""
+    namespace: dict[str, object] = {"__name__": "__main__", **names}
     for block in blocks(path.read_text(encoding="utf-8")):
         if block.norun is not None:
             continue
@@ -75,7 +76,7 @@ def _session() -> dict[str, object]:
 
 
 def main(files: list[str]) -> None:
-    """Runs each file and says how it went."""
+    """Runs each file and prints its outcome."""
     from pyspark.sql import SparkSession
 
     for name in files:
@@ -87,7 +88,7 @@ def main(files: list[str]) -> None:
                 sys.argv = [name, *SHORTER.get(path.name, ())]
                 runpy.run_path(name, run_name="__main__")
                 if SparkSession.getActiveSession() is not None:
-                    raise AssertionError("an example stops its session")
+                    raise AssertionError("an example must stop its session")
             elif any("spark.stop()" in block.code for block in blocks(path.read_text(encoding="utf-8"))):
                 _stop()
                 run_page(path, {})

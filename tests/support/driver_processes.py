@@ -1,4 +1,4 @@
-"""Drivers that campaign, as processes of their own, over a store; and what a test asks of them."""
+"""Processes of `stagecrew driver` over one store, and what tests ask of them."""
 
 import contextlib
 import json
@@ -16,12 +16,12 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from support.waiting import eventually
 
-#: How long one waits for what a busy machine does slowly, in seconds.
-LONG = 120.0
-#: A folder for the PYTHONPATH of processes that are to be killed at a point.
-FAULT_POINTS = Path(__file__).with_name("kill_points")
-#: What makes Spark start quickly.
-QUICK = {
+#: Timeout in seconds for work that takes long on a busy machine.
+LONG_TIMEOUT = 120.0
+#: A folder for the PYTHONPATH of processes that are to be killed at a kill point.
+KILL_POINTS = Path(__file__).with_name("kill_points")
+#: Settings with which Spark starts quickly.
+QUICK_CONF = {
     "spark.master": "local[1]",
     "spark.ui.enabled": "false",
     "spark.driver.memory": "512m",
@@ -29,13 +29,13 @@ QUICK = {
 }
 
 
-def until(condition, what, seconds=LONG):
-    """Waits until the condition answers something true, and answers that."""
+def wait_until(condition, what, seconds=LONG_TIMEOUT):
+    """Waits until the condition returns something true, and returns that."""
     return eventually(condition, seconds, what)
 
 
-class Drivers:
-    """Processes of `stagecrew driver` for one store, and their jobs."""
+class DriverProcesses:
+    """Processes of `stagecrew driver` for one store, and the jobs in that store."""
 
     def __init__(self, store, folder):
         self.store, self.folder = store, Path(folder)
@@ -45,7 +45,10 @@ class Drivers:
         self._pids = set()
 
     def start(self, wait=True, store=None, **environment):
-        """One more, which may reach the store by a way of its own; answers its process, which runs when this returns."""
+        """Starts a driver, and returns its process. With `wait` the driver campaigns when this returns.
+
+        `store` is another URL under which this driver reaches the same store.
+        """
         number = len(list(self.folder.glob("driver-*.log")))
         log = self.folder / f"driver-{number}.log"
         with log.open("wb") as output:
@@ -58,18 +61,18 @@ class Drivers:
             )  # fmt: skip
         self.running.append(process)
         if wait:
-            until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver campaigns")
+            wait_until(lambda: process.poll() is None and "campaign" in log.read_text(), "a driver campaigns")
         return process
 
     def leader(self):
-        """The process that leads, once there is one."""
+        """Waits for a leader, and returns its process."""
 
         def found():
             with self.jobs() as jobs:
                 info = jobs.leader()
             return info and next((one for one in self.running if one.pid == info.pid and one.poll() is None), None)
 
-        return until(found, "somebody leads")
+        return wait_until(found, "a driver leads")
 
     def jobs(self):
         return open_jobs(self.store, str(self.state))
@@ -82,31 +85,31 @@ class Drivers:
         with self.jobs() as jobs:
             return jobs.read(job)[0]
 
-    def result(self, job, seconds=LONG):
-        """How it has ended, when it is clean."""
-        until(lambda: self.record(job).clean, f"job {job} is at its end: {self.logs(job)}", seconds)
+    def result(self, job, seconds=LONG_TIMEOUT):
+        """Waits until the job is clean, and returns its result."""
+        wait_until(lambda: self.record(job).clean, f"job {job} is clean: {self.logs(job)}", seconds)
         with self.jobs() as jobs:
             return jobs.result(job)
 
     def process(self, job):
-        """The process id of who runs the job, once there is one."""
+        """Waits until a process runs the job, and returns its process id."""
 
         def found():
             with self.jobs() as jobs:
                 return jobs.process(job)
 
-        return until(found, f"a process runs {job}")["pid"]
+        return wait_until(found, f"a process runs {job}")["pid"]
 
-    def killed(self, process):
-        """A driver has died of a point."""
-        assert process.wait(LONG) == -signal.SIGKILL
+    def assert_killed(self, process):
+        """Asserts that this driver was killed at its kill point."""
+        assert process.wait(LONG_TIMEOUT) == -signal.SIGKILL
         self.running.remove(process)
 
     def kill(self, process):
-        """SIGKILL to a driver alone: what it started lives on."""
+        """Sends SIGKILL to a driver alone: the processes that it started keep running."""
         self._remember()
         process.send_signal(signal.SIGKILL)
-        process.wait(LONG)
+        process.wait(LONG_TIMEOUT)
         self.running.remove(process)
 
     def _remember(self):
@@ -117,10 +120,10 @@ class Drivers:
     def logs(self, job):
         return "\n".join(path.read_text()[-1500:] for path in self.folder.glob(f"work-*/{job}/*.log"))
 
-    def nothing_left(self, *jobs):
-        """Asserts that these jobs have ended, and that of each there is its record and its result, and else nothing; behind a sweep."""
+    def assert_nothing_left(self, *jobs):
+        """Asserts that these jobs have ended, and that only their records and results are left after a sweep."""
 
-        def left():
+        def leftovers():
             store = open_store(self.store)
             try:
                 known = Jobs(store, StateStorage(self.state))
@@ -143,45 +146,54 @@ class Drivers:
             finally:
                 store.close()
 
-        found = left()
+        found = leftovers()
         due = time.monotonic() + 30
-        while any(found.values()) and time.monotonic() < due:  # sessions of who was killed end by and by
+        while any(found.values()) and time.monotonic() < due:  # the sessions of killed processes expire a little later
             time.sleep(0.2)
-            found = left()
+            found = leftovers()
         assert not any(found.values()), found
         assert [path for path in (self.folder / "out").iterdir() if path.name.startswith("_stagecrew")] == []
 
     def close(self):
-        """Ends all, politely, and asserts that nothing is left of them."""
+        """Ends all drivers with SIGTERM, and asserts that none of their processes is left."""
         self._remember()
         for process in self.running:
             process.send_signal(signal.SIGCONT)
             process.terminate()
         for process in self.running:
-            assert process.wait(LONG) == 0, [path.read_text()[-3000:] for path in self.folder.glob("driver-*.log")]
+            assert process.wait(LONG_TIMEOUT) == 0, [
+                path.read_text()[-3000:] for path in self.folder.glob("driver-*.log")
+            ]
         self.running.clear()
 
-        def gone():
+        def all_ended():
             return not [
                 pid for pid in self._pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
             ]
 
         with contextlib.suppress(psutil.NoSuchProcess):
-            until(gone, "every process that a driver started has ended", 60)
+            wait_until(all_ended, "every process that a driver started has ended", 60)
 
 
-def point(mark, role, what, moment="after", number=1, whom="self"):
-    """The environment in which the first who comes there is killed: who does `what`, a pattern, for the n-th time. See `kill_points`."""
-    given = {"role": role, "what": what, "moment": moment, "number": number, "whom": whom, "mark": str(mark)}
-    path = os.pathsep.join([str(FAULT_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(given)}
+def kill_point(marker, role, operation, moment="after", number=1, victim="self"):
+    """Returns the environment with which a process is killed at a kill point. See `kill_points/sitecustomize.py`.
+
+    In the first process with this role, the `number`-th operation that matches the pattern `operation` is a kill point:
+    before or after it (`moment`), the process (`victim="self"`) or its driver (`victim="driver"`) is killed. The file
+    `marker` is then created, and nothing more is killed.
+    """
+    settings = {
+        "role": role, "operation": operation, "moment": moment, "number": number, "victim": victim, "marker": str(marker),
+    }  # fmt: skip
+    path = os.pathsep.join([str(KILL_POINTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "STAGECREW_TEST_POINT": json.dumps(settings)}
 
 
 @contextlib.contextmanager
-def campaign(store, folder):
-    """Drivers over a store, with a folder `out` that jobs write to; closed at the end."""
+def campaigning_drivers(store, folder):
+    """Drivers over a store, with a folder `out` for the jobs. The drivers are closed at the end."""
     (folder / "out").mkdir()
-    drivers = Drivers(store, folder)
+    drivers = DriverProcesses(store, folder)
     try:
         yield drivers
     finally:

@@ -1,4 +1,4 @@
-"""Drivers of their own: Python scripts that a test starts, and ends with all that they started."""
+"""Python scripts that a test starts as Spark drivers of their own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 
 from support.journal import Journal
-from support.processes import ends
+from support.processes import terminate
 
-__all__ = ["driver", "java_processes"]
+__all__ = ["driver_script", "java_processes"]
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -28,7 +28,7 @@ journal = Journal({journal!r})
 
 
 def java_processes(pid: int | None = None) -> list[psutil.Process]:
-    """The Java processes among the descendants of a process, this one by default. One that ends meanwhile is left out."""
+    """Returns the live Java processes among the descendants of a process, by default of this one."""
     found = []
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -38,8 +38,8 @@ def java_processes(pid: int | None = None) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A driver of its own; ended at the end with all that it started."""
+def driver_script(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a script as a driver. At the end, the driver and all processes that it started are ended."""
     path = tmp_path / "driver.py"
     path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + script.replace("{master!r}", repr(master)))
     command = [sys.executable, str(path)]
@@ -55,7 +55,7 @@ def driver(tmp_path: Path, journal: Journal, master: str, script: str) -> Iterat
         raise
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        ends(process)
+        terminate(process)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()

@@ -1,4 +1,4 @@
-"""Event logs written by hand: an application that has everything which pages show, and whatever else a test makes up."""
+"""Event logs written by hand: an example application with everything that the pages show, and parts for other logs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["application", "example", "state", "topology", "written"]
+__all__ = ["application", "example_events", "state", "topology", "write_log"]
 
 BEGAN = 1_767_250_800_000  # 2026-01-01 07:00 UTC
 CLASS = "org.apache.spark.stagecrew.StagecrewState"
 
 
-def written(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", ended: bool = True) -> str:
-    """A log as Spark writes it, with these events of ours in it. Answers the application's id."""
+def write_log(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", ended: bool = True) -> str:
+    """Writes a log as Spark does, with these stagecrew events in it. Returns the application's id."""
     start = {"App Name": name or app, "App ID": app, "Timestamp": BEGAN, "User": "me"}
     parts = ("JVM Information", "Spark Properties", "Hadoop Properties", "System Properties", "Metrics Properties")
     lines: list[dict[str, Any]] = [
@@ -25,13 +25,13 @@ def written(logs: Path, app: str, events: list[dict[str, Any]], name: str = "", 
     if ended:
         lines.append({"Event": "SparkListenerApplicationEnd", "Timestamp": BEGAN + 600_000})
     path = logs / (app if ended else f"{app}.inprogress")
-    # The listing looks for lines that begin as Spark writes them: without spaces.
+    # The History Server looks for lines that begin exactly as Spark writes them: without spaces.
     path.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
     return app
 
 
 def state(kind: str, body: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """An event of ours."""
+    """Returns a stagecrew event."""
     return {
         "Event": CLASS, "version": 1, "kind": kind, "id": body.get("id", ""), "time": BEGAN + 300_000, "number": 1,
         "capped": False, "trimmed": False, "body": json.dumps(body), **fields,
@@ -39,7 +39,7 @@ def state(kind: str, body: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def application(**parts: Any) -> dict[str, Any]:
-    """What there is beside topologies."""
+    """Returns the event with the state of the application outside its topologies."""
     return state("application", {"version": 1, "totals": {}, **parts})
 
 
@@ -59,7 +59,7 @@ def operator(name: str, **more: Any) -> dict[str, Any]:
 
 
 def spans(seconds: float, failed: int = 44) -> list[dict[str, Any]]:
-    """Two workers on each of two executors: an open, tasks one after the other, a close."""
+    """Two workers on each of two executors, each with an open, tasks one after the other, and a close."""
     made = []
     for executor in ("1", "2"):
         for worker in range(2):
@@ -68,13 +68,13 @@ def spans(seconds: float, failed: int = 44) -> list[dict[str, Any]]:
             made.append({"executor": executor, "kind": "open", "name": "orders", "started": at, "ended": opened})
             at, task = opened, 0
             while at < BEGAN + seconds * 1000 - 2500:
-                took = 900 + 137 * ((7 * task + 3 * worker + int(executor)) % 11)
+                micros = 900 + 137 * ((7 * task + 3 * worker + int(executor)) % 11)
                 number = len(made)
                 name = f"stage {1 + number % 2}, partition {number}"
-                made.append({"executor": executor, "kind": "task", "name": name, "started": at, "ended": at + took})
+                made.append({"executor": executor, "kind": "task", "name": name, "started": at, "ended": at + micros})
                 if number == failed:
                     made[-1]["failed"] = True
-                at, task = at + took + 40, task + 1
+                at, task = at + micros + 40, task + 1
             made.append({"executor": executor, "kind": "close", "name": "orders", "started": at, "ended": at + 180})
     return made
 
@@ -88,8 +88,8 @@ def topology(id_: str, name: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def example() -> list[dict[str, Any]]:
-    """A nightly job: it has run, and something runs. What has closed has nothing that lives or waits."""
+def example_events() -> list[dict[str, Any]]:
+    """A nightly job with finished topologies and a running one. Closed topologies have no live evaluations."""
     error = 'Traceback (most recent call last):\n  File "pools.py", line 12, in open\nConnectionRefusedError: [Errno 111] Connection refused'
 
     def partitions(progress: int, outputs: int, blocks: int, released: int) -> dict[str, int]:
@@ -108,14 +108,14 @@ def example() -> list[dict[str, Any]]:
     def both(running: bool) -> dict[str, Any]:
         return {str(number): executor(number, running) for number in (1, 2)}
 
-    over = {"state": "closed", "live": 0, "finished": 32}
+    closed = {"state": "closed", "live": 0, "finished": 32}
     rounds = {"count": 412, "p50": 640, "p95": 1_900, "p99": 4_700, "max": 21_300}
     reads = operator(
         "flights", kind="splits", progress={"splits done": 64, "splits left": 0}, eventsOut=56, requests=412,
-        replies=rounds, acknowledgements={**rounds, "count": 56}, **over,
+        replies=rounds, acknowledgements={**rounds, "count": 56}, **closed,
     )  # fmt: skip
     spent = operator(
-        "budget", eventsIn=1_316, requests=96, replies={**rounds, "count": 96}, progress={"spent": 80}, **over
+        "budget", eventsIn=1_316, requests=96, replies={**rounds, "count": 96}, progress={"spent": 80}, **closed
     )
     budget = operator(
         "budget", queued=1, eventsIn=1_204, requests=88, replies={**rounds, "count": 88}, progress={"spent": 71},

@@ -1,18 +1,18 @@
-"""Jobs for the tests with real drivers: what they do is marked in a folder, and they wait there to be let go."""
+"""Jobs for the tests with real drivers. They record their progress in files, and wait for other files."""
 
 import textwrap
 
 from stagecrew.recovery.specs import JobSpec
-from support.driver_processes import QUICK
+from support.driver_processes import QUICK_CONF
 
-__all__ = ["job_of", "lines"]
+__all__ = ["job_spec", "recorded_lines"]
 
 MODULE = textwrap.dedent(
     '''
     import itertools, os, pathlib, time
     import stagecrew
 
-    def mark(folder, name):
+    def record(folder, name):
         with open(f"{folder}/{name}", "a") as file:
             file.write(f"{stagecrew.current_job().attempt}\\n")
 
@@ -23,24 +23,24 @@ MODULE = textwrap.dedent(
             time.sleep(0.02)
 
     def steps(folder, count):
-        """Each step marks that it runs, and the last waits to be let go."""
+        """Runs `count` steps. Each records its run; step N waits for the file go-N if the file hold-N exists."""
         job = stagecrew.current_job()
         def body(number):
-            mark(folder, f"step-{number}")
+            record(folder, f"step-{number}")
             if os.path.exists(f"{folder}/hold-{number}"):
                 wait_for(folder, f"go-{number}")
             return number * 10
         return sum(job.step(f"step-{number}", lambda: body(number)) for number in range(int(count)))
 
     def committing(folder):
-        """Writes rows in a commit, in a job of Spark; waits before and behind it to be let go."""
+        """Commits rows with Spark. Waits in a task if the file hold-task exists, and at the end if hold-end exists."""
         from pyspark.sql import SparkSession
         from stagecrew.operators.sinks import ParquetSink
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
         def write():
             with stagecrew.crew(spark).topology("load") as topology:
-                mark(folder, "writes")
+                record(folder, "writes")
                 rows = spark.range(100)
                 if job.attempt == 1 and os.path.exists(f"{folder}/hold-task"):
                     def slow(batches):
@@ -49,19 +49,19 @@ MODULE = textwrap.dedent(
                     rows = rows.mapInArrow(slow, "id long")
                 return topology.commit(rows, ParquetSink(f"{folder}/table")).rows
         written = job.step("write", write)
-        mark(folder, "written")
+        record(folder, "written")
         if os.path.exists(f"{folder}/hold-end"):
             wait_for(folder, "go-end")
         return written
 
     def ending(folder):
-        """Has no step, and waits to be let go."""
-        mark(folder, "ending")
+        """Has no step, and waits for the file go-ending."""
+        record(folder, "ending")
         wait_for(folder, "go-ending")
         return 7
 
     def shown(folder):
-        """Two steps, of which the second waits to be let go; where its UI is stands in a file."""
+        """Runs two steps, of which the second waits for the file go. Writes the URL of its UI to the file ui."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         loaded = job.step("load", lambda: 3)
@@ -74,7 +74,7 @@ MODULE = textwrap.dedent(
         return job.step("sum", sums)
 
     def storing(folder):
-        """Commits rows in a step, without Spark; what is done is marked."""
+        """Commits rows in a step, without Spark, and records staging and writing."""
         import pyarrow as pa
         from stagecrew.operators.commits import commit
         from stagecrew.operators.sinks import ParquetSink
@@ -82,18 +82,18 @@ MODULE = textwrap.dedent(
         rows = pa.table({"id": list(range(100))})
         sink = ParquetSink(f"{folder}/table")
         def stage(staging):
-            mark(folder, "stages")
+            record(folder, "stages")
             if os.path.exists(f"{folder}/hold-stage"):
                 wait_for(folder, "go-stage")
             return [sink.stage(staging, 0, job.attempt, iter(rows.to_batches()))]
         def write():
             report = commit(sink, job.commit_log(sink), job.commit_id("table"), rows.schema, stage)
-            mark(folder, "written")
+            record(folder, "written")
             return report.rows
         return job.step("write", write)
 
     class Counter(stagecrew.Coordinator):
-        """Hands out numbers, one after the other."""
+        """Hands out consecutive numbers."""
         def __init__(self, context):
             super().__init__(context)
             self.count = 0
@@ -111,7 +111,7 @@ MODULE = textwrap.dedent(
             yield pa.record_batch({"n": pa.array([gateway.request("one") for _ in range(batch.num_rows)], pa.int64())})
 
     def counting(folder):
-        """Three actions, each of which gets ten numbers of one coordinator, and one that was bound in the second step."""
+        """Runs three actions that each get ten numbers of one coordinator, the second with a further dataset."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -120,7 +120,7 @@ MODULE = textwrap.dedent(
             counter = topology.coordinate("counter", Counter)
             numbers = counter.map(spark.range(0, 10, 1, 1), ask, "n long")
             def action(number):
-                mark(folder, f"action-{number}")
+                record(folder, f"action-{number}")
                 rows = sorted(row.n for row in numbers.collect())
                 if number == 1:
                     rows += sorted(row.n for row in counter.map(spark.range(0, 3, 1, 1), ask, "n long").collect())
@@ -129,13 +129,13 @@ MODULE = textwrap.dedent(
                 return rows
             for number in range(3):
                 found.append(job.step(f"action-{number}", lambda: action(number)))
-                mark(folder, f"behind-{number}")
-                if os.path.exists(f"{folder}/hold-behind-{number}"):
-                    wait_for(folder, f"go-behind-{number}")
+                record(folder, f"after-{number}")
+                if os.path.exists(f"{folder}/hold-after-{number}"):
+                    wait_for(folder, f"go-after-{number}")
         return found
 
     def splitting(folder):
-        """Two steps that read one dataset of splits: the first a part of it. A later run enumerates the splits in another order."""
+        """Reads one dataset of splits in two steps, first only a part. Later runs enumerate in another order."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -149,19 +149,19 @@ MODULE = textwrap.dedent(
                 wait_for(folder, "second")
             if first_run and number >= 10:
                 wait_for(folder, "go")
-            yield pa.record_batch({"n": pa.array([number] * 20_000, pa.int64())})  # more than waits to be sent
+            yield pa.record_batch({"n": pa.array([number] * 20_000, pa.int64())})  # more than fits into the send buffer
         with stagecrew.crew(spark).topology("numbers") as topology:
             splits = topology.splits(numbers, read, "n long", parallelism=1)
-            def part():
-                mark(folder, "first")
+            def read_first():
+                record(folder, "first")
                 return splits.first().n
-            def whole():
-                mark(folder, "second")
+            def read_all():
+                record(folder, "second")
                 return [(n, len(list(rows))) for n, rows in itertools.groupby(splits.toArrow()["n"].to_pylist())]
-            return job.step("first", part), job.step("second", whole)
+            return job.step("first", read_first), job.step("second", read_all)
 
     def streaming(folder):
-        """A query of three batches, whose tasks get their numbers of one coordinator."""
+        """Runs a query of three batches whose tasks get their numbers of one coordinator."""
         from pyspark.sql import SparkSession
         job = stagecrew.current_job()
         spark = stagecrew.configure(SparkSession.builder).getOrCreate()
@@ -171,7 +171,7 @@ MODULE = textwrap.dedent(
             lines = spark.readStream.option("maxFilesPerTrigger", 1).text(f"{folder}/input")
             def load(rows, batch_id):
                 def body():
-                    mark(folder, f"batch-{batch_id}")
+                    record(folder, f"batch-{batch_id}")
                     numbers = sorted(row.n for row in rows.collect())
                     if os.path.exists(f"{folder}/hold-{batch_id}"):
                         wait_for(folder, f"go-{batch_id}")
@@ -185,11 +185,11 @@ MODULE = textwrap.dedent(
         return found
 
     def fails(folder):
-        mark(folder, "failed")
+        record(folder, "failed")
         raise ValueError("no such day")
 
     def dies(folder):
-        mark(folder, "died")
+        record(folder, "died")
         os._exit(9)
 
     def unpicklable(folder):
@@ -198,14 +198,14 @@ MODULE = textwrap.dedent(
 )
 
 
-def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
-    """A job of this file's module, which lies nowhere but in the job."""
+def job_spec(function, drivers, conf=(), max_attempts=10, **arguments):
+    """Returns the spec of a job of `MODULE`, which exists only in the job itself."""
     path = drivers.folder / "ha_jobs.py"
     path.write_text(MODULE)
     spec = JobSpec.of_function(
         f"ha_jobs:{function}",
         {"folder": str(drivers.folder / "out"), **arguments},
-        QUICK | dict(conf),
+        QUICK_CONF | dict(conf),
         [path],
         max_attempts,
     )
@@ -213,6 +213,6 @@ def job_of(function, drivers, conf=(), max_attempts=10, **arguments):
     return spec
 
 
-def lines(drivers, name):
+def recorded_lines(drivers, name):
     path = drivers.folder / "out" / name
     return path.read_text().split() if path.exists() else []

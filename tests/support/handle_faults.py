@@ -1,4 +1,8 @@
-"""Writers of state handles that stop, die, fail or go on at each of their steps: for the tests of handles."""
+"""Fault injection for the tests of state handles.
+
+Writers pause, die or fail at each of their steps, in every order. A *moment* is a point before, within or after a call
+of a store or a storage.
+"""
 
 import contextlib
 import functools
@@ -17,19 +21,19 @@ from stagecrew.recovery.writes import generation
 from support.model_store import ModelServer
 
 ROOT = "jobs"
-#: By this clock, every state is old.
-LATE = 1e12
+#: On this clock, every state is old.
+FAR_FUTURE = 1e12
 
 
 class Killed(BaseException):
-    """The process died here; nothing that it does has an effect any more."""
+    """The process died here. Nothing that it does later has an effect."""
 
 
-class Stepped:
-    """A store or a storage that calls `moment(method, when)` before and after each of its methods.
+class Instrumented:
+    """A proxy of a store or a storage that calls `moment(method, when)` before and after each call.
 
-    `half` is the middle of a state's write, and `lost`, if `repeats`, that of a transaction whose answer was lost: it is then
-    asked for again, and what it finds of its own counts as done.
+    The moment `half` is in the middle of writing a state. With `repeats`, the moment `lost` follows a transaction whose
+    response was lost: the proxy repeats the transaction, and accepts its own earlier success.
     """
 
     def __init__(self, target, moment, repeats=False):
@@ -58,15 +62,15 @@ class Stepped:
                 found(*arguments)
             except StoreConflict:
                 written = [one for one in arguments if isinstance(one, Create | Replace) and one.value]
-                held = [self._target.read(one.key) for one in written]
-                if [entry and entry.value for entry in held] != [one.value for one in written]:
+                entries = [self._target.read(one.key) for one in written]
+                if [entry and entry.value for entry in entries] != [one.value for one in written]:
                     raise
         self._moment(name, "after")
         return result
 
 
-class Step:
-    """A moment that counts, and at one of them kills, or raises what `error(method, when)` answers."""
+class FaultAtStep:
+    """Counts moments. At moment number `at` it kills the process, or raises the error of `error(method, when)`."""
 
     def __init__(self, at=0, error=None):
         self.at, self.error = at, error
@@ -89,12 +93,12 @@ class Step:
 
 
 class World:
-    """A store, a storage, and what must hold of them at any time."""
+    """A store and a storage, with functions that inspect both."""
 
     def __init__(self, session, storage, expire):
         self._session, self.storage, self._expire = session, storage, expire
         self._live = set()
-        self.looking = self.session()
+        self.observer = self.session()
 
     def session(self):
         store = self._session()
@@ -102,54 +106,57 @@ class World:
         return store
 
     def expire(self, name):
-        """The session is over."""
+        """Ends a session."""
         self._live.discard(name)
         self._expire(name)
 
-    def only(self):
-        """All sessions but the one that looks are over."""
-        for name in self._live - {self.looking.session}:
+    def expire_others(self):
+        """Ends all sessions but that of the observer."""
+        for name in self._live - {self.observer.session}:
             self.expire(name)
 
     def handles(self, moment=None, root=ROOT, repeats=False):
         store, storage = self.session(), self.storage
         if moment is not None:
-            store, storage = Stepped(store, moment, repeats), Stepped(storage, moment)
+            store, storage = Instrumented(store, moment, repeats), Instrumented(storage, moment)
         return StateHandleStore(store, storage, root)
 
     def files(self):
         folder = pathlib.Path(self.storage._folder)
         return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
-    def held(self, root=ROOT):
-        """The data of each handle that is not marked; all of them are whole, or this raises."""
-        found, unreadable = StateHandleStore(self.looking, self.storage, root).get_all()
+    def readable_data(self, root=ROOT):
+        """Returns the data of each handle that is not marked. Raises if one of them cannot be read."""
+        found, unreadable = StateHandleStore(self.observer, self.storage, root).get_all()
         assert not unreadable
         return {handle.name: handle.data for handle in found}
 
     def sweep(self, moment=None, grace=0, roots=(ROOT,)):
-        store, storage = self.looking, self.storage
+        store, storage = self.observer, self.storage
         if moment is not None:
-            store, storage = Stepped(store, moment), Stepped(storage, moment)
-        return sweep(store, storage, roots, grace, clock=lambda: LATE)
+            store, storage = Instrumented(store, moment), Instrumented(storage, moment)
+        return sweep(store, storage, roots, grace, clock=lambda: FAR_FUTURE)
 
-    def clean(self):
-        """Nothing is left but what is referred to, and that is whole."""
+    def assert_clean(self):
+        """Asserts that, after a sweep, only referenced states are left and that all of them can be read.
+
+        Returns the data of the handles.
+        """
         report = self.sweep()
         assert not report.failed
-        held = self.held()
-        assert len(self.files()) == len(held)
-        assert StateHandleStore(self.looking, self.storage, ROOT).audit().marked == []
-        assert report.kept == len(held)
-        return held
+        entries = self.readable_data()
+        assert len(self.files()) == len(entries)
+        assert StateHandleStore(self.observer, self.storage, ROOT).audit().marked == []
+        assert report.kept == len(entries)
+        return entries
 
     def folder(self, root=ROOT):
-        return generation(self.looking).folder(root)
+        return generation(self.observer).folder(root)
 
 
 @contextlib.contextmanager
 def quick_folder():
-    """A folder in memory, where there is one: a real file system, whose `fsync` costs nothing."""
+    """Creates a temporary folder, in memory if possible: a real file system on which `fsync` is fast."""
     memory = "/dev/shm"
     folder = tempfile.mkdtemp(prefix="stagecrew-", dir=memory if pathlib.Path(memory).is_dir() else None)
     try:
@@ -168,7 +175,7 @@ def model_world(folder):
 
 @contextlib.contextmanager
 def real_world(folder, url):
-    """With a real store."""
+    """A world with a real store."""
     pathlib.Path(folder).mkdir(exist_ok=True)
     opened = {}
 
@@ -186,30 +193,30 @@ def real_world(folder, url):
 
 @contextlib.contextmanager
 def sqlite_world(folder):
-    """The database is beside the states."""
+    """A world with a SQLite database beside the states."""
     with real_world(folder, f"sqlite://{folder}.db") as world:
         yield world
 
 
 class Schedule:
-    """Runs actors one step at a time, in an order that is chosen: each is a thread that waits where it meets a moment."""
+    """Runs actors one step at a time, in a chosen order. Each actor is a thread that waits at each moment."""
 
     def __init__(self):
         self._actors = []
 
     def start(self, function, switches=("before", "lost", "half")):
-        """An actor; `function` is called with its moment."""
+        """Starts an actor, which calls `function` with its moment."""
         actor = _Actor(function, switches)
         self._actors.append(actor)
         return actor
 
     @property
     def running(self):
-        return [actor for actor in self._actors if not actor.over]
+        return [actor for actor in self._actors if not actor.ended]
 
     def finish(self):
         for actor in self._actors:
-            while not actor.over:
+            while not actor.ended:
                 actor.step()
 
 
@@ -217,7 +224,7 @@ class _Actor:
     def __init__(self, function, switches):
         self._switches = switches
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self.over, self.result, self.error, self.raises = False, None, None, None
+        self.ended, self.result, self.error, self.raises = False, None, None, None
         self.at, self.arguments = None, ()
         self._thread = threading.Thread(target=self._run, args=(function,), daemon=True)
         self._thread.start()
@@ -229,7 +236,7 @@ class _Actor:
             self.result = function(self.moment)
         except BaseException as error:
             self.error = error
-        self.over = True
+        self.ended = True
         self._stopped.release()
 
     def moment(self, method, when, arguments=()):
@@ -246,38 +253,38 @@ class _Actor:
             raise error
 
     def step(self, raises=None):
-        """Goes on to the next moment; or raises this where it stands."""
+        """Runs the actor to its next moment, or raises an error where it waits."""
         self.raises = raises if raises is not None else self.raises
         self._go.release()
         assert self._stopped.acquire(timeout=30)
-        if self.over:
+        if self.ended:
             self._thread.join(30)
 
 
-def schedules(make, check, switches=None):
-    """Every order in which two actors can take their steps, or those with so many switches between them.
+def explore_schedules(make_world, check, switches=None):
+    """Explores every order in which two actors can take their steps, or the orders with at most `switches` switches.
 
-    `check` is called after each step that may have changed something, and at the end. Answers how many orders there are.
+    `check` is called after each step that may have changed something, and at the end. Returns the number of orders.
     """
     prefix, count = [], 0
     while True:
         schedule = Schedule()
-        world = make(schedule)
-        taken = []
-        last, left = 0, switches
+        world = make_world(schedule)
+        choices = []
+        last, switches_left = 0, switches
         try:
             while running := schedule.running:
-                # The one that ran goes on by the first choice; the other, by the second.
+                # The first choice continues the actor that ran last; the second choice continues the other one.
                 order = [last, 1 - last] if len(running) == 2 else [0]
-                if left == 0:
+                if switches_left == 0:
                     order = order[:1]
-                choice = prefix[len(taken)] if len(taken) < len(prefix) else 0
-                taken.append((choice, len(order)))
-                if choice and left is not None and len(taken) > 1:
-                    left -= 1
+                choice = prefix[len(choices)] if len(choices) < len(prefix) else 0
+                choices.append((choice, len(order)))
+                if choice and switches_left is not None and len(choices) > 1:
+                    switches_left -= 1
                 last = order[choice]
                 actor = running[last]
-                changes = actor.at[0] in CHANGES
+                changes = actor.at[0] in MUTATING_METHODS
                 actor.step()
                 if changes:
                     check(world, schedule, False)
@@ -285,12 +292,12 @@ def schedules(make, check, switches=None):
         finally:
             schedule.finish()
         count += 1
-        while taken and taken[-1][0] + 1 == taken[-1][1]:
-            taken.pop()
-        if not taken:
+        while choices and choices[-1][0] + 1 == choices[-1][1]:
+            choices.pop()
+        if not choices:
             return count
-        prefix = [choice for choice, _ in taken[:-1]] + [taken[-1][0] + 1]
+        prefix = [choice for choice, _ in choices[:-1]] + [choices[-1][0] + 1]
 
 
-#: The methods after which something may be otherwise.
-CHANGES = ("transact", "write", "discard")
+#: The methods that can change the store or the storage.
+MUTATING_METHODS = ("transact", "write", "discard")

@@ -1,4 +1,4 @@
-"""An HDFS of the tests' own: a real namenode and datanode in one process, gone afterwards."""
+"""An HDFS for tests: a real namenode and datanode in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.fs
 import pyspark
 
-from support.processes import ends
+from support.processes import terminate
 from support.waiting import eventually
 
 __all__ = ["hdfs"]
@@ -23,7 +23,7 @@ JAR = Path(__file__).parents[2] / "build" / "hdfs.jar"
 
 @contextlib.contextmanager
 def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
-    """Starts it, and yields it as a file system of Arrow: by WebHDFS, as the native library does not come with Arrow."""
+    """Starts HDFS and yields an Arrow file system over WebHDFS: Arrow does not come with the native library."""
     from fsspec.implementations.webhdfs import WebHDFS
 
     assert JAR.exists(), "Hadoop's mini cluster is not there: build/sbt shim/hdfsJar (make setup does it)"
@@ -48,7 +48,7 @@ def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
         try:
             yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
         finally:
-            gc.collect()  # files that were given up are written when they are collected: while there is a server
+            gc.collect()  # abandoned files are written when they are collected, which must happen while the server runs
             web.session.close()
     finally:
-        ends(process)
+        terminate(process)

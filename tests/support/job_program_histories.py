@@ -1,4 +1,4 @@
-"""Histories of programs: their runs in the simulation, killed or not, until the job is at its end."""
+"""Runs job programs in the simulation, with or without kills, until the job has ended."""
 
 import contextvars
 import dataclasses
@@ -19,15 +19,15 @@ from stagecrew.session.running_job import set_running_job
 from support.job_programs import Runner, Scope, Tally
 from support.model_store import ModelServer
 from support.simulated_jobs import PLACES, Killed, MemorySink
-from support.simulated_spark import Dataset, Turns, process
+from support.simulated_spark import Dataset, ThreadScheduler, process
 
 JOB = "job"
-#: A history that has not ended after this many runs never ends.
+#: A job that has not ended after this many runs is lost.
 RUNS = 6
 
 
 class Sink(MemorySink):
-    """A sink that the running process calls at its points."""
+    """A sink whose calls are points at which the process can be killed."""
 
     def __init__(self, world):
         super().__init__(f"sink-{id(world)}")
@@ -56,11 +56,11 @@ class Sink(MemorySink):
         self.point("after discard")
 
     def point(self, what):
-        self.world.turns.point(what)
+        self.world.scheduler.point(what)
 
 
 class World:
-    """What outlives a process: the store with one job, the storage, a sink, the logs of streams, and what batches have given."""
+    """The state that outlives a process: a store with one job, the storage, a sink, and logs and results of streams."""
 
     def __init__(self):
         self.server = ModelServer()
@@ -70,7 +70,7 @@ class World:
         self.storage = StateStorage("states", filesystem)
         self.sink = Sink(self)
         self.log, self.table = {}, {}
-        self.turns = None  # of the process that runs
+        self.scheduler = None  # runs the threads of the current process
         leader = self.server.session()
         leader.ensure("leader", "leader/term")
         _, self.term = leader.transact(
@@ -81,37 +81,37 @@ class World:
         self.jobs.submit(JobSpec("job.py", (), {}, {}, b"", 50), JOB)
 
     def _point(self, session, operations, moment):
-        if self.turns is not None:
-            self.turns.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
+        if self.scheduler is not None:
+            self.scheduler.point(f"{moment} {type(operations[-1]).__name__} {operations[-1].key}")
 
     def run(self, program, seed, kill):
-        """One run of the job, which ends it, or is lost."""
+        """Runs the job once: the run ends the job, or is lost."""
         run = self.jobs.start(JOB, self.jobs.read(JOB), self.jobs.claim(JOB))
         session = self.server.session()
-        self.turns = turns = Turns(seed, kill)
+        self.scheduler = scheduler = ThreadScheduler(seed, kill)
         try:
             claim = Jobs(Fenced(session, fence(self.term)), self.storage, lambda: 0.0).take(run, {})
             claimed = Claimed(session, self.storage, self.term, run, claim)
 
             def call(_spec):
-                with process(turns, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
+                with process(scheduler, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
                     return Runner(Ground(self, crew.context), crew).body(program, Scope())
 
-            carry_out(claimed, False, call, lambda: "killed" if turns.dead else None, patience=0.0)
+            carry_out(claimed, False, call, lambda: "killed" if scheduler.dead else None, patience=0.0)
         except (Killed, StagecrewError):
             pass
         finally:
             set_running_job(None)
-            self.points, self.turns = turns.points, None
+            self.points, self.scheduler = scheduler.points, None
             self.server.expire(session.session)
 
 
 class Ground:
-    """The ground of a program: see `Runner`."""
+    """The simulated environment of a program. See `Runner`."""
 
     def __init__(self, world, spark):
         self.world, self.spark = world, spark
-        self.together, self.stream = world.turns.together, spark.stream
+        self.run_threads, self.stream = world.scheduler.run_threads, spark.stream
 
     def numbers(self, values):
         return Dataset(self.spark, len(values), lambda i: iter([pa.record_batch({"v": [values[i]]})]), "v long")
@@ -120,14 +120,14 @@ class Ground:
         return self.world.sink
 
     def write(self, key, value):
-        self.world.turns.point("before write")
+        self.world.scheduler.point("before write")
         self.world.table[key] = value
-        self.world.turns.point("after write")
+        self.world.scheduler.point("after write")
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of a history, which must equal that of any other of its program."""
+    """The outcome of a job, which must not depend on when its processes are killed."""
 
     state: str
     reason: str
@@ -138,7 +138,7 @@ class Outcome:
 
 
 def history(program, seed, *kills):
-    """The outcome of a program, whose runs end at these points in turn; and the points of its first run."""
+    """Returns the outcome of a program whose runs are killed at these points, and the points of its first run."""
     world = World()
     points = None
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""A draw of programs: see `job_programs`."""
+"""A Hypothesis strategy for programs. See `job_programs`."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from support.job_programs import NAMED
 
 
 class Place:
-    """The statements that may be drawn for a body."""
+    """Draws the statements of a body."""
 
     def __init__(self, draw, *, session):
         self.draw, self.session = draw, session
@@ -18,10 +18,10 @@ class Place:
         self.used = self.used_outside = set()  # names of steps and commits in this place, and outside of steps
         self.steps = self.commits = self.streams = self.threads = True
         self.depth = 0
-        self.at_home = True  # the place was begun by the thread
+        self.in_home_thread = True  # this thread began the place
         self.in_step = False
-        self.around_step = 0  # topologies
-        self.left = itertools.count(MOST, -1)  # statements, in all
+        self.around_step = 0  # number of topologies around the step
+        self.remaining = itertools.count(MOST, -1)  # number of statements that may still be drawn
 
     def inside(self, **changes):
         made = object.__new__(Place)
@@ -37,7 +37,7 @@ class Place:
         made = []
         for _ in range(self.draw(st.integers(1, most))):
             kinds = [kind for kind, depth in KINDS if depth >= self.depth and getattr(self, f"may_{kind}")]
-            if not kinds or next(self.left) <= 0:
+            if not kinds or next(self.remaining) <= 0:
                 break
             made += getattr(self, self.draw(st.sampled_from(kinds)))()
             if made[-1][0] in ("raise", "nameless"):
@@ -47,12 +47,14 @@ class Place:
     may_use = property(lambda self: self.session or self.topologies > 0)
     known = property(lambda self: sorted(self.datasets))
     may_act = property(lambda self: bool(self.known))
-    may_nameless = property(lambda self: NAMED and not self.at_home and self.may_use and self.draw(st.booleans()))
-    may_attempt = True
-    may_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
+    may_nameless = property(
+        lambda self: NAMED and not self.in_home_thread and self.may_use and self.draw(st.booleans())
+    )
+    may_try_body = True
+    may_raise_error = property(lambda self: self.draw(st.integers(0, 5)) == 5)
     may_commit = property(lambda self: self.commits and self.topologies > 0)
     may_step = property(lambda self: self.steps and (self.session or self.topologies > 0))
-    may_work = may_step
+    may_step_with_dataset = may_step
     may_topology = property(lambda self: self.topologies < 2)
     may_stream = property(lambda self: self.streams and (self.topologies > 0 or not self.in_step))
     may_branches = property(lambda self: self.threads and (self.session or self.topologies > 0 or self.steps))
@@ -84,34 +86,39 @@ class Place:
 
     def step(self):
         name = self.name("s")
-        inside = self.inside(used=set(), at_home=True, in_step=True, around_step=self.topologies)
+        inside = self.inside(used=set(), in_home_thread=True, in_step=True, around_step=self.topologies)
         yield "step", name, inside.body()
 
-    def work(self):
-        """A step that uses an operator of its own."""
+    def step_with_dataset(self):
+        """A step with a dataset of its own."""
         name, source = f"v{next(self.numbers)}", self.source()
         yield "step", self.name("s"), (("use", name, source), ("act", name, None))
 
     def topology(self):
-        yield "topology", f"t{self.topologies + 1}", self.inside(topologies=self.topologies + 1, at_home=True).body()
+        yield (
+            "topology",
+            f"t{self.topologies + 1}",
+            self.inside(topologies=self.topologies + 1, in_home_thread=True).body(),
+        )
 
     def stream(self):
         name, count = f"q{next(self.numbers)}", self.draw(st.integers(1, 4))
-        alone = {"streams": False, "threads": False, "used": set()}
+        restricted = {"streams": False, "threads": False, "used": set()}
         untouched = {name: False for name, is_traced in self.datasets.items() if not is_traced}
-        own = self.inside(**alone, datasets=dict(untouched), steps=False, commits=False, at_home=False)
-        made = own.body(2) if self.draw(st.booleans()) and (own.may_use or own.may_topology) else ()
-        body = self.inside(**alone, at_home=True).body()
-        # Without it the thread of a query is in no step: nothing but topologies inside the step may have coordinators.
+        outside = self.inside(**restricted, datasets=dict(untouched), steps=False, commits=False, in_home_thread=False)
+        made = outside.body(2) if self.draw(st.booleans()) and (outside.may_use or outside.may_topology) else ()
+        body = self.inside(**restricted, in_home_thread=True).body()
+        # If the topology does not wrap the function, the query's thread is in no step. That is allowed only if no
+        # topology outside the step has coordinators.
         is_apart = not self.in_step or (not self.session and not self.around_step)
         wrapped = self.topologies > 0 and not (is_apart and self.draw(st.booleans()))
         broken = self.draw(st.integers(0, count - 1)) if not made and self.draw(st.booleans()) else None
         yield "stream", name, count, wrapped, broken, made, body
 
     def branches(self):
-        """Threads with steps, each in a topology of its own; or with uses, and without steps."""
-        changes = {"threads": False, "at_home": False}
-        if not self.topologies:  # nothing wraps these threads: they are in no step
+        """Threads with steps, each in a topology of its own; or threads with uses and without steps."""
+        changes = {"threads": False, "in_home_thread": False}
+        if not self.topologies:  # nothing wraps these threads, so they are in no step
             changes["used"] = self.used_outside
         count = self.draw(st.integers(2, 3))
         if not self.session and not self.topologies and self.steps:
@@ -122,28 +129,28 @@ class Place:
             bodies = [self.inside(**changes, datasets=dict(untouched)).body(2) for _ in range(count)]
         yield "threads", tuple(bodies)
 
-    def attempt(self):
+    def try_body(self):
         yield "try", self.inside().body()
 
-    def error(self):
+    def raise_error(self):
         yield ("raise",)
 
 
-#: Statements as often as they are drawn, each with the depth down to which it is.
+#: Each kind of statement as often as its weight, with the depth down to which it is drawn.
 KINDS = [
     *[("use", 9)] * 3,
     *[("act", 9)] * 7,
     *[("step", 0), ("step", 1), ("step", 2)] * 2,
-    *[("work", 2)] * 3,
+    *[("step_with_dataset", 2)] * 3,
     *[("topology", 0), ("topology", 2)],
-    *[("commit", 9), ("stream", 2), ("branches", 2), ("error", 9), ("nameless", 9), ("attempt", 1)],
+    *[("commit", 9), ("stream", 2), ("branches", 2), ("raise_error", 9), ("nameless", 9), ("try_body", 1)],
 ]
-#: How many statements a program has at most.
+#: The maximal number of statements in a program.
 MOST = 20
 
 
 @st.composite
 def programs(draw):
-    """A program whose results do not depend on the order in which its threads go on."""
+    """A program whose results do not depend on the order in which its threads run."""
     place = Place(draw, session=draw(st.booleans()))
     return place.body()

@@ -1,24 +1,25 @@
-"""Programs of a job, and who carries them out: in the simulation, or with real Spark.
+"""Programs of jobs, and their interpreter, which runs in the simulation or with real Spark.
 
-A program is a tuple of statements, each of which is a tuple:
+A program is a tuple of statements. Each statement is a tuple:
 
-    ("topology", name, body)         the body inside a topology, with an operator of its own
-    ("step", name, body)             `job.step`
-    ("stream", name, n, wrapped, broken, own, body)
-                                     a query of n batches: what `foreachBatch` calls, which the topology wraps or not, does what is its
-                                     `own`, and then the body in `job.batch`; in each process the broken batch fails at its end when it is
-                                     run first, and the query is started again
-    ("try", body)                    the body, whose own error is caught
-    ("threads", bodies)              each body in a thread of its own
-    ("use", variable, source)        a dataset is made; sources: ("session", numbers), ("topology", numbers),
-                                     ("outer", numbers) of the outermost topology, and ("splits", label, n)
-    ("nameless", variable, source)   the same without the name that it needs, where another thread has begun the place: an error
-    ("act", variable, n)             an action: all rows, or the first n
-    ("commit", name, source)         a dataset is made and committed
-    ("raise",)                       the program's own error
+    ("topology", name, body)         runs the body inside a topology that has an operator of its own
+    ("step", name, body)             runs the body as `job.step`
+    ("stream", name, n, wrapped, broken, outside, body)
+                                     runs a query of n batches. Its `foreachBatch` function, which the topology wraps
+                                     or not, runs the body `outside`, and then `body` in `job.batch`. In each process,
+                                     the first run of batch number `broken` fails at its end, and the query starts again
+    ("try", body)                    runs the body, and catches the program's own error
+    ("threads", bodies)              runs each body in a thread of its own
+    ("use", variable, source)        creates a dataset from a source: ("session", numbers), ("topology", numbers),
+                                     ("outer", numbers) for the outermost topology, or ("splits", label, n)
+    ("nameless", variable, source)   like "use", without the name that it needs because another thread has begun the
+                                     place: an error
+    ("act", variable, n)             runs an action: all rows, or the first n
+    ("commit", name, source)         creates a dataset and commits it
+    ("raise",)                       raises the program's own error
 
-A body returns the results of its statements. A name is used once in a program, but those of steps and topologies, and those once
-in a place.
+A body returns the results of its statements. A name is used once in a program, except for names of steps and
+topologies, which are used once in a place.
 """
 
 import dataclasses
@@ -30,12 +31,15 @@ from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.operator import Operator
 from stagecrew.recovery.job import current_job
 
-#: Whether a use can be named.
+#: Whether uses can be named.
 NAMED = "name" in inspect.signature(Operator.map).parameters
 
 
 class Tally(Coordinator):
-    """Adds up the numbers of tasks, by events and by requests, which it replies to with the sum so far; and the resets of subtasks."""
+    """Sums the numbers of tasks, which arrive as events and as requests, and the resets of subtasks.
+
+    The reply to a request is the sum so far.
+    """
 
     total = 0
 
@@ -59,8 +63,8 @@ class Tally(Coordinator):
         self.total = int(state or 0)
 
 
-def tell(gateway, batches):
-    """A task adds its number, a half of it by an event, and yields the sum that its request is answered."""
+def add_number(gateway, batches):
+    """Adds the task's number, one half by an event and the other by a request, and yields the reply."""
     assert next(gateway.events()) == "go"
     for batch in batches:
         (number,) = batch.column("v").to_pylist()
@@ -69,21 +73,22 @@ def tell(gateway, batches):
 
 
 class Broken(Exception):
-    """A batch fails, once in each process."""
+    """The error of a broken batch, which is raised once in each process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """Where a statement is: the topologies around it, with their operators, and the datasets that it sees.
+    """The place of a statement: the topologies around it with their operators, and its datasets.
 
-    A use needs a name where its thread has not begun the innermost topology, step or batch (it is not `at_home`), and where that holds of
-    a topology around it: `astray` is how many operators are known from further out than such a one, the application's first.
+    A use needs a name if its thread has not begun the innermost topology, step or batch (not `in_home_thread`), or if
+    that holds for a topology around it and the operator was created outside that topology. Operators are counted
+    from the outside, the application's first: those with an index below `foreign_operators` need a name.
     """
 
     topologies: tuple = ()
     datasets: dict = dataclasses.field(default_factory=dict)
-    at_home: bool = True
-    astray: int = 0
+    in_home_thread: bool = True
+    foreign_operators: int = 0
     suffix: str = ""
 
     def within(self, **changes):
@@ -91,10 +96,11 @@ class Scope:
 
 
 class Runner:
-    """Carries out a program in one process.
+    """Runs a program in one process.
 
-    The ground has what differs between real Spark and the simulation: `together(calls)`, threads; `numbers(values)`, a dataset with one
-    in each partition; `stream(name, count, f)`, a query; `sink(name)`; and `write(key, value)`, what outlives the process.
+    `ground` is the environment, in which real Spark and the simulation differ: `run_threads(calls)`;
+    `numbers(values)`, a dataset with one number in each partition; `stream(name, count, f)`, a query; `sink(name)`;
+    and `write(key, value)`, which stores a value outside the process.
     """
 
     def __init__(self, ground, crew):
@@ -111,24 +117,26 @@ class Runner:
         with self.crew.topology(name) as topology:
             operator = topology.coordinate("o", Tally)
             around = (*scope.topologies, (topology, operator))
-            astray = scope.astray if scope.at_home else len(around)
-            return self.body(body, scope.within(topologies=around, at_home=True, astray=astray))
+            foreign_operators = scope.foreign_operators if scope.in_home_thread else len(around)
+            return self.body(
+                body, scope.within(topologies=around, in_home_thread=True, foreign_operators=foreign_operators)
+            )
 
     def _step(self, scope, name, body):
-        return self.job.step(name, lambda: self.body(body, scope.within(at_home=True)))
+        return self.job.step(name, lambda: self.body(body, scope.within(in_home_thread=True)))
 
-    def _stream(self, scope, name, count, wrapped, broken, own, body):
+    def _stream(self, scope, name, count, wrapped, broken, outside_body, body):
         failing = [broken]
 
         def inside(number):
-            results = self.body(body, scope.within(at_home=True))
+            results = self.body(body, scope.within(in_home_thread=True))
             if failing == [number]:
                 failing.clear()
                 raise Broken
             return results
 
         def batch(number):
-            outside = self.body(own, scope.within(at_home=False, suffix=f"-{number}"))
+            outside = self.body(outside_body, scope.within(in_home_thread=False, suffix=f"-{number}"))
             results = self.job.batch(name, number, lambda: inside(number))
             self.ground.write(f"{name}-{number}", [outside, results])
 
@@ -149,14 +157,14 @@ class Runner:
 
     def _threads(self, scope, bodies):
         def branch(body):
-            return lambda: self.body(body, scope.within(at_home=False))
+            return lambda: self.body(body, scope.within(in_home_thread=False))
 
         wrap = scope.topologies[-1][0].wrap if scope.topologies else lambda f: f
-        return self.ground.together([wrap(branch(body)) for body in bodies])
+        return self.ground.run_threads([wrap(branch(body)) for body in bodies])
 
     def _use(self, scope, variable, source):
         known_from = {"session": 0, "outer": 1}.get(source[0], len(scope.topologies))
-        is_placed = scope.at_home and known_from >= scope.astray
+        is_placed = scope.in_home_thread and known_from >= scope.foreign_operators
         named = {} if is_placed or not NAMED else {"name": f"{variable}{scope.suffix}"}
         scope.datasets[variable] = self._made(scope, source, named)
 
@@ -172,12 +180,12 @@ class Runner:
             return topology.splits(splits, lambda split: [pa.record_batch({"s": [split]})], "s string", 2, **named)
         if kind in ("session", "outer"):
             operator = self.crew.operator("c") if kind == "session" else scope.topologies[0][1]
-        return operator.map(self.ground.numbers(*rest), tell, "v long", **named)
+        return operator.map(self.ground.numbers(*rest), add_number, "v long", **named)
 
     def _act(self, scope, variable, limit):
         dataset = scope.datasets[variable] if limit is None else scope.datasets[variable].limit(limit)
         rows = [row[0] for row in dataset.collect()]
-        if rows and isinstance(rows[0], str):  # which of its splits come first is not promised
+        if rows and isinstance(rows[0], str):  # the order of splits is not guaranteed
             return sorted(rows) if limit is None else [len(rows), *sorted({row.rstrip("0123456789") for row in rows})]
         return max(rows)
 

@@ -1,4 +1,4 @@
-"""Programs in a process of a job, with real Spark: what differs from the simulation."""
+"""Runs a job program in a real job process, with real Spark."""
 
 import concurrent.futures
 import json
@@ -12,12 +12,12 @@ from support.job_programs import Runner, Scope, Tally
 
 
 class Ground:
-    """The ground of a program: see `Runner`."""
+    """The environment of a program with real Spark. See `Runner`."""
 
     def __init__(self, spark, folder):
         self.spark, self.folder = spark, folder
 
-    def together(self, calls):
+    def run_threads(self, calls):
         with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 
@@ -48,7 +48,7 @@ class Ground:
 
 
 def run(folder, program):
-    """The job: a program."""
+    """The function of the job: runs a program."""
     coordinators = {"c": Tally} if "session" in str(program) else {}
     spark = stagecrew.configure(SparkSession.builder, coordinators=coordinators).getOrCreate()
     return Runner(Ground(spark, folder), stagecrew.crew(spark)).body(program, Scope())

@@ -1,4 +1,4 @@
-"""A file in which processes record what happens, and listeners and tasks that write to it."""
+"""A file in which processes record events, and listeners and tasks that write to it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pyspark import cloudpickle
 import stagecrew
 from support.waiting import eventually
 
-# Executors do not have the tests: what is defined in this module travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @dataclasses.dataclass
 class Journal:
-    """A file to which processes append lines; each line is written at once, so none is torn."""
+    """A file to which several processes append lines. Each line is one write, so lines never mix."""
 
     path: str
 
@@ -44,7 +44,7 @@ class Journal:
 
 
 class Recorder(stagecrew.Listener):
-    """Writes down each call. `fail` names hooks that raise; `hang` hooks that sleep for ever."""
+    """Records each call. `fail` names hooks that raise; `hang` names a hook that never returns."""
 
     def __init__(
         self, journal: Journal, name: str = "recorder", fail: tuple[str, ...] = (), hang: str = "", **attributes: Any
@@ -65,7 +65,7 @@ class Recorder(stagecrew.Listener):
             import ctypes
 
             libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)
-            for _ in range(2):  # the second waits for ever, and no signal handler of Python runs before it returns
+            for _ in range(2):  # the second call waits forever, and Python runs no signal handler until it returns
                 libc.pthread_mutex_lock(mutex)
 
     def open(self, context: stagecrew.ListenerContext) -> None:
@@ -89,8 +89,8 @@ class Recorder(stagecrew.Listener):
             )
 
 
-def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
-    """A function for mapPartitions that writes down that it ran, and passes its input on."""
+def recording_body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable[[Any], Iterator[Any]]:
+    """Returns a function for `mapPartitions` that records its run and returns its input."""
 
     def run(rows: Any) -> Iterator[Any]:
         from pyspark import TaskContext
@@ -107,13 +107,13 @@ def body(journal: Journal, name: str = "body", seconds: float = 0.0) -> Callable
     return run
 
 
-def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
-    """A function for mapPartitions that ends when so many tasks run it, and the file `until` exists."""
+def rendezvous(path: str, name: str, count: int, until: str = "") -> Callable[[Any], Iterator[Any]]:
+    """Returns a function for `mapPartitions` that ends when `how_many` tasks run it and the file `until` exists."""
 
     def run(rows: Any) -> Iterator[Any]:
         log = Journal(path)
         log.write(event="body", name=name)
-        eventually(lambda: len(log.read(event="body", name=name)) >= how_many, 60, f"{how_many} tasks run {name}")
+        eventually(lambda: len(log.read(event="body", name=name)) >= count, 60, f"{count} tasks run {name}")
         if until:
             eventually(lambda: os.path.exists(until), 60, f"{name} may end")
         yield os.getpid()
@@ -123,7 +123,7 @@ def together(path: str, name: str, how_many: int, until: str = "") -> Callable[[
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR, name="executor wide")
 def executor_wide(context: stagecrew.ListenerContext, path: str) -> Iterator[int]:
-    """A listener of the executor's scope that writes down its open and its close."""
+    """A listener with executor scope that records its open and its close."""
     log = Journal(path)
     log.write(event="open", listener="executor wide", executor=context.executor)
     yield os.getpid()

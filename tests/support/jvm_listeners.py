@@ -1,4 +1,4 @@
-"""A jar with JVM listeners of a user."""
+"""A user's jar with JVM listeners."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pyspark
 
 import stagecrew
 
-#: A user's listener in the JVM: its name, and what its open does beside writing a line to the file `spark.test.journal`.
+#: A user's JVM listener, which writes a line for each call to the file `spark.test.journal`. Filled in are its name,
+#: and a further statement of its `open`.
 JAVA = """
 public class %s implements stagecrew.TopologyListener {
   private void log(String event, stagecrew.TopologyContext context) throws Exception {
@@ -28,8 +29,8 @@ public class %s implements stagecrew.TopologyListener {
 """
 
 
-def compiled_listeners(folder: Path) -> str:
-    """A jar of a user with two JVM listeners: `Noting`, and `Failing`, whose open throws."""
+def compile_jvm_listeners(folder: Path) -> str:
+    """Compiles a jar with two JVM listeners: `Noting`, and `Failing`, whose `open` throws."""
     sources = []
     for name, statement in (("Noting", ""), ("Failing", 'throw new IllegalStateException("no such pool");')):
         source = folder / f"{name}.java"

@@ -21,7 +21,10 @@ from support.commit_trials import SCHEMA, Trial, files_below, watch_files, watch
 
 
 class _LikeHdfs(LocalFileSystem):
-    """Its renames move into a folder that is there, put nothing in the place of a file, and fail without a word."""
+    """A file system whose renames behave like those of HDFS.
+
+    A rename to an existing folder moves into it. A rename to an existing file does nothing and reports no error.
+    """
 
     def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
         if os.path.isdir(path2):
@@ -31,7 +34,7 @@ class _LikeHdfs(LocalFileSystem):
 
 
 def like_hdfs() -> pyarrow.fs.FileSystem:
-    """The disk of this host, which renames as HDFS does."""
+    """Returns the disk of this host, with renames like those of HDFS."""
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(_LikeHdfs(auto_mkdir=True, skip_instance_cache=True)))
 
 
@@ -53,16 +56,16 @@ def parquet(tmp_path: Path) -> Trial:
     def visible():
         if not target.exists():
             return []
-        assert (target / "_stagecrew.json").exists(), "the folder is there, but not whole"
+        assert (target / "_stagecrew.json").exists(), "the folder exists, but it is not complete"
         return rows_of(pyarrow.dataset.dataset(str(target), exclude_invalid_files=True))
 
-    def left():
+    def leftovers():
         return [name for name in files(tmp_path / "out") if not name.startswith("table/")] + [
             path.name for path in (tmp_path / "out").glob("_stagecrew-*")
         ]
 
     state = files_in(tmp_path / "out")
-    return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, left, watch_files, state)
+    return Trial(lambda: ParquetSink(target), FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, state)
 
 
 def appended(tmp_path: Path) -> Trial:
@@ -73,13 +76,13 @@ def appended(tmp_path: Path) -> Trial:
             return []
         return rows_of(pyarrow.dataset.dataset(str(target), partitioning="hive"))
 
-    def left():
+    def leftovers():
         return [name for name in files(target) if not name.startswith("stagecrew_commit=")] + [
             path.name for path in target.glob("_*")
         ]
 
     make = lambda: ParquetSink(target, mode="append")  # noqa: E731
-    return Trial(make, FileCommitLog(tmp_path / "log"), visible, left, watch_files, files_in(target))
+    return Trial(make, FileCommitLog(tmp_path / "log"), visible, leftovers, watch_files, files_in(target))
 
 
 def objects(tmp_path: Path) -> Trial:
@@ -91,7 +94,7 @@ def objects(tmp_path: Path) -> Trial:
         except FileNotFoundError:
             return []
 
-    def left():
+    def leftovers():
         try:
             known = {str(file)[len(str(target)) + 1 :] for file in read_committed(target).files}
         except FileNotFoundError:
@@ -99,7 +102,7 @@ def objects(tmp_path: Path) -> Trial:
         return [name for name in files(target) if name not in known and not name.startswith("_stagecrew/")]
 
     commit_log, state = FileCommitLog(tmp_path / "log"), files_in(target)
-    return Trial(lambda: ObjectSink(target), commit_log, visible, left, watch_files, state)
+    return Trial(lambda: ObjectSink(target), commit_log, visible, leftovers, watch_files, state)
 
 
 def sqlite(tmp_path: Path) -> Trial:
@@ -142,7 +145,7 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         with contextlib.closing(load_catalog("default", **where)) as catalog:
             return catalog.load_table("db.target")
 
-    def left():
+    def leftovers():
         known = {task.file.file_path.removeprefix("file://") for task in table().scan().plan_files()}
         return [
             name
@@ -154,7 +157,7 @@ def iceberg(tmp_path: Path, uri: str = "") -> Trial:
         lambda: IcebergSink("db.target", properties=where),
         FileCommitLog(tmp_path / "log"),
         lambda: [(row["id"], row["text"]) for row in table().scan().to_arrow().to_pylist()],
-        left,
+        leftovers,
         watch_iceberg,
         lambda: (table().metadata_location, files_in(tmp_path / "warehouse" / "db" / "target" / "data")()),
     )
@@ -165,17 +168,17 @@ SINKS = [parquet, appended, objects, sqlite, iceberg]
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of its own, for root."""
+    """A small file system on `folder`. Needs root."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
     try:
         yield folder
     finally:
-        gc.collect()  # connections of tests that nobody closed
+        gc.collect()  # connections that tests did not close
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def remount(folder: Path, how: str) -> None:
-    """Has a disk be read-only, "ro", or not, "rw"."""
+def remount(folder: Path, mode: str) -> None:
+    """Remounts a file system read-only ("ro") or read-write ("rw")."""
     gc.collect()
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)

@@ -1,4 +1,4 @@
-"""A coordination store in memory, with the contract's guarantees and with faults where a test wants them."""
+"""A coordination store in memory, with the contract's guarantees, into which tests can inject faults."""
 
 import itertools
 import threading
@@ -9,18 +9,21 @@ from stagecrew.recovery.stores.requests import checked, ensured
 
 
 class ModelServer:
-    """What all sessions share. `fault(session, operations, moment)` is called before and after each transaction.
+    """The state that all sessions share.
 
-    What it raises takes the transaction's place before it (nothing is done), or its answer behind it (it is done).
+    `fault(session, operations, moment)` is called before and after each transaction.
+
+    An error that it raises "before" replaces the transaction: nothing is done. An error "after" replaces the response:
+    the transaction is done.
     """
 
     def __init__(self):
         self.entries = {}
         self.lock = threading.RLock()
-        self.log = []  # (session, operations) of each transaction that was done
+        self.log = []  # (session, operations) of each finished transaction
         self.fault = lambda session, operations, moment: None
-        self.done = lambda operations: None  # called with each transaction that was done
-        self.looks = lambda session, key: None  # called before each read
+        self.on_transaction = lambda operations: None  # called with each finished transaction
+        self.on_read = lambda session, key: None  # called before each read
         self._numbers = itertools.count(1)
         self.live = set()
 
@@ -30,7 +33,7 @@ class ModelServer:
         return ModelStore(self, name)
 
     def expire(self, name):
-        """Ends a session from outside, as a store does that has not heard from it."""
+        """Ends a session, as a store does when it has lost contact with the client."""
         with self.lock:
             self.live.discard(name)
             for key in [key for key, entry in self.entries.items() if entry.session == name]:
@@ -44,7 +47,7 @@ class ModelServer:
                 versions.append(self._one(entries, session, index, operation))
             self.entries = entries
             self.log.append((session, operations))
-            self.done(operations)
+            self.on_transaction(operations)
             return versions
 
     @staticmethod
@@ -92,7 +95,7 @@ class ModelStore:
 
     @suspended.setter
     def suspended(self, value):
-        """The connection is down, or up again, as far as the session knows."""
+        """Whether the session knows that its connection is down."""
         self._suspended = value
 
     def _alive(self):
@@ -104,14 +107,14 @@ class ModelStore:
 
     def read(self, key):
         checked_key(key)
-        self.server.looks(self.session, key)
+        self.server.on_read(self.session, key)
         self._alive()
         with self.server.lock:
             return self.server.entries.get(key)
 
     def children(self, key):
         checked_key(key)
-        self.server.looks(self.session, key)
+        self.server.on_read(self.session, key)
         self._alive()
         with self.server.lock:
             return sorted(
@@ -133,8 +136,8 @@ class ModelStore:
         self.server.expire(self.session)
 
 
-#: What a fault may be, by the moment at which it happens.
+#: The errors that a fault may raise, by its moment.
 FAULTS = {
-    "before": [StoreUnavailable("the store is away"), PossiblyInconsistentError("the question was lost")],
-    "after": [PossiblyInconsistentError("the answer was lost")],
+    "before": [StoreUnavailable("the store is away"), PossiblyInconsistentError("the request was lost")],
+    "after": [PossiblyInconsistentError("the response was lost")],
 }

@@ -1,4 +1,4 @@
-"""A host that vanishes: a network of its own on this one, for root."""
+"""A simulated host that vanishes: a network namespace on this host. Needs root."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _CLONE_NEWNET = 0x40000000
 
 
 class OtherHost:
-    """Before a server of this host. Behind `vanish` nothing comes from it, not even that it has got something."""
+    """Another host, with a proxy to a server on this host.
 
-    def __init__(self, name: str, ours: str, proxy: Proxy) -> None:
-        self._name, self._ours, self.hosts = name, ours, proxy.hosts
+    After `vanish` nothing arrives from it, not even TCP acknowledgements.
+    """
+
+    def __init__(self, name: str, our_address: str, proxy: Proxy) -> None:
+        self._name, self._our_address, self.hosts = name, our_address, proxy.hosts
 
     def vanish(self) -> None:
-        _ip("-n", self._name, "route", "add", "blackhole", f"{self._ours}/32")
+        _ip("-n", self._name, "route", "add", "blackhole", f"{self._our_address}/32")
 
 
 def _ip(*words: str) -> None:
@@ -33,7 +36,7 @@ def _ip(*words: str) -> None:
 
 
 def _listening(name: str, address: str) -> socket.socket:
-    """A socket of that network: a thread enters it, and ends."""
+    """Opens a socket in the other network: a thread enters the namespace, opens the socket and ends."""
     found: list[socket.socket] = []
 
     def listens() -> None:
@@ -50,19 +53,19 @@ def _listening(name: str, address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def other_host(port: int) -> Iterator[OtherHost]:
-    """One whose server is that of this port here."""
+    """Creates another host with a proxy to the server on this port."""
     pid = os.getpid()
-    name, here, there = f"stagecrew-{pid}", f"sc{pid}h", f"sc{pid}t"
-    block = f"198.18.{pid // 64 % 256}"  # a range for tests of networks
-    ours, theirs = (f"{block}.{pid % 64 * 4 + number}" for number in (1, 2))
-    with contextlib.ExitStack() as made:
+    name, our_link, their_link = f"stagecrew-{pid}", f"sc{pid}h", f"sc{pid}t"
+    block = f"198.18.{pid // 64 % 256}"  # a range that is reserved for network tests
+    our_address, their_address = (f"{block}.{pid % 64 * 4 + number}" for number in (1, 2))
+    with contextlib.ExitStack() as cleanup:
         _ip("netns", "add", name)
-        made.callback(_ip, "netns", "del", name)
-        _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        made.callback(_ip, "link", "del", here)
-        _ip("addr", "add", f"{ours}/30", "dev", here)
-        _ip("link", "set", here, "up")
-        _ip("-n", name, "addr", "add", f"{theirs}/30", "dev", there)
-        _ip("-n", name, "link", "set", there, "up")
-        proxy = made.enter_context(Proxy(port, _listening(name, theirs)))
-        yield OtherHost(name, ours, proxy)
+        cleanup.callback(_ip, "netns", "del", name)
+        _ip("link", "add", our_link, "type", "veth", "peer", "name", their_link, "netns", name)
+        cleanup.callback(_ip, "link", "del", our_link)
+        _ip("addr", "add", f"{our_address}/30", "dev", our_link)
+        _ip("link", "set", our_link, "up")
+        _ip("-n", name, "addr", "add", f"{their_address}/30", "dev", their_link)
+        _ip("-n", name, "link", "set", their_link, "up")
+        proxy = cleanup.enter_context(Proxy(port, _listening(name, their_address)))
+        yield OtherHost(name, our_address, proxy)

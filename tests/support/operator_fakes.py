@@ -1,10 +1,10 @@
-"""Operators of a topology without Spark: a scope, a way to executors that drops all, and a coordinator with a text as its state."""
+"""Fakes for operators without Spark: a topology, a connection to executors that drops all frames, and a coordinator."""
 
 import stagecrew
 
 
-class Nowhere:
-    """A way to executors that drops all."""
+class DroppingWire:
+    """A connection to executors that drops all frames."""
 
     def send(self, executor, frame):
         pass
@@ -17,7 +17,7 @@ class Nowhere:
         pass
 
 
-class Scope:
+class FakeTopology:
     """A topology without Spark."""
 
     name = id = "load"
@@ -27,13 +27,13 @@ class Scope:
         raise cause
 
 
-class Keeping(stagecrew.Coordinator):
-    """Has a text as its state."""
+class TextCoordinator(stagecrew.Coordinator):
+    """A coordinator whose state is a text."""
 
-    def __init__(self, context, made):
+    def __init__(self, context, instances):
         super().__init__(context)
         self.text = ""
-        made.append(self)
+        instances.append(self)
 
     def checkpoint(self, checkpoint_id):
         return self.text.encode()

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: a fresh cluster on a free loopback port, gone afterwards."""
+"""A PostgreSQL server for tests: a new database cluster on a free loopback port, which is deleted at the end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server. `url` holds the password, as a user's would; `pid` is the postmaster's."""
+    """A running server. `url` contains the password, like a user's URL; `pid` is the postmaster's."""
 
     url: str
     password: str
@@ -51,9 +51,9 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[Server]:
-    """Starts a server with a user `crew`, who has a random password, and stops it by its own process id."""
+    """Starts a server with a user `crew` who has a random password. Stops it by its process id."""
     programs = _programs()
-    # PostgreSQL refuses to run as root; the package has made a user for it.
+    # PostgreSQL refuses to run as root; its package has created a user.
     as_user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-postgresql-"))
     password = secrets.token_hex(16)
@@ -79,10 +79,11 @@ def postgresql() -> Iterator[Server]:
             )  # fmt: skip
         try:
             url = f"postgresql://crew:{password}@127.0.0.1:{port}/postgres"
-            _wait_until_it_answers(url, server, folder / "server.log")
+            _wait_until_it_responds(url, server, folder / "server.log")
             yield Server(url, password, port, server.pid, folder)
         finally:
-            server.send_signal(signal.SIGINT)  # the fast shutdown: sessions are ended, files are whole
+            # fast shutdown: the server ends all sessions and closes its files properly
+            server.send_signal(signal.SIGINT)
             try:
                 server.wait(DEADLINE)
             except subprocess.TimeoutExpired:
@@ -93,7 +94,7 @@ def postgresql() -> Iterator[Server]:
         shutil.rmtree(folder)
 
 
-def _wait_until_it_answers(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_it_responds(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + DEADLINE
     while True:
         try:
@@ -101,5 +102,5 @@ def _wait_until_it_answers(url: str, server: subprocess.Popen[bytes], log: Path)
             return
         except psycopg.OperationalError:
             assert server.poll() is None, f"PostgreSQL ended: {log.read_text(errors='replace')}"
-            assert time.monotonic() < deadline, f"PostgreSQL does not answer: {log.read_text(errors='replace')}"
+            assert time.monotonic() < deadline, f"PostgreSQL does not respond: {log.read_text(errors='replace')}"
             time.sleep(0.1)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspark import cloudpickle
 
-# Executors do not have the tests: what is defined in this module travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -23,8 +23,8 @@ def free_port() -> int:
         return port
 
 
-def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
-    """Ends a process that a test started, by its own id."""
+def terminate(process: subprocess.Popen[Any], seconds: float = 10) -> None:
+    """Terminates a process that a test started, and kills it if it does not end in time."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -34,16 +34,16 @@ def ends(process: subprocess.Popen[Any], seconds: float = 10) -> None:
             process.wait()
 
 
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+def is_alive(pid: int) -> bool:
+    """Returns whether a process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # before, or while, it is read
+    except (FileNotFoundError, ProcessLookupError):  # the process ended before or during the read
         return False
 
 
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal to a process that a test's own Spark started."""
+def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that the Spark of a test started. An ended process is ignored."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal_number)

@@ -1,4 +1,4 @@
-"""An S3 server of the tests' own."""
+"""An S3 server for tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import tempfile
 
 import pyarrow.fs
 
-from support.processes import ends, free_port
+from support.processes import free_port, terminate
 from support.waiting import eventually
 
 
 @contextlib.contextmanager
 def s3_server():
-    """A file system on it, and the URI of a bucket that is there. A process: Arrow holds Python's lock where it ends an upload."""
+    """Starts a server, and yields a file system on it and the URI of an existing bucket.
+
+    The server is a separate process, because Arrow holds Python's lock while it finishes an upload.
+    """
     port = free_port()
     log = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
     process = subprocess.Popen(
@@ -40,5 +43,5 @@ def s3_server():
             f"s3://test:very-secret@bucket/states?endpoint_override=http%3A%2F%2F127.0.0.1%3A{port}&region=us-east-1",
         )
     finally:
-        ends(process)
+        terminate(process)
         log.close()

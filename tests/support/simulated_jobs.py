@@ -1,7 +1,9 @@
-"""Drivers and runs of jobs in one process, over a store in memory: all that they do is real, but for Spark and for processes.
+"""Simulates drivers and runs of jobs in one process.
 
-Whatever runs can be interrupted before and after each of its transactions: another goes on meanwhile (it is paused), or it ends
-there for good (it is killed). What a killed one held at the store stays until the store ends its session, some time later.
+Everything is real but Spark, the processes, and the store (in memory).
+
+Before and after each transaction, the running driver or run can be paused while others act, or killed. The entries of a
+killed one stay in the store until the store ends its session later.
 """
 
 import collections
@@ -32,20 +34,20 @@ from stagecrew.session.running_job import set_running_job
 from support.model_store import ModelServer
 
 SCHEMA = pa.schema([("id", pa.int64())])
-writes._PAUSE = 0.0  # no time passes but the world's own
+writes._PAUSE = 0.0  # only the clock of the world advances
 driver_module._PRUNE, driver_module._PRUNED = 5.0, 1
 
 
 class Killed(BaseException):
-    """The one that runs ends here."""
+    """The running driver or run was killed here."""
 
 
 class Deleted(BaseException):
-    """What was decided is gone, for ever: no error that a driver tries again behind."""
+    """A decided commit was deleted. This is permanent, and no error that a driver retries."""
 
 
 class MemorySink:
-    """A sink that remembers; what is asked of it twice it does once. Pickled as its name: the place outlives all drivers."""
+    """An idempotent sink in memory. It is pickled by its name, and its content outlives all drivers."""
 
     def __init__(self, name):
         self.identity = name
@@ -61,7 +63,7 @@ class MemorySink:
     def commit(self, staging, messages):
         if staging.commit_id not in self.visible:
             if staging.run not in self.staged:
-                raise Deleted(f"{staging} is decided, and was deleted")
+                raise Deleted(f"{staging} is decided, but was deleted")
             self.visible[staging.commit_id] = [message["text"] for message in messages]
 
     def done(self, commit_id):
@@ -79,14 +81,14 @@ def _place(name):
 
 
 class World:
-    """One history, made by a seed."""
+    """A random history of one seed."""
 
     def __init__(self, seed, jobs=2, faults=40):
         self.random = random.Random(seed)
         self.server = ModelServer()
         self.server.fault = self._moment
-        self.server.done = self._done
-        self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: without a disk that has to be reached
+        self.server.on_transaction = self._done
+        self.filesystem = filesystem = pyarrow.fs._MockFileSystem()  # in memory: no disk is used
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
         self.clock = 0.0
@@ -96,22 +98,22 @@ class World:
         self.current = None
         self.drivers = []
         self.processes = []
-        self.doomed = []  # sessions of the dead, which the store has not ended yet
+        self.dead_sessions = []  # sessions of killed processes that the store has not ended yet
         self.sink = MemorySink(f"sink-{seed}")
         self.ran = []  # (job, step, run) of each call of a step
-        self.stored = set()  # (job, life, step): no later run calls the step again
-        self.lives = collections.Counter()  # of each job, how often it was pruned: the next job of that id is another
-        self.keep = None  # after how many seconds a leader removes ended jobs
+        self.stored = set()  # (job, life, step): a step in here must not run again
+        self.lives = collections.Counter()  # how often each job was pruned; a pruned id starts a new life
+        self.keep = None  # the number of seconds after which a leader prunes ended jobs
         self.names = [f"job-{number}" for number in range(jobs)]
         self.submitted, self.cancelled = set(), set()
-        self.over = {}  # by (job, life)
+        self.final_states = {}  # final states by (job, life)
 
     def _done(self, operations):
         for one in operations:
             if isinstance(one, Delete) and one.key in [f"jobs/{job}" for job in self.names]:
                 self.lives[one.key.removeprefix("jobs/")] += 1
 
-    # -- What may happen at each moment of a transaction
+    # -- Faults at each moment of a transaction
 
     def _moment(self, session, operations, moment):
         if self.faults <= 0 or self.depth > 3:
@@ -126,19 +128,19 @@ class World:
         if chance < 0.045:
             raise PossiblyInconsistentError(f"lost {moment} it was done")
         self.depth += 1
-        mine = self.current
+        interrupted = self.current
         try:
-            for _ in range(self.random.randrange(1, 6)):  # this one is paused
+            for _ in range(self.random.randrange(1, 6)):  # the current actor is paused
                 self.act()
         finally:
-            self.current = mine
+            self.current = interrupted
             self.depth -= 1
-        if mine is not None and mine.dead:
-            mine.killed = True
+        if interrupted is not None and interrupted.dead:
+            interrupted.killed = True
             raise Killed
 
     def act(self):
-        """One of those that can do something does it."""
+        """Lets a random actor act."""
         self.clock += self.random.choice([0.0, 0.3, 1.0, 5.0])
         choices = [self._submit, self._cancel, self._expire, self._kill, self._sweep, self._prune]
         choices += [driver.act for driver in self.drivers if not driver.busy and not driver.dead] * 3
@@ -149,20 +151,20 @@ class World:
 
     def _submit(self):
         job = self.random.choice(self.names)
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             try:
                 Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
                 self.submitted.add(job)
             except StagecrewError:
-                pass  # it would be submitted again
+                pass  # a real user would submit again
             session.close()
 
     def _cancel(self):
         if self.random.random() > 0.1:
             return
         job = self.random.choice(self.names)
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             try:
                 self.cancelled.add(job)
@@ -174,29 +176,29 @@ class World:
     def _sweep(self):
         if self.random.random() > 0.3:
             return
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
                 Jobs(session, self.storage).sweep(0.0, lambda: math.inf)
             session.close()
 
     def _prune(self):
-        with self.as_(None):
+        with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
                 list(Jobs(session, self.storage, lambda: self.clock).prune(self.random.choice([0.0, 2.0, 20.0])))
             session.close()
 
     def states(self):
-        """The files that are stored, of all jobs."""
+        """Returns the files of all jobs in the state storage."""
         selector = pyarrow.fs.FileSelector("states", recursive=True)
         infos = self.filesystem.get_file_info(selector)
         return {info.path for info in infos if info.type == pyarrow.fs.FileType.File}
 
     def _expire(self):
-        if self.doomed:
-            self.server.expire(self.doomed.pop(self.random.randrange(len(self.doomed))))
-        elif self.random.random() < 0.2:  # of one that lives and is paused
+        if self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop(self.random.randrange(len(self.dead_sessions))))
+        elif self.random.random() < 0.2:  # of a live actor that is paused
             for one in self.drivers + self.processes:
                 if one.busy and not one.dead:
                     self.server.expire(one.session.session)
@@ -211,34 +213,34 @@ class World:
     def _new_driver(self):
         self.drivers.append(SimDriver(self))
 
-    def as_(self, who):
-        return _As(self, who)
+    def acting_as(self, actor):
+        return _Acting(self, actor)
 
     @staticmethod
     def fails(job):
-        """Whether the job's own code raises."""
+        """Returns whether the code of a job raises."""
         return zlib.crc32(job.encode()) % 3 == 0
 
-    # -- The end
+    # -- The end of a history
 
     def turn(self, driver, seconds):
-        """Time goes by; this driver acts, and so does all that runs; sessions end whose owners died."""
+        """Advances the clock. This driver and all processes act, and the sessions of killed actors end."""
         self.clock += seconds
         driver.act()
         for process in self.processes:
             if not process.dead:
                 process.act()
-        while self.doomed:
-            self.server.expire(self.doomed.pop())
+        while self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop())
 
     def settle(self, submit=True):
-        """Nothing fails any more: what is left is done by one more driver."""
+        """Ends the history without further faults: one more driver finishes all jobs."""
         self.faults = 0
         self.keep = None
         for driver in self.drivers:
             driver.die()
-        while self.doomed:
-            self.server.expire(self.doomed.pop())
+        while self.dead_sessions:
+            self.server.expire(self.dead_sessions.pop())
         for job in self.names if submit else ():
             session = self.server.session()
             Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
@@ -252,19 +254,19 @@ class World:
         return last.jobs
 
 
-class _As:
-    def __init__(self, world, who):
-        self.world, self.who = world, who
+class _Acting:
+    def __init__(self, world, actor):
+        self.world, self.actor = world, actor
 
     def __enter__(self):
-        self.before, self.world.current = self.world.current, self.who
+        self.before, self.world.current = self.world.current, self.actor
 
     def __exit__(self, *_):
         self.world.current = self.before
 
 
 class Actor:
-    """Has a session; is busy while it is in the middle of something."""
+    """Has a session. It is busy while it is within a call."""
 
     def __init__(self, world):
         self.world, self.session = world, world.server.session()
@@ -273,37 +275,37 @@ class Actor:
     def die(self):
         if not self.dead:
             self.dead = True
-            self.world.doomed.append(self.session.session)
+            self.world.dead_sessions.append(self.session.session)
 
     def act(self):
         self.busy = True
         try:
-            with self.world.as_(self):
-                contextvars.Context().run(self._act)  # a job's step is that of its process
+            with self.world.acting_as(self):
+                contextvars.Context().run(self._act)  # a process has its own current step
         except Killed:
             self.die()
         except StagecrewError:
-            self.die()  # as a driver, and a run, end themselves
+            self.die()  # drivers and runs also end themselves after such an error
         finally:
             self.busy = False
 
 
 class SimDriver(Actor):
-    """Campaigns by the same transaction as a contender, and tends to jobs while it leads."""
+    """Campaigns with the same transaction as a candidate, and reconciles jobs while it leads."""
 
     def __init__(self, world):
         super().__init__(world)
-        self.jobs = self.tending = None
+        self.jobs = self.reconciler = None
 
     def _act(self):
-        if self.tending is None:
+        if self.reconciler is None:
             if (term := self.campaign()) is None:
                 return
-            self.granted(term)
-        self.tending.look()
+            self.become_leader(term)
+        self.reconciler.look()
 
     def campaign(self):
-        """The term that the store gives it; None while another leads."""
+        """Returns the term that the store granted, or None if another driver leads."""
         self.session.ensure("leader", "leader/term")
         term = self.session.read("leader/term").version
         try:
@@ -315,10 +317,10 @@ class SimDriver(Actor):
             return None
         return term
 
-    def granted(self, term):
-        """It is told that it leads."""
+    def become_leader(self, term):
+        """Starts reconciling jobs with this term."""
         self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
-        self.tending = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
+        self.reconciler = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
         return None
@@ -330,7 +332,7 @@ class SimDriver(Actor):
 
 
 class SimProcess(Actor):
-    """One run: what `stagecrew.recovery.run` does, without Spark."""
+    """One run: does what `stagecrew.recovery.run` does, without Spark."""
 
     def __init__(self, world, run, term, finish):
         super().__init__(world)
@@ -373,12 +375,14 @@ class SimProcess(Actor):
         if self.killed:
             raise Killed
         if done:
-            assert (job, self.life) not in world.over, f"{job} has ended twice: {world.over}"
-            world.over[job, self.life] = claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
+            assert (job, self.life) not in world.final_states, f"{job} has ended twice: {world.final_states}"
+            world.final_states[job, self.life] = (
+                claimed.jobs.result(job).state if self.life == world.lives[job] else "pruned"
+            )
         self._leave(0 if done else 75)
 
     def _program(self, job):
-        """Steps, of which the second commits what the first has made."""
+        """The code of the job: three steps, of which the second commits the result of the first."""
         text = job.step("make", lambda: self._step(job, "make"))
         self.stored("make")
 
@@ -404,12 +408,12 @@ class SimProcess(Actor):
         return job.step("last", lambda: self._step(job, "last"))
 
     def stored(self, step):
-        """The step is done: no run of this job does it again."""
+        """Records that the step is durable: no later run of this job may call it again."""
         self.world.stored.add((self.run.job, self.life, step))
 
     def _step(self, job, name):
         done = (job.id, self.life, name) in self.world.stored
-        assert not done, f"step {name} of {job.id} was done, and is run again"
+        assert not done, f"step {name} of {job.id} is durable, but runs again"
         self.world.ran.append((job.id, name, job.attempt))
         return f"{name} by run {job.attempt}"
 
@@ -419,8 +423,8 @@ class SimProcess(Actor):
         self.dead = True
 
 
-def consistent(world):
-    """What holds at any time: a job that may run again has all that it needs; of one that is clean nothing is left but its end."""
+def assert_consistent(world):
+    """Asserts what holds at any time: a job that may run again has its spec, and a clean job has only its result."""
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
     records, unreadable = jobs.all()
     assert not unreadable
@@ -432,12 +436,14 @@ def consistent(world):
             assert jobs.result(job).state == record.state
         assert record.state.is_terminal or not record.clean
         assert not (record.clean and f"specs/{job}" in world.server.entries)
-    indexed(world.server.entries)
+    assert_indexes_match(world.server.entries)
 
 
-def indexed(entries):
-    """After each transaction, the index of open jobs and that of ended ones are as the records say. A job that was pruned
-    has left nothing but states, and a result that is marked."""
+def assert_indexes_match(entries):
+    """Asserts that the indexes of open and of ended jobs match the records.
+
+    A pruned job leaves only states, and a result that is marked.
+    """
     open_, ended = set(), collections.Counter()
     for key, entry in entries.items():
         top, _, job = key.partition("/")
@@ -462,25 +468,25 @@ def indexed(entries):
             assert f"jobs/{key.split('/')[1]}" in entries
 
 
-def check(world, jobs):
-    """What must hold at the end of a history."""
+def assert_final_state(world, jobs):
+    """Asserts what must hold at the end of a history."""
     entries = world.server.entries
     for job in world.names:
         record, _ = jobs.read(job)
-        # Each job is at its end, clean, and has a result of that kind.
+        # Each job has ended, is clean, and has a result of its state.
         assert record.clean, (job, record)
         assert jobs.result(job).state == str(record.state)
         # A job that was not cancelled has ended as its code does.
         if job not in world.cancelled:
             assert str(record.state) == ("failed" if world.fails(job) else "succeeded"), (job, record)
-        # Rows are there once or not at all; those of a job that has succeeded are there.
+        # The rows of a job are visible once or not at all; those of a job that has succeeded are visible.
         visible = world.sink.visible.get(f"{job}/write/sink")
         assert visible is not None or record.state == "cancelled", (job, record)
-        # There is a reference if and only if the job must be recovered.
+        # A reference exists if and only if the next leader must recover the job.
         assert f"specs/{job}" not in entries
         assert not [key for key in entries if key.startswith((f"jobs/{job}/steps/", f"jobs/{job}/commits/"))]
-    assert not world.sink.staged, "what was staged is left"
-    # Behind a sweep there is no state but the results, and what jobs need that cannot be run.
+    assert not world.sink.staged, "staged data is left"
+    # After a sweep, only the results and the states of jobs that cannot run are left.
     others = [job for job in jobs.names() if job not in world.names]
     report = jobs.sweep(0.0, lambda: math.inf)
     assert bool(report.failed) <= bool(others), report

@@ -1,7 +1,8 @@
-"""Spark, and the threads of one driver process, simulated; crew, topologies, operators, coordinators and the tasks' side are real.
+"""Simulates Spark and the threads of one driver process. All of stagecrew's own code on driver and tasks is real.
 
-Threads run one at a time, in an order that a seed draws. A process can be killed at its points, which are counted from 1: before and
-after each store write, bind, message of a task, event and reply of a coordinator, call of a sink, and write of a stream's log.
+Threads run one at a time, in an order that the seed determines. A process can be killed at its *points*, which are
+counted from 1: before and after each store write, bind, message of a task, event and reply of a coordinator, call of a
+sink, and write of a stream's log.
 """
 
 import contextlib
@@ -26,23 +27,23 @@ from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
 from support.simulated_jobs import Killed
 
-#: Of the running thread: its turn, its task, and the local properties that Spark knows of it.
+#: State of the running thread: its turn (a lock), its task, and its local properties in Spark.
 HERE = threading.local()
 TYPES = {"long": LongType(), "string": StringType()}
 
 
-class Turns:
-    """The threads of one process, which run one at a time; all end at the point of this number."""
+class ThreadScheduler:
+    """Runs the threads of one process one at a time. At point number `kill` all of them end."""
 
     def __init__(self, seed, kill=None):
         self.random, self.kill = random.Random(seed), kill
-        self.points = []  # what each was
+        self.points = []  # the names of all points so far
         self.dead = False
-        self.ready = [_turn()]  # of each thread that can go on, a lock that it waits for
+        self.ready = [_held_lock()]  # for each thread that can run, the lock on which it waits
         HERE.turn = self.ready[0]
 
     def point(self, what, *, switches=True):
-        """The process may end here; else another of its threads may go on."""
+        """A point: the process may be killed here, or switch to another of its threads."""
         if not self.dead:
             self.points.append(what)
             self.dead = len(self.points) == self.kill
@@ -54,9 +55,12 @@ class Turns:
             if self.dead:
                 raise Killed
 
-    def together(self, calls):
-        """What each of these returns, in a thread of its own; raises the first error, in their order, when all have ended."""
-        mine, found = HERE.turn, {}
+    def run_threads(self, calls):
+        """Runs each call in a thread of its own, and returns the results.
+
+        When all have ended, the first error in the order of the calls is raised.
+        """
+        own_turn, found = HERE.turn, {}
 
         def run(number, turn):
             HERE.turn, HERE.properties = turn, {}
@@ -67,16 +71,16 @@ class Turns:
                 found[number] = (None, error)
             self.ready.remove(turn)
             if len(found) == len(calls):
-                self.ready.append(mine)
+                self.ready.append(own_turn)
             self.random.choice(self.ready).release()
 
-        self.ready.remove(mine)
-        turns = [_turn() for _ in calls]
+        self.ready.remove(own_turn)
+        turns = [_held_lock() for _ in calls]
         self.ready += turns
         for number, turn in enumerate(turns):
             threading.Thread(target=run, args=(number, turn), daemon=True).start()
         self.random.choice(self.ready).release()
-        mine.acquire()
+        own_turn.acquire()
         if self.dead:
             raise Killed
         for _, (_, error) in sorted(found.items()):
@@ -85,30 +89,33 @@ class Turns:
         return [result for _, (result, _) in sorted(found.items())]
 
 
-def _turn():
-    """A lock that is taken."""
+def _held_lock():
+    """Returns a lock that is held."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Executor:
-    """The one executor: the connection of all its tasks, and the driver's way to it. Coordinators run when somebody waits."""
+    """The only executor: the connection of all its tasks, and the driver's connection to it.
+
+    Coordinators run while a task waits.
+    """
 
     is_broken = False
     welcome = types.MappingProxyType({"host": "here"})
 
-    def __init__(self, turns):
-        self.turns = turns
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
         self.changed = threading.Condition()
         self.gateways = {}
-        self._loops = []  # of coordinators
+        self._loops = []  # the loops of coordinators
         self._running = False
         self._wire = harness._Wire(self)
         self.threads = harness._Here(self)
         self.host = Host(self._wire, 1 << 20, 30.0, lambda: 0.0)
 
-    # -- The tasks' connection
+    # -- The connection of the tasks
 
     def add(self, gateway):
         self.gateways[gateway.id] = gateway
@@ -118,49 +125,49 @@ class Executor:
 
     def send(self, frames):
         kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT_REQUEST", "CREDIT"))
-        if not kinds or self.turns.dead:  # a generator may be closed when its process has ended
+        if not kinds or self.scheduler.dead:  # a generator may be closed after its process was killed
             return
-        self.turns.point(f"before {kinds}")
+        self.scheduler.point(f"before {kinds}")
         self.host.received("1", frames)
-        self.turns.point(f"after {kinds}")
+        self.scheduler.point(f"after {kinds}")
 
     def wait(self, found, seconds):
         self.run()
         if (result := found()) is None:
-            raise AssertionError("what this task waits for never comes")
+            raise AssertionError("this task waits for something that never arrives")
         return result
 
-    # -- The threads and timers of the driver's side
+    # -- The threads and timers of the driver
 
     def run(self):
-        """Makes all calls of coordinators, and delivers their events."""
+        """Makes all pending calls of coordinators, and delivers their events."""
         if self._running:
-            return  # the outer call continues with it
+            return  # the outer call continues with the new work
         self._running = True
         try:
             busy = True
             while busy:
                 busy = False
-                for loop in self.turns.random.sample(self._loops, len(self._loops)):
+                for loop in self.scheduler.random.sample(self._loops, len(self._loops)):
                     busy |= loop.run()
                 busy |= self._wire.deliver()
         finally:
             self._running = False
 
     def deliver(self, frame):
-        """A frame for a task: an event is in its mailbox at once, and acknowledged."""
+        """Delivers a frame to a task. An event is in its mailbox at once, and is acknowledged."""
         if (gateway := self.gateways.get(frame["evaluation"])) is None:
             return
-        self.turns.point(f"before {frame.kind} to a task", switches=False)
+        self.scheduler.point(f"before {frame.kind} to a task", switches=False)
         gateway.took(frame)
         if frame.kind == "EVENTS":
             last = frame["first"] + len(frame["payloads"]) - 1
             self.host.received("1", encode("ACCEPTED", evaluation=gateway.id, sequence=last))
-        self.turns.point(f"after {frame.kind} to a task", switches=False)
+        self.scheduler.point(f"after {frame.kind} to a task", switches=False)
 
 
 class Dataset:
-    """A DataFrame: each action computes its partitions again, `make(number)`, in tasks that run at once."""
+    """A DataFrame. Each action computes the partitions again with `make(number)`, in concurrent tasks."""
 
     def __init__(self, spark, count, make, schema):
         self.spark, self.partitions, self.make = spark, count, make
@@ -183,12 +190,12 @@ class Dataset:
     def collect(self, limit=None):
         every = range(self.partitions)
         if limit is None and self.partitions > 1:
-            parts = self.spark.turns.together([functools.partial(self._task, number) for number in every])
+            parts = self.spark.scheduler.run_threads([functools.partial(self._task, number) for number in every])
         else:
-            parts, left = [], limit
+            parts, remaining = [], limit
             for number in every:
-                parts.append(self._task(number, left))
-                if left is not None and (left := left - len(parts[-1])) <= 0:
+                parts.append(self._task(number, remaining))
+                if remaining is not None and (remaining := remaining - len(parts[-1])) <= 0:
                     break
         self.spark.executor.run()
         return [Row(**row) for part in parts for row in part]
@@ -199,7 +206,7 @@ class Dataset:
         for batch in (batches := self.make(number)):
             rows += batch.to_pylist()
             if limit is not None and len(rows) >= limit:
-                batches.close()  # Spark needs no more
+                batches.close()  # as Spark does when it has enough rows
                 return rows[:limit]
         return rows
 
@@ -214,21 +221,21 @@ class Task:
 
 
 class Facade:
-    """The replies of the driver's JVM: nothing of a topology that ends is running."""
+    """The responses of the driver's JVM. No task of a closing topology is running."""
 
     def __getattr__(self, name):
-        answers = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
-        return lambda *_: answers.get(name)
+        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
+        return lambda *_: responses.get(name)
 
 
 class Spark:
-    """The context and the session of one process, over its threads. `log` has the last batch that each stream has done."""
+    """The context and the session of one process. `log` has the number of the last batch of each stream."""
 
     master, environment, _python_includes, _jsc = "local[2]", {}, (), True
 
-    def __init__(self, turns, log):
-        self.turns, self.log = turns, log
-        self.executor = Executor(turns)
+    def __init__(self, scheduler, log):
+        self.scheduler, self.log = scheduler, log
+        self.executor = Executor(scheduler)
         self.attempts = itertools.count(1)
         self.sparkContext = self
 
@@ -254,37 +261,37 @@ class Spark:
         numbers = range(start, end, step)
 
         def make(number):
-            mine = numbers[len(numbers) * number // partitions : len(numbers) * (number + 1) // partitions]
-            yield pa.record_batch({"v": pa.array(mine, pa.int64())})
+            own_numbers = numbers[len(numbers) * number // partitions : len(numbers) * (number + 1) // partitions]
+            yield pa.record_batch({"v": pa.array(own_numbers, pa.int64())})
 
         return Dataset(self, partitions, make, "v long")
 
     def stream(self, name, batches, f):
-        """A streaming query with `foreachBatch`, to its end: it begins with the batch after the last one in Spark's log."""
+        """Runs a streaming query with `foreachBatch` to its end, starting after the last batch in Spark's log."""
         properties = dict(HERE.properties)
 
         def run():
             HERE.properties = properties
             for number in range(self.log.get(name, -1) + 1, batches):
                 f(number)
-                self.turns.point("before Spark's log")
+                self.scheduler.point("before Spark's log")
                 self.log[name] = number
-                self.turns.point("after Spark's log")
+                self.scheduler.point("after Spark's log")
 
-        self.turns.together([run])
+        self.scheduler.run_threads([run])
 
 
 @contextlib.contextmanager
-def process(turns, log, coordinators):
-    """A driver process with its session: answers the crew. Whatever is killed ends here."""
+def process(scheduler, log, coordinators):
+    """A driver process with its session. Yields the crew."""
     HERE.properties = {}
-    spark = Spark(turns, log)
+    spark = Spark(scheduler, log)
     bound = Operator.bound
 
     def bound_at_points(self, *args, **kwargs):
-        turns.point("before bind")
+        scheduler.point("before bind")
         made = bound(self, *args, **kwargs)
-        turns.point("after bind")
+        scheduler.point("after bind")
         return made
 
     with contextlib.ExitStack() as patches:
@@ -294,7 +301,7 @@ def process(turns, log, coordinators):
             (functions, "spark_partition_id", lambda: None),
             (TaskContext, "get", lambda: HERE.task),
             (evaluations, "connected", lambda _: spark.executor),
-            (evaluations, "_PAUSE", -1.0),  # nothing is kept back, by no thread of a gateway's own
+            (evaluations, "_PAUSE", -1.0),  # messages are sent at once, and not by a thread of the gateway
             (operators, "Threads", lambda: spark.executor.threads),
             (Operator, "bound", bound_at_points),
         ]:

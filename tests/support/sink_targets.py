@@ -1,4 +1,4 @@
-"""Sinks on the disk of this host, and at servers, for the tests with Spark: what is visible there, what is left, and which attempts wrote it."""
+"""Sinks on this host's disk and at servers, for tests with Spark."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from stagecrew.files import list_files
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink, read_committed
 from support.journal import Journal
 
-# Executors do not have the tests: what is defined here travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ROWS = [(number, f"text {number}") for number in range(40)]
 
 
-class Place:
-    """A sink, what is visible there, and what is left beside that.
+class SinkTarget:
+    """A sink, its visible rows, and the staged data that is left.
 
-    For "postgresql" the server is that of `postgresql`; for "s3" and "hdfs" a file system, as `s3_server` and `hdfs` yield it.
+    `server` is a `postgres.Server` for "postgresql", and the file system that `s3_server` or `hdfs` yields for "s3" and
+    "hdfs".
     """
 
     def __init__(self, name: str, folder: Path, server: Any = None) -> None:
         self.name, self.folder, self.server = name, folder, server
         self.conf: dict[str, str] = {}
-        self.own = f"own{uuid.uuid4().hex}"  # its table, or its folder at the server
+        self.own_name = f"own{uuid.uuid4().hex}"  # its table, or its folder at the server
         if name == "postgresql":
-            self._query(f'CREATE TABLE {self.own} (id BIGINT, "text" TEXT)')
+            self._query(f'CREATE TABLE {self.own_name} (id BIGINT, "text" TEXT)')
         if name == "sqlite":
             with contextlib.closing(sqlite3.connect(folder / "data.db")) as database:
                 database.execute('CREATE TABLE target (id INTEGER, "text" TEXT)')
@@ -54,11 +55,11 @@ class Place:
 
     def sink(self) -> Any:
         if self.name == "postgresql":
-            return DatabaseSink(self.server.url, self.own)
+            return DatabaseSink(self.server.url, self.own_name)
         if self.name == "s3":
-            return ObjectSink(f"bucket/{self.own}", self.server)
+            return ObjectSink(f"bucket/{self.own_name}", self.server)
         if self.name == "hdfs":
-            return ParquetSink(f"/{self.own}/table", "append", self.server)
+            return ParquetSink(f"/{self.own_name}/table", "append", self.server)
         if self.name == "append":
             return ParquetSink(self.folder / "table", "append")
         if self.name == "parquet":
@@ -80,12 +81,12 @@ class Place:
             return found.fetchall() if found.description else []
 
     def _at_server(self) -> list[str]:
-        folder = f"/{self.own}" if self.name == "hdfs" else f"bucket/{self.own}"
+        folder = f"/{self.own_name}" if self.name == "hdfs" else f"bucket/{self.own_name}"
         return list_files(self.server, folder)
 
     def visible(self) -> list[tuple[int, str]]:
         if self.name == "postgresql":
-            return sorted(self._query(f"SELECT id, text FROM {self.own}"))
+            return sorted(self._query(f"SELECT id, text FROM {self.own_name}"))
         if self.name in ("append", "hdfs"):
             names = self._files("table") if self.name == "append" else self._at_server()
             filesystem = None if self.name == "append" else self.server
@@ -108,7 +109,7 @@ class Place:
 
     def _committed(self) -> Any:
         if self.name == "s3":
-            return read_committed(f"bucket/{self.own}", self.server)
+            return read_committed(f"bucket/{self.own_name}", self.server)
         return read_committed(self.folder / "objects")
 
     def _table(self) -> Any:
@@ -116,8 +117,8 @@ class Place:
 
         return load_catalog("default", **self.conf).load_table("db.target")
 
-    def left(self) -> list[str]:
-        """What was staged and is not visible."""
+    def leftovers(self) -> list[str]:
+        """Returns staged data that is not visible."""
         if self.name == "sqlite":
             with contextlib.closing(sqlite3.connect(self.folder / "data.db")) as database:
                 return [
@@ -148,7 +149,7 @@ def rows_of(spark: Any, parts: int = 4) -> Any:
 
 
 class Offered(dict[str, Any]):
-    """The message of an attempt, with something done when it has been offered, and its result has not been sent."""
+    """The message of an attempt. It calls `then` when the message has been offered and the result has not been sent."""
 
     then: Callable[[], None]
 
@@ -157,17 +158,17 @@ class Offered(dict[str, Any]):
         return super().items()
 
 
-def telling(
+def recording_sink(
     sink: Any,
     journal: Journal,
     before: Callable[..., None] | None = None,
     offered: Callable[..., None] | None = None,
     staged: Callable[..., None] | None = None,
 ) -> Any:
-    """The sink, whose tasks write down their attempts, and put their number into each row.
+    """Returns the sink, with tasks that record their attempts, and append the attempt's number to each row.
 
-    These are called with (partition, attempt, how many attempts this partition had before): when an attempt has read all of its
-    rows, when it has staged them, and when it has offered them.
+    The functions are called with (partition, attempt, number of earlier attempts at this partition): `before` when an
+    attempt has read all of its rows, `staged` when it has staged them, `offered` when it has offered them.
     """
     stage = type(sink).stage
 
@@ -175,30 +176,30 @@ def telling(
         def stage(self, staging: Any, partition: int, attempt: int, batches: Any) -> Any:
             context = TaskContext.get()
             assert context is not None
-            own = (partition, attempt, len(journal.read(event="attempt", partition=partition)))
+            arguments = (partition, attempt, len(journal.read(event="attempt", partition=partition)))
             journal.write(event="attempt", partition=partition, attempt=attempt, stage=context.stageId())
             marked = []
             for batch in batches:
                 texts = [f"{text} by {attempt}" for text in batch.column("text").to_pylist()]
                 marked.append(pa.record_batch({"id": batch.column("id"), "text": texts}))
             if before is not None:
-                before(*own)
+                before(*arguments)
             message = stage(self, staging, partition, attempt, iter(marked))
             journal.write(event="staged", partition=partition, attempt=attempt)
             if staged is not None:
-                staged(*own)
+                staged(*arguments)
             if offered is None or message is None:
                 return message
             message = Offered(message)
-            message.then = lambda: offered(*own)
+            message.then = lambda: offered(*arguments)
             return message
 
     sink.__class__ = Telling
     return sink
 
 
-def accepted(spark: Any, journal: Journal) -> set[int]:
-    """The attempts among those that told of themselves whose results Spark took."""
+def accepted_attempts(spark: Any, journal: Journal) -> set[int]:
+    """Returns the recorded attempts whose results Spark accepted."""
     context = spark.sparkContext._jsc.sc()
     context.listenerBus().waitUntilEmpty()
     found = set()
@@ -209,8 +210,8 @@ def accepted(spark: Any, journal: Journal) -> set[int]:
     return found
 
 
-def attempts(visible: list[tuple[int, str]]) -> dict[int, set[int]]:
-    """Which attempts wrote the rows of each partition of `rows_of`, or of what was told."""
+def attempts_by_partition(visible: list[tuple[int, str]]) -> dict[int, set[int]]:
+    """Returns the attempts that wrote the visible rows of each partition of `rows_of`."""
     found: dict[int, set[int]] = {}
     for number, text in visible:
         found.setdefault(number // 10, set()).add(int(text.rsplit(" ", 1)[1]))

@@ -1,4 +1,4 @@
-"""What Spark has stored, as its own parts know it: files on the executors' disks, outputs in the tracker, cached datasets."""
+"""Inspects Spark's storage through its own components: files on executors' disks, map outputs, cached datasets."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from typing import Any
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-from support.journal import together
+from support.journal import rendezvous
 from support.sessions import slots
 from support.waiting import eventually
 
-# Executors do not have the tests: what is defined here travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 _FOLDERS: dict[tuple[str, frozenset[str]], set[str]] = {}
 
 
-def executors(spark: SparkSession) -> list[str]:
-    """Those that Spark has now; none in a local master."""
+def executor_ids(spark: SparkSession) -> list[str]:
+    """Returns the current executors; none on a local master."""
     ids = spark.sparkContext._jsc.sc().getExecutorIds()
     return [ids.apply(i) for i in range(ids.size())]
 
 
-def folders(spark: SparkSession, path: Path) -> set[str]:
-    """Where its executors keep blocks. All of them run a task at once to say so."""
+def block_folders(spark: SparkSession, path: Path) -> set[str]:
+    """Returns the folders in which the executors keep blocks. All executors run a task at the same time to find out."""
     context = spark.sparkContext
     local = context.master.startswith("local[")
-    here = [] if local else eventually(lambda: executors(spark), 60, "an executor comes")
-    key = (context.applicationId, frozenset(here))
+    executors = [] if local else eventually(lambda: executor_ids(spark), 60, "an executor is registered")
+    key = (context.applicationId, frozenset(executors))
     if key not in _FOLDERS:
         many = slots(context.master)
-        if context.master.startswith("local-cluster"):  # of which an executor may have left
-            many = many * len(here) // int(context.master[14 : context.master.index(",")])
-        meet = together(str(path / uuid.uuid4().hex), "where", many)
+        if context.master.startswith("local-cluster"):  # an executor may have left
+            many = many * len(executors) // int(context.master[14 : context.master.index(",")])
+        meet = rendezvous(str(path / uuid.uuid4().hex), "where", many)
 
         def where(rows: Any) -> Any:
             list(meet(rows))
@@ -49,48 +49,50 @@ def folders(spark: SparkSession, path: Path) -> set[str]:
     return _FOLDERS[key]
 
 
-def files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
-    """The names of shuffle files, or of others, on the disks of its executors."""
+def shuffle_files(spark: SparkSession, path: Path, pattern: str = "shuffle_*") -> list[str]:
+    """Returns the names of shuffle files, or of files of another pattern, on the disks of the executors."""
     return sorted(file.name for file in paths(spark, path, pattern))
 
 
 def paths(spark: SparkSession, path: Path, pattern: str) -> list[Path]:
-    """Files on the disks of its executors."""
-    return [file for folder in folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
+    """Returns the files of a pattern on the disks of the executors."""
+    return [file for folder in block_folders(spark, path) for file in Path(folder).glob(f"*/{pattern}")]
 
 
-def size(spark: SparkSession, path: Path) -> int:
-    """How many bytes shuffle files take on the disks of its executors."""
-    return sum(file.stat().st_size for folder in folders(spark, path) for file in Path(folder).glob("*/shuffle_*"))
+def shuffle_bytes(spark: SparkSession, path: Path) -> int:
+    """Returns how many bytes the shuffle files take on the disks of the executors."""
+    return sum(
+        file.stat().st_size for folder in block_folders(spark, path) for file in Path(folder).glob("*/shuffle_*")
+    )
 
 
-def field(of: Any, name: str) -> Any:
-    """A private field of an object of the JVM."""
-    found = of.getClass().getDeclaredField(name)
+def private_field(owner: Any, name: str) -> Any:
+    """Returns a private field of a JVM object."""
+    found = owner.getClass().getDeclaredField(name)
     found.setAccessible(True)
-    return found.get(of)
+    return found.get(owner)
 
 
 def tracker(spark: SparkSession) -> Any:
-    """Spark's MapOutputTracker."""
-    return field(spark.sparkContext._jsc.sc().dagScheduler(), "mapOutputTracker")
+    """Returns Spark's MapOutputTracker."""
+    return private_field(spark.sparkContext._jsc.sc().dagScheduler(), "mapOutputTracker")
 
 
-def outputs(spark: SparkSession) -> dict[int, int]:
-    """How many outputs of each shuffle the tracker has; none that has none."""
-    of = tracker(spark)
-    shuffles = of.shuffleStatuses().keysIterator()
+def map_outputs(spark: SparkSession) -> dict[int, int]:
+    """Returns the number of available map outputs per shuffle. Shuffles without any are left out."""
+    owner = tracker(spark)
+    shuffles = owner.shuffleStatuses().keysIterator()
     found = {}
     while shuffles.hasNext():
         shuffle = shuffles.next()
-        if count := of.getNumAvailableOutputs(shuffle):
+        if count := owner.getNumAvailableOutputs(shuffle):
             found[shuffle] = count
     return found
 
 
 @contextlib.contextmanager
-def deaf(spark: SparkSession) -> Iterator[None]:
-    """The driver's crew hears no event of Spark's meanwhile, as when the bus drops them all."""
+def without_spark_events(spark: SparkSession) -> Iterator[None]:
+    """The driver's crew receives no event of Spark during the body, as if the bus dropped them all."""
     bus = spark.sparkContext._jsc.sc().listenerBus()
     (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.BusListener")]
     bus.removeListener(listener)
@@ -100,35 +102,35 @@ def deaf(spark: SparkSession) -> Iterator[None]:
         bus.addToManagementQueue(listener)
 
 
-def end_reaches_nobody(crew: Any, topology: str) -> None:
+def forget_executors(crew: Any, topology: str) -> None:
     """No executor will be told that the topology ends."""
-    one = field(field(crew.connection.facade, "crew"), "topologies").apply(topology)
+    one = private_field(private_field(crew.connection.facade, "crew"), "topologies").apply(topology)
     one.executors().clear()
     one.holders().clear()
 
 
-def cached(spark: SparkSession) -> set[int]:
-    """The datasets of which the SparkContext says that they have blocks. Spark may clean those that nobody holds."""
+def cached_rdds(spark: SparkSession) -> set[int]:
+    """Returns the RDDs that have blocks according to the SparkContext. Spark may clean those without references."""
     return {info.id() for info in spark.sparkContext._jsc.sc().getRDDStorageInfo() if info.numCachedPartitions() > 0}
 
 
-def blocks(spark: SparkSession) -> list[str]:
-    """The blocks of cached datasets by the driver's BlockManagerMaster itself, each as often as there are executors with it."""
+def cached_blocks(spark: SparkSession) -> list[str]:
+    """Returns the cached blocks according to the driver's BlockManagerMaster, once per executor that has the block."""
     found = []
-    for status in field(spark.sparkContext._jsc.sc().dagScheduler(), "blockManagerMaster").getStorageStatus():
+    for status in private_field(spark.sparkContext._jsc.sc().dagScheduler(), "blockManagerMaster").getStorageStatus():
         names = status.rddBlocks().keysIterator()
         while names.hasNext():
             found.append(names.next().name())
     return sorted(found)
 
 
-def plan(dataset: Any) -> str:
-    """The plan by which its last action ran."""
+def executed_plan(dataset: Any) -> str:
+    """Returns the plan of the dataset's last action."""
     return str(dataset._jdf.queryExecution().executedPlan().toString())
 
 
 def shuffle_handle(rdd: Any) -> str:
-    """The class by which Spark's manager has chosen the writer of the last shuffle of an RDD of the JVM."""
+    """Returns the class of the shuffle handle (which determines the writer) of an RDD's last shuffle in the JVM."""
     while True:
         dependency = rdd.dependencies().apply(0)
         if dependency.getClass().getSimpleName() == "ShuffleDependency":
@@ -137,21 +139,21 @@ def shuffle_handle(rdd: Any) -> str:
 
 
 def dropped_events(spark: SparkSession) -> int:
-    """How many events Spark's bus has dropped, on all of its queues."""
+    """Returns how many events Spark's bus has dropped on all of its queues."""
     counters = spark.sparkContext._jsc.sc().listenerBus().metrics().metricRegistry().getCounters()
     return sum(counters.get(name).getCount() for name in counters.keySet() if name.endswith("numDroppedEvents"))
 
 
-def ran(spark: SparkSession, run: Any) -> tuple[Any, int]:
-    """What this answers, and how many tasks Spark ran for it."""
+def run_and_count_tasks(spark: SparkSession, run: Any) -> tuple[Any, int]:
+    """Returns the result of `run`, and the number of tasks that Spark ran for it."""
     context = spark.sparkContext
     group = uuid.uuid4().hex
     context.addJobTag(group)
     try:
-        answer = run()
+        result = run()
     finally:
         context.removeJobTag(group)
-    context._jsc.sc().listenerBus().waitUntilEmpty(60_000)  # by which the status store hears of tasks
+    context._jsc.sc().listenerBus().waitUntilEmpty(60_000)  # the status store gets its tasks from the bus
     jobs = context._jsc.sc().statusStore().jobsList(None)
-    mine = [jobs.apply(i) for i in range(jobs.size()) if group in str(jobs.apply(i).jobTags())]
-    return answer, sum(job.numCompletedTasks() for job in mine)
+    matching = [jobs.apply(i) for i in range(jobs.size()) if group in str(jobs.apply(i).jobTags())]
+    return result, sum(job.numCompletedTasks() for job in matching)

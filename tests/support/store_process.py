@@ -1,4 +1,4 @@
-"""A process with a session of its own at a store, which does what it is told: to be killed, stopped and raced with."""
+"""A process with its own session at a store, which executes commands. Tests kill it, stop it, and race with it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ __all__ = ["StoreProcess"]
 
 
 class StoreProcess:
-    """Calls go to the process: `process("transact", ...)` answers what the store does, or raises an error of the same class."""
+    """Forwards calls to the process: `process("transact", ...)` returns or raises like the store.
+
+    An error is raised again with its class, arguments and attributes.
+    """
 
     def __init__(self, url: str, **environment: str) -> None:
         self._start(url, environment)
-        self.session = self.answer()
+        self.session = self.receive()
 
     @classmethod
-    def begun(cls, url: str):
-        """One that opens its store yet; its first answer is its session."""
+    def starting(cls, url: str):
+        """Starts a process without waiting until its store is open. Its first response is its session."""
         process = cls.__new__(cls)
         process._start(url, {})
         return process
@@ -35,11 +38,11 @@ class StoreProcess:
         )  # fmt: skip
         self.pid = self._process.pid
 
-    def tell(self, name, *arguments):
-        """Asks, and does not wait; one `answer` belongs to it."""
+    def send(self, name, *arguments):
+        """Sends a command without waiting. One call of `receive` gets its response."""
         print(base64.b64encode(pickle.dumps((name, arguments))).decode(), file=self._process.stdin, flush=True)
 
-    def answer(self):
+    def receive(self):
         line = self._process.stdout.readline()
         assert line, f"the process has ended: {self._process.wait(10)}"
         kind, value, attributes = pickle.loads(base64.b64decode(line))
@@ -51,11 +54,11 @@ class StoreProcess:
         raise error
 
     def __call__(self, name, *arguments):
-        self.tell(name, *arguments)
-        return self.answer()
+        self.send(name, *arguments)
+        return self.receive()
 
     def kill(self, with_signal=signal.SIGKILL):
-        """Ends it (SIGKILL), or stops it, or has it go on."""
+        """Sends a signal to the process. After SIGKILL, waits until it has ended."""
         self._process.send_signal(with_signal)
         if with_signal == signal.SIGKILL:
             self._process.wait(20)
@@ -71,7 +74,7 @@ class StoreProcess:
 
 
 def _count(store, key, other):
-    """Writes one number to both entries, for ever; prints each that is done."""
+    """Writes one number to both entries in an endless loop, and prints each number that is written."""
     from stagecrew.recovery.stores.contract import Replace
 
     number = store.read(key).version
@@ -82,7 +85,7 @@ def _count(store, key, other):
 
 
 def _limit(store, size):
-    """From now on no file of this process grows beyond that."""
+    """Limits the size of the files of this process."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
@@ -91,25 +94,25 @@ def _limit(store, size):
 def main() -> None:
     from stagecrew.recovery.stores import open_store
 
-    own = {"count": _count, "limit": _limit}
+    commands = {"count": _count, "limit": _limit}
 
-    def do(name, arguments):
-        if name in own:
-            return own[name](store, *arguments)
+    def execute(name, arguments):
+        if name in commands:
+            return commands[name](store, *arguments)
         found = getattr(store, name)
         return found(*arguments) if callable(found) else found
 
-    def say(work, *arguments):
+    def respond(work, *arguments):
         try:
-            answer = (None, work(*arguments), None)
+            response = (None, work(*arguments), None)
         except Exception as error:
-            answer = (type(error), error.args, error.__dict__)
-        print(base64.b64encode(pickle.dumps(answer)).decode(), flush=True)
+            response = (type(error), error.args, error.__dict__)
+        print(base64.b64encode(pickle.dumps(response)).decode(), flush=True)
 
     store = open_store(sys.argv[1])
-    say(lambda: store.session)
+    respond(lambda: store.session)
     for line in sys.stdin:
-        say(do, *pickle.loads(base64.b64decode(line)))
+        respond(execute, *pickle.loads(base64.b64decode(line)))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A TCP proxy before a server of this host, which can hold, cut and lose connections."""
+"""A TCP proxy to a server on this host, which can delay traffic and drop connections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 
 
 class _Direction:
-    """One way of one connection: what comes goes on while the gate is open."""
+    """Forwards one direction of one connection while its gate is open."""
 
     def __init__(self, source, target, gate):
         self.source, self.target, self.gate = source, target, gate
@@ -26,14 +26,14 @@ class _Direction:
 
 
 class Proxy:
-    """Stands before a server. It can keep what is sent in either direction, as a network does that stands still."""
+    """A proxy to a server. It can hold back traffic in either direction, like a network that stalls."""
 
     def __init__(self, port: int, listening: socket.socket | None = None) -> None:
         self._to = port
         self._listening = listening or socket.create_server(("127.0.0.1", 0))
         self.hosts = "{}:{}".format(*self._listening.getsockname())
         self._connections = []
-        #: Directions in which new connections stand still too.
+        #: Directions that are also held in new connections.
         self._still = set()
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
@@ -57,7 +57,7 @@ class Proxy:
                 self._connections.append((client, server, gates))
 
     def hold(self, *directions: str, new: bool = True) -> None:
-        """From now on nothing goes `to` the server, or `from` it; on connections that are there, and on new ones."""
+        """Holds back traffic `to` the server, or `from` it, on existing connections and, with `new`, on later ones."""
         if new:
             self._still.update(directions)
         for _, _, gates in self._connections:
@@ -65,14 +65,14 @@ class Proxy:
                 gates[name].clear()
 
     def heal(self) -> None:
-        """What was kept goes on, and all that follows."""
+        """Releases the held traffic, and ends all holds."""
         self._still.clear()
         for _, _, gates in self._connections:
             for gate in gates.values():
                 gate.set()
 
     def cut(self) -> None:
-        """Connections that are there are lost, with what was kept in them."""
+        """Drops all connections, with the traffic that was held back."""
         for client, server, _ in self._connections:
             for end in (client, server):
                 with contextlib.suppress(OSError):

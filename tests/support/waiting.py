@@ -1,4 +1,4 @@
-"""Waiting for a condition, with a deadline."""
+"""Waits for a condition, with a deadline."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from pyspark import cloudpickle
 
-# Executors do not have the tests: what is defined in this module travels by value.
+# Executors do not have the tests: the definitions of this module are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 20, what: str = "") -> Any:
-    """Waits until the condition is true, and answers what it answered; after the deadline the test fails with `what`."""
+    """Waits until the condition is true, and returns its value. After the deadline it fails with the text `what`."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()

@@ -1,4 +1,4 @@
-"""What the tests of pages share: a browser that notes what goes wrong, tables as a reader sees them, themes."""
+"""For the tests of web pages: a browser that records errors, tables as a reader sees them, and themes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, Playwright
 
-__all__ = ["THEMES", "dark", "fetched", "launched", "rows", "watched"]
+__all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
 
 THEMES = ("light", "dark")
 ARGUMENTS = [
@@ -24,21 +24,21 @@ ARGUMENTS = [
 ]
 
 
-def launched(playwright: Playwright) -> Browser:
-    """Debian's Chromium."""
+def launch_browser(playwright: Playwright) -> Browser:
+    """Starts Debian's Chromium."""
     return playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
 
 
 @contextlib.contextmanager
-def watched(browser: Browser) -> Iterator[Page]:
-    """A page on which nothing may go wrong: no error, no dialog, no violation of the content security policy."""
+def checked_page(browser: Browser) -> Iterator[Page]:
+    """Opens a page, and asserts that there was no error, no dialog and no violation of the content security policy."""
     context = browser.new_context(viewport={"width": 1600, "height": 900})
     page = context.new_page()
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
-    # What is still on its way when a page is left is given up by the browser itself.
+    # The browser aborts requests that are in progress when it leaves a page.
     page.on(
         "requestfailed",
         lambda request: wrong.append(f"failed {request.url}") if request.failure != "net::ERR_ABORTED" else None,
@@ -54,17 +54,17 @@ def watched(browser: Browser) -> Iterator[Page]:
     )
     yield page
     context.close()
-    assert wrong == [], wrong  # pytest does not explain asserts of this module
+    assert wrong == [], wrong  # pytest does not rewrite assertions of this module
 
 
-def dark(page: Page, theme: str = "dark") -> None:
-    """Switches to one of Spark's themes, as its own button does."""
+def set_theme(page: Page, theme: str = "dark") -> None:
+    """Switches to one of Spark's themes, as Spark's own button does."""
     page.evaluate("theme => document.documentElement.setAttribute('data-bs-theme', theme)", theme)
 
 
-def rows(page: Page, table: str) -> list[dict[str, str]]:
-    """The cells of each row by their header, as a reader sees them."""
-    # Behind the header that is sorted by stands an arrow.
+def table_rows(page: Page, table: str) -> list[dict[str, str]]:
+    """Returns the cells of each row by their header, as a reader sees them."""
+    # The header of the sorted column ends with an arrow.
     names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
     return [
         dict(zip(names, (text.strip() for text in row.locator("td").all_inner_texts()), strict=True))
@@ -72,7 +72,7 @@ def rows(page: Page, table: str) -> list[dict[str, str]]:
     ]
 
 
-def fetched(url: str) -> Any:
-    """The JSON there."""
+def fetch_json(url: str) -> Any:
+    """Returns the JSON at this URL."""
     with urllib.request.urlopen(url, timeout=60) as response:
         return json.load(response)

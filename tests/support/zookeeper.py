@@ -1,4 +1,4 @@
-"""ZooKeeper servers of the tests' own, from PySpark's jars, and a network in between that can fail."""
+"""ZooKeeper servers for tests, from PySpark's jars."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMALL = [
     "-XX:TieredStopAtLevel=1",
     "-Dzookeeper.admin.enableServer=false",
 ]
-#: Milliseconds. Sessions are of 2 to 20 ticks.
+#: In milliseconds. Session timeouts are 2 to 20 ticks.
 TICK = 500
 
 
@@ -41,7 +41,7 @@ def _free_ports(count):
 
 
 class Server:
-    """One server. Its data stay when it is killed, until `zookeeper` or `ensemble` ends."""
+    """One server. Its data survive a kill, until `zookeeper` or `ensemble` ends."""
 
     def __init__(self, folder: Path, port: int, settings: list[str], main: str, properties: list[str]) -> None:
         self.hosts, self.port, self._folder, self._main = f"127.0.0.1:{port}", port, folder, main
@@ -64,20 +64,20 @@ class Server:
 
     @property
     def alive(self):
-        """Whether it was started, and not killed."""
+        """Returns whether the server was started and not killed."""
         return self._process is not None
 
     def serving(self):
-        """What the server says of itself: its mode is in there when it serves."""
+        """Returns the server's status, which contains its mode, or an empty text while it does not serve."""
         assert self._process is not None
         assert self._process.poll() is None, (self._folder / "log").read_text(errors="replace")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as asked:
-            asked.settimeout(5)
-            asked.sendall(b"srvr")
-            said = b""
-            while part := asked.recv(4096):
-                said += part
-            return said.decode() if b"Mode:" in said else ""
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2) as connection:
+            connection.settimeout(5)
+            connection.sendall(b"srvr")
+            status = b""
+            while part := connection.recv(4096):
+                status += part
+            return status.decode() if b"Mode:" in status else ""
         return ""
 
     def wait(self):
@@ -92,7 +92,7 @@ class Server:
 
 @contextlib.contextmanager
 def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceSync=no",)) -> Iterator[Server]:
-    """One server that serves."""
+    """Runs one server. It serves when this yields."""
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
     server = Server(folder, *_free_ports(1), list(settings), "ZooKeeperServerMain", list(properties))
     try:
@@ -105,7 +105,7 @@ def zookeeper(*settings: str, properties: tuple[str, ...] = ("-Dzookeeper.forceS
 
 
 def _certificates(folder):
-    """A key and a certificate for this host, that is its own authority."""
+    """Creates a key, and a self-signed certificate for this host."""
     import ipaddress
 
     from cryptography import x509
@@ -130,7 +130,10 @@ def _certificates(folder):
 
 @contextlib.contextmanager
 def tls_zookeeper(folder: Path) -> Iterator[int]:
-    """A server that speaks TLS at this port with who has `key.pem` and `ca.pem`, which are in the folder then."""
+    """Runs a server that speaks TLS on the yielded port.
+
+    Clients use `key.pem` and `ca.pem`, which it creates in `folder`.
+    """
     _certificates(folder)
     (port,) = _free_ports(1)
     with zookeeper(
@@ -144,9 +147,10 @@ def tls_zookeeper(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
-    """Three servers, of which one leads.
+    """Runs three servers, of which one leads.
 
-    Given a list, the first never leads at the beginning, and hears from those that may through the two proxies that are put into it.
+    If `network` is a list, the first server does not lead at the beginning. It reaches the other two through two
+    proxies, which are appended to the list.
     """
     folder = Path(tempfile.mkdtemp(prefix="stagecrew-zookeeper-"))
     with contextlib.ExitStack() as ending:
@@ -155,8 +159,11 @@ def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
         quorum, elections, clients = ([next(free) for _ in range(3)] for _ in range(3))
         known = [list(quorum) for _ in range(3)]
         if network is not None:
-            network += [ending.enter_context(Proxy(port, own)) for port, own in zip(quorum[1:], listening, strict=True)]
-            known[0][1:] = [own.getsockname()[1] for own in listening]
+            network += [
+                ending.enter_context(Proxy(port, listener))
+                for port, listener in zip(quorum[1:], listening, strict=True)
+            ]
+            known[0][1:] = [listener.getsockname()[1] for listener in listening]
         servers = [
             Server(folder / str(number), clients[number],
                    ["initLimit=20", "syncLimit=10" if network is None else "syncLimit=40",
@@ -168,9 +175,9 @@ def ensemble(network: list[Proxy] | None = None) -> Iterator[list[Server]]:
         for number, server in enumerate(servers):
             (folder / str(number) / "data" / "myid").write_text(str(number))
             ending.callback(server.kill)
-        for some in [servers] if network is None else [servers[1:], servers[:1]]:
-            for server in some:
+        for group in [servers] if network is None else [servers[1:], servers[:1]]:
+            for server in group:
                 server.start()
-            for server in some:
+            for server in group:
                 server.wait()
         yield servers

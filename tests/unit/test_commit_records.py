@@ -35,7 +35,7 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
-from support.commit_trials import SCHEMA, Around, Tasks
+from support.commit_trials import SCHEMA, SinkWrapper, Tasks
 from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_disk, sqlite
 from support.model_store import ModelServer
 from support.simulated_jobs import MemorySink
@@ -81,7 +81,7 @@ def test_a_commit_id_with_different_content_is_refused(trial, log_lost):
         assert "Give other data another commit id" in message
     assert sorted(trial.visible()) == before
     assert run_commit(trial, "monday", commit_log=commit_log).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
@@ -148,7 +148,7 @@ def test_a_repeat_that_finishes_a_pending_commit_logs_a_warning(tmp_path, caplog
     """Only a call with the same content finishes a commit that is decided but not applied."""
     trial = sqlite(tmp_path)
 
-    class Unreachable(Around):
+    class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 
@@ -158,7 +158,7 @@ def test_a_repeat_that_finishes_a_pending_commit_logs_a_warning(tmp_path, caplog
     with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
         run_commit(trial, "tuesday")
     assert trial.visible() == []
-    assert trial.left() != [], "the staged rows of a decided commit were deleted"
+    assert trial.leftovers() != [], "the staged rows of a decided commit were deleted"
     assert run_commit(trial, "monday").repeated
     assert len(trial.visible()) == 40
     assert warnings(caplog) == [
@@ -507,18 +507,18 @@ def test_a_message_that_names_a_path_is_refused(make, tmp_path, name):
     victim.mkdir()
     (victim / "theirs").write_text("theirs")
 
-    class Unreachable(Around):
+    class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 
     with pytest.raises(CommitPending):
         run_commit(trial, sink=Unreachable(trial.make_sink()))
     change(trial, messages=[{"file": name, "rows": 40}])
-    staged = trial.left()
+    staged = trial.leftovers()
     with pytest.raises(CommitUnreadable, match="is no name of a staged file. Nothing was moved or deleted"):
         run_commit(trial)
     assert (victim / "theirs").read_text() == "theirs"
-    assert trial.left() == staged
+    assert trial.leftovers() == staged
     assert trial.visible() == []
 
 

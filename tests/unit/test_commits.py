@@ -14,17 +14,17 @@ from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit, resume
 from stagecrew.operators.sinks import ParquetSink
 from support.commit_schedules import (
-    at_once,
+    commit_that_raises,
+    concurrent_commits,
     failing_at_each_moment,
-    going_on_at_each_moment,
-    going_on_behind_a_refusal,
     killed_at_each_moment,
-    looked_at_within,
-    moved_into_another,
-    raising_once,
-    seeded,
+    random_history,
+    rename_into_existing_folder,
+    resume_after_refusal,
+    resume_at_each_moment,
+    rows_appear_at_once,
 )
-from support.commit_trials import SCHEMA, Driver, Tasks, undisturbed
+from support.commit_trials import SCHEMA, Driver, Tasks, moments_without_faults
 from support.commits import FailingLog, StepBefore, trials_in
 from support.local_sinks import SINKS, appended, iceberg, like_hdfs, objects, parquet, sqlite
 
@@ -58,12 +58,12 @@ def test_a_commit_writes_every_row_once(trial):
     for zombie in tasks.zombies:
         with contextlib.suppress(Exception):
             zombie()
-    assert trial.left() == []
+    assert trial.leftovers() == []
     repeat = trial.drive(Driver(), Tasks(2))
     assert repeat.repeated
     assert (repeat.rows, repeat.parts) == (40, 4)
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_dataset_without_rows_is_committed(trial):
@@ -72,7 +72,7 @@ def test_a_dataset_without_rows_is_committed(trial):
     assert trial.drive(Driver(), tasks).rows == 0
     assert trial.visible() == []
     assert trial.drive(Driver(), tasks).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 #: Which moments of a driver are tested. They come in pairs, before and after a write, so the step is odd to meet both.
@@ -93,12 +93,12 @@ def test_a_write_can_fail_at_any_moment(make_for_slow_tests, every):
 
 @pytest.fixture(scope="module")
 def moments(tmp_path_factory):
-    """The number of moments of an undisturbed driver, for each sink."""
+    """The number of moments of an moments_without_faults driver, for each sink."""
     counted = {}
 
     def count(name, make):
         if name not in counted:
-            counted[name] = len(undisturbed(make("undisturbed")))
+            counted[name] = len(moments_without_faults(make("moments_without_faults")))
         return counted[name]
 
     return count
@@ -107,21 +107,23 @@ def moments(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults(request, make_for_slow_tests, seed, moments):
     """Drivers die, pause and continue at random, and tasks write late."""
-    seeded(make_for_slow_tests("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_for_slow_tests))
+    random_history(
+        make_for_slow_tests("seeded"), seed, moments(request.node.callspec.id.split("-")[0], make_for_slow_tests)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(n, n + 20) for n in range(100, 220, 20)], ids=lambda seeds: f"from-{seeds[0]}")
 def test_many_random_faults(make, seeds):
     """At least a hundred seeds for each sink."""
-    count = len(undisturbed(make("undisturbed")))
+    count = len(moments_without_faults(make("moments_without_faults")))
     for seed in seeds:
-        seeded(make(str(seed)), seed, count)
+        random_history(make(str(seed)), seed, count)
 
 
 def test_two_commits_at_once_both_succeed_or_one_conflicts(trial):
     """A commit that conflicts leaves no file."""
-    conflicts = at_once(trial, "staged")
+    conflicts = concurrent_commits(trial, "staged")
     if trial.make_sink.__qualname__.startswith("parquet"):
         assert len(conflicts) == 1
         assert "is there already" in str(conflicts[0])
@@ -141,7 +143,7 @@ def test_a_folder_moved_into_an_existing_one_is_cleaned_up_by_a_repeat(tmp_path)
         )
         return trial
 
-    moved_into_another(filesystem, target, make)
+    rename_into_existing_folder(filesystem, target, make)
 
 
 def test_two_decided_commits_both_succeed_or_one_conflicts(make):
@@ -149,13 +151,13 @@ def test_two_decided_commits_both_succeed_or_one_conflicts(make):
     for number in range(3):
         trial = make(f"two-{number}")
         expected_conflicts = trial.make_sink.__qualname__.startswith("parquet")
-        assert len(at_once(trial, "before commit")) == expected_conflicts
+        assert len(concurrent_commits(trial, "before commit")) == expected_conflicts
 
 
 @MOMENTS
 def test_a_paused_driver_that_continues_changes_nothing(make_for_slow_tests, every):
     """It pauses before or after any write and continues after another driver has committed or aborted."""
-    going_on_at_each_moment(make_for_slow_tests, every)
+    resume_at_each_moment(make_for_slow_tests, every)
 
 
 @pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
@@ -169,7 +171,7 @@ def test_a_driver_paused_during_a_refusal_leaves_nothing(tmp_path, exists_later)
         (folder / "theirs").touch()
         return lambda: shutil.rmtree(folder)
 
-    going_on_behind_a_refusal(trials_in(parquet, tmp_path), refuse, exists_later)
+    resume_after_refusal(trials_in(parquet, tmp_path), refuse, exists_later)
 
 
 @pytest.mark.parametrize("exists_later", [pytest.param(True, marks=pytest.mark.long), False], ids=["exists", "removed"])
@@ -191,7 +193,7 @@ def test_a_driver_paused_during_a_refusal_of_a_table_leaves_nothing(tmp_path, ex
         change(trial, "INSERT INTO target VALUES (7, 'there')")
         return lambda: change(trial, "DELETE FROM target WHERE text = 'there'")
 
-    going_on_behind_a_refusal(trials_in(unique, tmp_path), refuse, exists_later)
+    resume_after_refusal(trials_in(unique, tmp_path), refuse, exists_later)
 
 
 def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
@@ -229,7 +231,7 @@ def test_a_refusal_is_final_although_the_table_accepts_the_rows_again(tmp_path):
     assert isinstance(outcome[0], CommitUnknown), "the other driver must not know whether the commit is refused"
     assert trial.visible() == []
     assert trial.commit_log.read("c")[1]["state"] == "refused"
-    assert trial.left() == []
+    assert trial.leftovers() == []
     assert not trial.drive(Driver(), tasks, "c").repeated
     assert sorted(trial.visible()) == tasks.expected
     trial.repeat_changes_nothing("c")
@@ -246,16 +248,16 @@ def test_a_failed_job_aborts_its_commit(trial):
     with pytest.raises(ValueError, match="the job failed"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
 
 
 def test_a_commit_that_raises_is_retried(make):
     """Before or after its effect. If it keeps raising, a later driver completes it from the staged rows."""
-    raising_once(make)
+    commit_that_raises(make)
 
 
 def test_another_connection_sees_no_row_before_the_last_transaction_ends(tmp_path):
     """It reads before the end of each of the sink's transactions."""
-    looked_at_within(sqlite(tmp_path))
+    rows_appear_at_once(sqlite(tmp_path))

@@ -13,7 +13,7 @@ import pytest
 
 from stagecrew.errors import CommitFailed, CommitPending, CommitUnknown
 from stagecrew.operators.commits import abandon, commit, resume
-from support.commit_trials import SCHEMA, SEED, Around, Driver, Killed, Tasks, undisturbed
+from support.commit_trials import SCHEMA, SEED, Driver, Killed, SinkWrapper, Tasks, moments_without_faults
 from support.commits import FailingLog, StepBefore, commit_and_restore_old_log, trials_in
 from support.local_sinks import files, iceberg
 
@@ -41,7 +41,7 @@ def test_a_nullable_column_for_a_required_one_is_refused(tmp_path, nullable):
     ):
         commit(sink, trial.commit_log, "c", schema, run)
     assert trial.visible() == ([] if nullable else [(7, "a")])
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_reader_sees_no_row_before_the_catalogue_commits(tmp_path, monkeypatch):
@@ -108,7 +108,7 @@ def test_iceberg_adds_nothing_twice_if_another_driver_commits_first(tmp_path):
             trial.make_sink().commit(*committing)
         return do_commit(self, *args, **kwargs)
 
-    class Recording(Around):
+    class Recording(SinkWrapper):
         """Records the arguments of `commit` for the other driver."""
 
         def commit(self, staging, messages):
@@ -192,7 +192,7 @@ def test_iceberg_never_deletes_visible_files_on_a_refusal(tmp_path, last):
     assert sorted(trial.visible()) in ([], tasks.expected)
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def expire(trial, commit_id):
@@ -216,7 +216,7 @@ def test_an_iceberg_commit_is_found_done_after_its_snapshot_expired(tmp_path, fi
     """A driver dies after the catalogue's commit, before it writes the record. The table's own files show that the
     commit is done."""
     trial, make = iceberg(tmp_path), trials_in(iceberg, tmp_path)
-    dies = Driver(dies_at=undisturbed(make("undisturbed")).index("after commit") + 1)
+    dies = Driver(dies_at=moments_without_faults(make("moments_without_faults")).index("after commit") + 1)
     with pytest.raises(Killed):
         trial.drive(dies, Tasks(SEED, zombies=False), "c")
     expire(trial, "c")
@@ -227,7 +227,7 @@ def test_an_iceberg_commit_is_found_done_after_its_snapshot_expired(tmp_path, fi
     if not fits:
         rename(trial.make_sink(), "other", "text")
     assert sorted(trial.visible()) == sorted(Tasks(1).expected * 2)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_abandon_keeps_the_files_of_an_expired_iceberg_snapshot(tmp_path):
@@ -260,7 +260,7 @@ def test_an_unreadable_response_of_the_catalogue_is_retried(tmp_path, monkeypatc
 
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None).rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_pickled_iceberg_sink_reaches_its_catalogue(tmp_path):

@@ -14,7 +14,7 @@ from stagecrew.errors import OperatorMisused
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
-from support.commit_trials import SCHEMA, Around, Driver, Tasks
+from support.commit_trials import SCHEMA, Driver, SinkWrapper, Tasks
 from support.local_sinks import iceberg, sqlite
 
 
@@ -155,7 +155,7 @@ def test_a_commit_id_cannot_be_used_for_two_sinks_without_identity(tmp_path):
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
     commit_log = MemoryCommitLog()
 
-    class Anonymous(Around):
+    class Anonymous(SinkWrapper):
         def __getattr__(self, name):
             if name == "identity":
                 raise AttributeError(name)

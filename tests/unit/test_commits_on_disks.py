@@ -92,7 +92,7 @@ def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
             assert "could not be written" in message
             assert os.strerror(code) in message
             assert trial.visible() == []
-            assert trial.left() == []
+            assert trial.leftovers() == []
         else:
             assert number == 3  # only the record that it is applied could not be written
             assert report.rows == 40
@@ -100,7 +100,7 @@ def test_a_disk_that_fails_under_the_commit_log(tmp_path, part, number, code):
     assert not list((tmp_path / "log").glob(".*.tmp"))
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_failed_job_is_cleaned_up_if_its_abort_cannot_be_written(tmp_path, monkeypatch):
@@ -114,7 +114,7 @@ def test_a_failed_job_is_cleaned_up_if_its_abort_cannot_be_written(tmp_path, mon
 
     with pytest.raises(ValueError, match="the job failed"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fails)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
@@ -126,11 +126,11 @@ def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
         CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
     ):
         commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(accepting, staging))
-    assert trial.left() != []
+    assert trial.leftovers() != []
     monkeypatch.undo()
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_commit_log_on_a_full_disk_fails_the_commit(tmp_path, disk):
     with pytest.raises(CommitFailed, match="record of commit 'c' could not be written.*No space left on device"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, fills)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     (disk / "large").unlink()
     assert sorted(path.name for path in disk.iterdir()) == [".lock", "c.json"]
     trial.drive(Driver(), tasks, "c")

@@ -15,7 +15,7 @@ from stagecrew.errors import CommitConflict, CommitFailed, CommitPending
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import DatabaseSink
-from support.commit_schedules import first_commits_of_two_schemas, other_schemas
+from support.commit_schedules import first_commits_of_two_schemas, mismatched_schemas
 from support.commit_trials import SCHEMA, Driver, Tasks
 from support.local_sinks import appended, iceberg, objects, sqlite
 
@@ -23,7 +23,7 @@ from support.local_sinks import appended, iceberg, objects, sqlite
 @pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
 def test_a_schema_that_does_not_fit_is_refused(make, tmp_path):
     """The error names the columns, and no task runs."""
-    other_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
+    mismatched_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
 
 
 def test_the_order_of_columns_does_not_matter(tmp_path):
@@ -50,7 +50,7 @@ def test_text_in_an_integer_column_is_refused(tmp_path):
     ):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
@@ -81,7 +81,7 @@ def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, t
     with pytest.raises(ValueError, match="given up"):
         commit(trial.make_sink(), trial.commit_log, "one", SCHEMA, run)
     assert not commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: []).repeated
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
@@ -115,7 +115,7 @@ def test_a_table_that_cannot_be_written_is_refused(tmp_path, kind):
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
     with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {kind}"):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_lost_staged_rows_make_the_commit_pending(tmp_path):

@@ -16,7 +16,7 @@ from stagecrew.files import exists, list_files, remove_folder
 from stagecrew.operators.commits import Staging, commit, resume
 from stagecrew.operators.sinks import ObjectSink, ParquetSink
 from stagecrew.operators.sinks import parquet as parquet_module
-from support.commit_schedules import late_at_each_moment
+from support.commit_schedules import late_task_at_each_moment
 from support.commit_trials import SCHEMA, Driver, Tasks
 from support.commits import StepBefore, trials_in
 from support.local_sinks import SINKS, files, like_hdfs, parquet
@@ -40,7 +40,7 @@ def test_a_late_task_creates_no_folder(tmp_path):
 
 def test_a_late_task_leaves_nothing(make):
     """It pauses while it writes until the commit is done or abandoned. Nothing of it is visible or left."""
-    late_at_each_moment(make)
+    late_task_at_each_moment(make)
 
 
 def test_a_failed_task_removes_only_its_own_file(tmp_path):
@@ -115,10 +115,10 @@ def test_a_refused_folder_is_never_visible_in_part(tmp_path, monkeypatch, filesy
     assert not other.is_alive()
     assert isinstance(outcome[0], CommitSuperseded)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_discard_leaves_other_runs_alone(tmp_path):

@@ -11,7 +11,7 @@ import stagecrew.operators.commits
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitSuperseded, CommitUnknown
 from stagecrew.operators.commits import abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink
-from support.commit_trials import SCHEMA, SEED, Around, Driver, Tasks
+from support.commit_trials import SCHEMA, SEED, Driver, SinkWrapper, Tasks
 from support.commits import FailingLog, RefusingSink, commit_and_restore_old_log
 from support.local_sinks import SINKS, sqlite
 
@@ -36,7 +36,7 @@ def test_a_refusal_with_an_unknown_outcome_deletes_nothing(trial):
         )
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["after a repeat", "at once"])
@@ -88,9 +88,9 @@ def test_rows_staged_by_earlier_runs_are_deleted_with_a_restored_log(tmp_path, m
         commit_and_restore_old_log(trial, Tasks(1))
         for _ in range(repeats - 1):
             assert trial.drive(Driver(), Tasks(2), "c").repeated
-        assert len(trial.left()) == 1
+        assert len(trial.leftovers()) == 1
     assert trial.drive(Driver(), Tasks(2), "c").repeated
-    assert (trial.left(), sorted(trial.visible())) == ([], Tasks(1).expected)
+    assert (trial.leftovers(), sorted(trial.visible())) == ([], Tasks(1).expected)
 
 
 def test_abandon_deletes_nothing_if_the_sink_is_unreachable(trial):
@@ -122,7 +122,7 @@ def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
     assert trial.commit_log.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
@@ -130,7 +130,7 @@ def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
     trial, tasks = sqlite(tmp_path), Tasks(1)
     reachable, decided = trial.make_sink(), []
 
-    class Unreachable(Around):
+    class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             decided.append(1)
             raise CommitConflict("is there already")
@@ -144,10 +144,10 @@ def test_a_conflict_is_pending_if_the_sink_becomes_unreachable(tmp_path):
         commit(Unreachable(reachable), trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(reachable, staging))
     assert trial.drive(Driver(), Tasks(2), "c").repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-class FailingDiscard(Around):
+class FailingDiscard(SinkWrapper):
     """A sink whose first calls of `discard` fail."""
 
     def __init__(self, sink, times):
@@ -176,7 +176,7 @@ def test_cleanup_is_retried(trial, succeeds):
         commit(FailingDiscard(trial.make_sink(), 3), trial.commit_log, "c", SCHEMA, run, sleep=pauses.append)
     assert pauses == [0.2, 0.4, 0.8]
     assert sorted(trial.visible()) == (tasks.expected if succeeds else [])
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("succeeds", [True, False], ids=["done", "failed"])
@@ -194,14 +194,14 @@ def test_a_failed_cleanup_is_logged(tmp_path, caplog, succeeds):
 
     with contextlib.nullcontext() if succeeds else pytest.raises(ValueError, match="the job failed"):
         commit(FailingDiscard(trial.make_sink(), 9), trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-    assert trial.left() == [f"stagecrew_stage_{runs[0]}"]
+    assert trial.leftovers() == [f"stagecrew_stage_{runs[0]}"]
     [warning] = [record.message for record in caplog.records if "could not be deleted" in record.message]
     assert f"commit 'c' has staged for <table target of sqlite> in {tmp_path}" in warning
     assert runs[0] in warning
     assert ("delete them when the sink is back" in warning) is not succeeds
     trial.drive(Driver(), Tasks(1), "c")
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_cleanup_is_not_retried_after_a_long_call(tmp_path, monkeypatch):

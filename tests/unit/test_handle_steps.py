@@ -21,14 +21,14 @@ from stagecrew.errors import (
 )
 from stagecrew.recovery.stores.contract import Create, Delete
 from support.handle_faults import (
-    CHANGES,
+    MUTATING_METHODS,
     ROOT,
+    FaultAtStep,
     Killed,
     Schedule,
-    Step,
+    explore_schedules,
     model_world,
     quick_folder,
-    schedules,
     sqlite_world,
 )
 
@@ -45,7 +45,7 @@ def new_world(folder, number, make_world=model_world):
     handles = world.handles()
     handles.add("b", b"old b")
     handles.add("half", b"half")
-    world.looking.transact(Delete("jobs/half/locks"))
+    world.observer.transact(Delete("jobs/half/locks"))
     world.storage.write("orphan", b"orphan", world.folder())
     return world
 
@@ -77,7 +77,7 @@ def perform(case, world, moment):
 
 def repeat(case, world):
     """The first instance has ended, and another one repeats its action."""
-    world.only()
+    world.expire_others()
     with contextlib.suppress(HandleExists, HandleMissing, StoreConflict):
         perform(case, world, None)
 
@@ -86,8 +86,8 @@ def each_step(folder, case, error, make_world=model_world):
     """Yields a new world for each step of a case, in which the action dies or fails at that step."""
     for at in range(1, 200):
         world = new_world(folder, at, make_world)
-        before = world.held()
-        step = Step(at, error)
+        before = world.readable_data()
+        step = FaultAtStep(at, error)
         raised = None
         try:
             perform(case, world, step)
@@ -113,10 +113,10 @@ def test_an_instance_can_die_at_each_step(folder, case, make_world):
     complete state at once, and another instance completes the action."""
     after = CASES[case][1]
     for world, before, _step, _raised in each_step(folder, case, None, make_world):
-        assert world.held() in (before, after)
+        assert world.readable_data() in (before, after)
         repeat(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,19 +136,19 @@ def test_each_step_can_fail(folder, case, kind):
 
     after = CASES[case][1]
     for world, before, step, raised in each_step(folder, case, error):
-        assert world.held() in (before, after)
+        assert world.readable_data() in (before, after)
         if (
             raised is not None
             and not isinstance(raised, PossiblyInconsistentError)
             and case.startswith(("add", "replace"))
         ):
-            assert world.held() == before
+            assert world.readable_data() == before
             assert len(world.files()) <= 3 or failed_method == ["write"]
         if step.fired and raised is None:
-            assert world.held() == after
+            assert world.readable_data() == after
         repeat(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
 def check_error(actor):
@@ -221,7 +221,7 @@ def test_each_schedule_of_two_actors(folder, names, switches):
     state is left at the end."""
 
     def check(world, schedule, ended):
-        held = world.held()
+        held = world.readable_data()
         if not ended:
             return
         first, second = world.actors
@@ -249,9 +249,9 @@ def test_each_schedule_of_two_actors(folder, names, switches):
         if names == ("remove half", "add half"):
             assert done == {"remove half": True, "add half": True}
             assert ("half" in held) == (not first.result)
-        assert world.clean() == held
+        assert world.assert_clean() == held
 
-    count = schedules(race(folder, names), check, switches)
+    count = explore_schedules(race(folder, names), check, switches)
     assert count > 10
 
 
@@ -261,7 +261,7 @@ def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
     """Each reply is lost, so the store repeats its request. A write that was done and undone is not done twice."""
 
     def check(world, schedule, ended):
-        held = world.held()
+        held = world.readable_data()
         if ended:
             for actor in world.actors:
                 check_error(actor)
@@ -269,9 +269,9 @@ def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
                 assert held["a"] == b"new a"
             if names == ("remove b", "add b"):
                 assert world.actors[0].result is True
-            assert world.clean() == held
+            assert world.assert_clean() == held
 
-    schedules(race(folder, names, repeats=True), check, switches)
+    explore_schedules(race(folder, names, repeats=True), check, switches)
 
 
 def test_an_add_repeated_after_its_removal_does_not_restore_the_handle(folder):
@@ -285,7 +285,7 @@ def test_an_add_repeated_after_its_removal_does_not_restore_the_handle(folder):
 
     world.handles(moment, repeats=True).add("a", b"1")
     assert removed == [True]
-    assert world.clean() == {}
+    assert world.assert_clean() == {}
 
 
 class Machine(RuleBasedStateMachine):
@@ -312,7 +312,7 @@ class Machine(RuleBasedStateMachine):
         self.instances[process] = (handles, hook)
 
     def idle(self, process):
-        return process not in self.actors or self.actors[process].over
+        return process not in self.actors or self.actors[process].ended
 
     def start(self, process, action):
         if not self.idle(process):
@@ -354,7 +354,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, process, name, action, flag):
         self.number += 1
         data = b"%d" % self.number
-        entry = self.world.looking.read(f"{ROOT}/{name}")
+        entry = self.world.observer.read(f"{ROOT}/{name}")
         version = max(0, entry.version - flag) if entry else 0
 
         def add_until_known(handles):
@@ -390,7 +390,7 @@ class Machine(RuleBasedStateMachine):
     @rule(
         process=PROCESS,
         kind=st.sampled_from(["definite", "not done", "done", "late"]),
-        fails_in=st.sampled_from(CHANGES),
+        fails_in=st.sampled_from(MUTATING_METHODS),
     )
     def fail(self, process, kind, fails_in):
         """The next call of this method fails, or its reply is lost."""
@@ -398,7 +398,7 @@ class Machine(RuleBasedStateMachine):
         while not self.idle(process) and actor.at[0] != fails_in:
             self.late_transaction_arrives(process)
             actor.step()
-            self.world.held()
+            self.world.readable_data()
         if self.idle(process):
             return
         method, _when = actor.at
@@ -426,7 +426,7 @@ class Machine(RuleBasedStateMachine):
     def die(self, process, at_once):
         """A process dies and another one replaces it. The session ends at once or later."""
         if not self.idle(process):
-            while not self.actors[process].over:
+            while not self.actors[process].ended:
                 self.actors[process].step(Killed())
         self.instances[process][1][0] = None
         session = self.instances[process][0]._store.session
@@ -438,13 +438,13 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def expire(self):
         """The sessions of dead processes end."""
-        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.looking.session}
+        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.observer.session}
         for session in list(self.world.server.live - live):
             self.world.expire(session)
 
     @invariant()
     def every_state_is_complete(self):
-        self.world.held()
+        self.world.readable_data()
 
     def teardown(self):
         try:
@@ -457,8 +457,8 @@ class Machine(RuleBasedStateMachine):
             for process in ("one", "two"):
                 self.instances[process][1][0] = None
                 self.instances[process][0].release_all()
-            held = self.world.held()
-            assert self.world.clean() == held
+            held = self.world.readable_data()
+            assert self.world.assert_clean() == held
             for name in held:
                 assert self.world.handles().remove(name)
             assert self.world.files() == []

@@ -17,7 +17,7 @@ from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.supersteps import SuperstepCoordinator
 from stagecrew.wire.frames import encode
-from support.operator_fakes import Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology
 from support.waiting import eventually
 
 
@@ -37,8 +37,8 @@ class CountsCheckpoints(stagecrew.Coordinator):
 @pytest.fixture
 def uses():
     """Binds and evaluates a given number of uses of one topology's operators."""
-    host = Host(Nowhere(), 1 << 20, 30.0)
-    operators = Operators(Scope(), lambda: 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
+    operators = Operators(FakeTopology(), lambda: 30.0)
     numbers = iter(range(1 << 30))
 
     def make(count, factory, name="o"):

@@ -30,7 +30,7 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.session import builder
 from stagecrew.session.running_job import set_running_job
 from support.model_store import ModelServer
-from support.operator_fakes import Keeping, Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
 class Store:
@@ -182,13 +182,13 @@ def test_each_step_has_its_own_coordinators(stored, monkeypatch, outside):
     and does not get the state of a skipped step's coordinator. A use outside of steps continues with its state."""
 
     def program(job, fail):
-        coordinators, host = [], Host(Nowhere(), 1 << 20, 30.0)
-        operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+        coordinators, host = [], Host(DroppingWire(), 1 << 20, 30.0)
+        operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
         operators.name_operator("o")
         monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
 
         def bind(text=""):
-            id_ = operators.add("o", lambda context: Keeping(context, coordinators), host)
+            id_ = operators.add("o", lambda context: TextCoordinator(context, coordinators), host)
             (coordinator,) = (
                 binding.instance.coordinator for binding in operators._bindings.values() if binding.id == id_
             )
@@ -250,15 +250,15 @@ def open_topology(monkeypatch):
 
     class Opened:
         def __init__(self):
-            self.operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+            self.operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
-            self.host = Host(Nowhere(), 1 << 20, 30.0)
+            self.host = Host(DroppingWire(), 1 << 20, 30.0)
             monkeypatch.setattr(job_module, "_open_operators", lambda: [self.operators])
             opened.append(self)
 
         def bind(self, text="", name=None):
             """Binds the operator. Returns the text with which the coordinator begins, and adds to it."""
-            id_ = self.operators.add("o", lambda context: Keeping(context, []), self.host, name)
+            id_ = self.operators.add("o", lambda context: TextCoordinator(context, []), self.host, name)
             (coordinator,) = (
                 binding.instance.coordinator for binding in self.operators._bindings.values() if binding.id == id_
             )

@@ -22,7 +22,7 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent
+from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 
@@ -98,8 +98,8 @@ def test_a_fault_at_each_write(moment, fault, cancel):
         if injected.operations is None:
             break
         reached += 1
-        consistent(world)
-        check(world, world.settle())
+        assert_consistent(world)
+        assert_final_state(world, world.settle())
     assert reached > 25
 
 
@@ -133,7 +133,7 @@ def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
     assert second.jobs.read("job-0")[0].clean  # cleaned by leader 2, which did not run it
     assert len(world.processes) == 1
     assert second.jobs.submit(SPEC, "job-0") == "job-0"  # submitted again: the same job, which has ended
-    check(world, second.jobs)
+    assert_final_state(world, second.jobs)
 
 
 def test_a_run_of_a_replaced_leader_decides_nothing():
@@ -147,7 +147,7 @@ def test_a_run_of_a_replaced_leader_decides_nothing():
     old.act()
     assert (old.code, world.ran) == (75, [])
     jobs = world.settle()
-    check(world, jobs)
+    assert_final_state(world, jobs)
     assert jobs.read("job-0")[0].run > 1
 
 
@@ -169,9 +169,9 @@ def test_a_leader_that_is_replaced_while_it_prepares_a_run_starts_none(tmp_path)
     assert replaced.dead
     assert not files.exists()
     [process] = world.processes
-    assert (process.term, process.run.number) == (world.drivers[-1].tending._term, 1)
-    check(world, world.settle())
-    assert world.over == {("job-0", 0): "succeeded"}
+    assert (process.term, process.run.number) == (world.drivers[-1].reconciler._term, 1)
+    assert_final_state(world, world.settle())
+    assert world.final_states == {("job-0", 0): "succeeded"}
 
 
 def test_a_decided_commit_is_applied_before_a_cancel():
@@ -191,7 +191,7 @@ def test_a_decided_commit_is_applied_before_a_cancel():
     assert world.processes[0].dead
     new_jobs(world).cancel("job-0")
     world.cancelled.add("job-0")
-    world.server.expire(world.doomed.pop())
+    world.server.expire(world.dead_sessions.pop())
     for _ in range(5):  # the sink is unavailable: the job is not cancelled yet, and none of its state is deleted
         world.turn(driver, 60)
         assert driver.jobs.read("job-0")[0].state == "ending"
@@ -294,7 +294,7 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
             stream.write(b"half")
     else:
         world.filesystem.delete_file(state)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
     jobs = new_jobs(world)
     assert "specs/bad" in world.server.entries
     with pytest.raises(JobUnreadable, match="'bad'"):
@@ -377,7 +377,7 @@ def test_a_job_waits_while_the_storage_is_full(part, monkeypatch):
     assert (process.code, failures) == (0, [0])
     record, _ = new_jobs(world).read("job-0")
     assert (record.state, record.run) == ("succeeded", 1)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
 
 
 @pytest.mark.parametrize("key", ["jobs/job-0/steps/", "jobs/job-0/commits/", "jobs/job-0/claim", "results/job-0"])
@@ -409,7 +409,7 @@ def test_a_write_is_repeated_after_a_lost_or_refused_request(key, moment):
     assert (process.code, errors) == (0, [])
     record, _ = new_jobs(world).read("job-0")
     assert (record.state, record.run) == ("succeeded", 1)
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
 
 
 def test_a_submit_to_a_full_storage_stores_nothing(monkeypatch):
@@ -420,4 +420,4 @@ def test_a_submit_to_a_full_storage_stores_nothing(monkeypatch):
         patch.setattr(StateStorage, "write", full)
         new_jobs(world).submit(SPEC, "job-0")
     assert new_jobs(world).names() == []
-    check(world, world.settle())
+    assert_final_state(world, world.settle())

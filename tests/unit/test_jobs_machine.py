@@ -13,7 +13,7 @@ from stagecrew.recovery.election import HOLDER
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent
+from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
 INDEX = st.integers(0, 2)
 JOBS = 5
@@ -64,10 +64,10 @@ class Contender(SimDriver):
     def _act(self):
         if self.action == "campaign" and self.term is None:
             self.term = self.campaign()
-        elif self.action == "is granted" and self.term is not None and self.tending is None:
-            self.granted(self.term)
-        elif self.action == "reconcile" and self.tending is not None:
-            self.tending.look()
+        elif self.action == "is granted" and self.term is not None and self.reconciler is None:
+            self.become_leader(self.term)
+        elif self.action == "reconcile" and self.reconciler is not None:
+            self.reconciler.look()
 
 
 class Machine(RuleBasedStateMachine):
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
 
     def client(self, action):
         """Runs an action in a session that is not a contender's."""
-        with self.world.as_(None):
+        with self.world.acting_as(None):
             session = self.world.server.session()
             with contextlib.suppress(StagecrewError):
                 action(Jobs(session, self.world.storage, lambda: self.world.clock))
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
     def a_process_runs(self, index, script):
         """It runs from its claim to its end, or until its script ends it. If no process is alive, one is started."""
         if all(process.dead for process in self.world.processes):
-            while self.world.doomed:
+            while self.world.dead_sessions:
                 self.a_session_of_the_dead_expires(index)
             for other in range(3):
                 self.world.clock += 60.0
@@ -225,8 +225,8 @@ class Machine(RuleBasedStateMachine):
     @rule(index=INDEX)
     def a_contender_notices_lost_leadership(self, index):
         contender = self.contender(index)
-        if contender.tending is not None:
-            contender.tending.stop()
+        if contender.reconciler is not None:
+            contender.reconciler.stop()
         contender.die()
 
     @rule(index=st.integers(0, 5), process=st.booleans())
@@ -238,8 +238,8 @@ class Machine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 5))
     def a_session_of_the_dead_expires(self, index):
         """It expires some time after its process has died."""
-        if self.world.doomed:
-            self.world.server.expire(self.world.doomed.pop(index % len(self.world.doomed)))
+        if self.world.dead_sessions:
+            self.world.server.expire(self.world.dead_sessions.pop(index % len(self.world.dead_sessions)))
 
     @rule(script=SCRIPT)
     def the_storage_is_swept(self, script):
@@ -258,10 +258,10 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def the_store_is_consistent(self):
-        consistent(self.world)
+        assert_consistent(self.world)
 
     def teardown(self):
-        check(self.world, self.world.settle())
+        assert_final_state(self.world, self.world.settle())
 
 
 TestJobsUnderAnything = Machine.TestCase

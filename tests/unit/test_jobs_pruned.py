@@ -23,7 +23,15 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
-from support.simulated_jobs import Killed, SimDriver, World, check, consistent, driver_module, indexed
+from support.simulated_jobs import (
+    Killed,
+    SimDriver,
+    World,
+    assert_consistent,
+    assert_final_state,
+    assert_indexes_match,
+    driver_module,
+)
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 OTHER = JobSpec("job-0.py", ("otherwise",), {}, {}, b"", 50)
@@ -70,13 +78,13 @@ def world_with_job(seed, until="clean"):
     """A world with job-0 in this state."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
-    real = world.server.done
+    real = world.server.on_transaction
 
     def done(operations):
         real(operations)
-        indexed(world.server.entries)  # after each single transaction
+        assert_indexes_match(world.server.entries)  # after each single transaction
 
-    world.server.done = done
+    world.server.on_transaction = done
     driver = run_job(world, until)
     record, _ = new_jobs(world).read("job-0")
     assert ("clean" if record.clean else record.state) == until
@@ -184,7 +192,7 @@ def test_a_prune_removes_only_old_clean_jobs():
         jobs.clean(job)
     session = world.server.session()
     session.transact(Create("jobs/lingers/process", b"{}", ephemeral=True))
-    world.server.done = no_fault  # the record below is invalid
+    world.server.on_transaction = no_fault  # the record below is invalid
     record = jobs.read("unreadable")[0].to_bytes()
     session.transact(Replace("jobs/unreadable", b"{", session.read("jobs/unreadable").version))
     world.clock += 100.0
@@ -264,13 +272,13 @@ def test_a_leader_forgets_jobs_that_have_ended():
     names = ("_later", "_stopped", "_said", "_ended", "_waiting")
     for _ in range(3):
         driver.act()
-        assert any("troubled" in getattr(driver.tending, name) for name in names)
+        assert any("troubled" in getattr(driver.reconciler, name) for name in names)
         world.clock += 60.0
     run_processes(world)
     driver.act()
     assert new_jobs(world).read("troubled")[0].clean
     driver.act()
-    assert not any(getattr(driver.tending, name) for name in names)
+    assert not any(getattr(driver.reconciler, name) for name in names)
 
 
 def test_a_prune_deletes_unreferenced_states_of_the_job(monkeypatch):
@@ -308,7 +316,7 @@ def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
             assert world.states() == set()
         else:
             run_job(world)
-            consistent(world)
+            assert_consistent(world)
             assert len(world.states()) == 1
 
 
@@ -336,7 +344,7 @@ def test_a_leader_removes_a_few_old_jobs_at_each_poll(monkeypatch):
             driver.act()
             counts.append(len(jobs.names()))
         assert counts == ([9] * 7 if keep is None else [7, 5, 3, 1, 1, 1, 1])
-        assert [process.run.job for process in world.processes if process.term == driver.tending._term] == ["new"]
+        assert [process.run.job for process in world.processes if process.term == driver.reconciler._term] == ["new"]
 
 
 def test_a_failed_prune_does_not_stop_the_leader(monkeypatch, caplog):
@@ -385,21 +393,21 @@ class ActionAt:
 
     def __init__(self, world, number, moment, action):
         self.world, self.number, self.moment, self.action = world, number, moment, action
-        self.seen, self.done = 0, False
+        self.seen, self.on_transaction = 0, False
         world.server.fault = self
         if moment == "at a read":
-            world.server.looks = lambda session, key: self(session, (), moment)
+            world.server.on_read = lambda session, key: self(session, (), moment)
 
     def __call__(self, session, operations, moment):
         if moment in ("before", "at a read"):
             self.seen += 1
-        if self.seen != self.number or moment != self.moment or self.done:
+        if self.seen != self.number or moment != self.moment or self.on_transaction:
             return
-        self.done = True
-        self.world.server.fault = self.world.server.looks = no_fault
+        self.on_transaction = True
+        self.world.server.fault = self.world.server.on_read = no_fault
         before = self.world.current
         try:
-            with self.world.as_(None):
+            with self.world.acting_as(None):
                 self.action(session)
         finally:
             self.world.current = before
@@ -451,18 +459,18 @@ def test_a_fault_at_each_write_of_a_prune(pruner, moment, fault):
             with contextlib.suppress(Killed, StagecrewError):
                 list(jobs.prune(50.0))
         world.server.fault = no_fault
-        if not fault_at.done:
+        if not fault_at.on_transaction:
             assert is_removed(world)
             break
         reached += 1
-        consistent(world)
+        assert_consistent(world)
         was_removed = is_removed(world)
         results = list(new_jobs(world).prune(50.0))
         assert [result.removed for result in results] == ([] if was_removed else [True])
         assert is_removed(world)
         new_jobs(world).sweep(0.0, lambda: 1e12)
         assert world.states() == set()
-        check(world, world.settle())
+        assert_final_state(world, world.settle())
         assert world.lives["job-0"] == 1
     assert reached >= 3
 
@@ -558,15 +566,15 @@ def test_any_two_actions_may_interfere(action, moment, until):
             interference = ActionAt(world, number, moment, lambda session, world=world, other=other: other(world))
             with contextlib.suppress(LeadershipLost, *[JobExists] if other is submit_other else []):
                 action(world)
-            world.server.fault = world.server.looks = no_fault
-            if not interference.done:
+            world.server.fault = world.server.on_read = no_fault
+            if not interference.on_transaction:
                 break
-            consistent(world)
+            assert_consistent(world)
             begun = moment != "at a read" or number > len(ENTRIES)
             if (action, other, until, begun) == (prune, prune_and_run_again, "clean", True):
                 assert world.lives["job-0"] == 1, "the job that was submitted meanwhile must stay"
             digests = [record.digest for record, _ in new_jobs(world).all()[0].values()]
-            check(world, world.settle(submit=digests != [OTHER.digests[0]]))
+            assert_final_state(world, world.settle(submit=digests != [OTHER.digests[0]]))
 
 
 def test_a_submit_can_follow_a_whole_life_of_another_job_with_its_id():
@@ -581,12 +589,12 @@ def test_a_submit_can_follow_a_whole_life_of_another_job_with_its_id():
             world.server.fault = no_fault
             steps.append("its id is taken")
             submit(world)
-            world.server.looks = other_ends
+            world.server.on_read = other_ends
 
     def other_ends(session, key):
         if key != "jobs/job-0":
             return
-        world.server.looks = no_fault
+        world.server.on_read = no_fault
         steps.append("the job ends")
         new_leader(world)
         end_and_prune(world)
@@ -596,4 +604,4 @@ def test_a_submit_can_follow_a_whole_life_of_another_job_with_its_id():
     submit(world)
     assert steps == ["its id is taken", "the job ends"]
     assert new_jobs(world).read("job-0")[0].state == "submitted"
-    check(world, world.settle())
+    assert_final_state(world, world.settle())

@@ -26,7 +26,7 @@ from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 from support.model_store import ModelServer
-from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
+from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, assert_final_state
 
 
 class TwoDrivers:
@@ -240,7 +240,7 @@ def test_decided_commits_are_applied_before_a_run_begins(monkeypatch):
     world.sink.commit = real
     take_turns(world, driver, 3)
     assert seen == [{}, {"job-0/write/sink": ["make by run 1"]}]
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 @pytest.mark.parametrize("outcome", ["is given up", "raises", "returns"])
@@ -404,11 +404,11 @@ def test_a_cancelled_run_ends_without_pauses(caplog):
         for living in world.processes:
             if not living.dead and not living.busy:
                 living.act()
-        while world.doomed:
-            world.server.expire(world.doomed.pop())
+        while world.dead_sessions:
+            world.server.expire(world.dead_sessions.pop())
     assert [process.finishing for process in world.processes] == [False, True]
     assert "looked at again" not in caplog.text
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(monkeypatch):
@@ -428,7 +428,7 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(mo
     assert 5 <= len(tried) <= 8
     monkeypatch.setattr(driver.jobs, "clean", real)
     poll(world, driver, 60)
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
 def test_a_successor_waits_for_the_previous_process_of_a_job():
@@ -441,7 +441,7 @@ def test_a_successor_waits_for_the_previous_process_of_a_job():
     known.take(process.run, {"pid": 7, "host": "here"})
     process.busy = True  # it is paused
     old.die()
-    world.server.expire(world.doomed.pop())
+    world.server.expire(world.dead_sessions.pop())
     jobs.submit(JobSpec("other.py", (), {}, {}, b"", 2), "other")
     new = SimDriver(world)
     for _ in range(5):
@@ -475,4 +475,4 @@ def test_a_run_is_claimed_once(paused):
     assert (first.code, second.code) == ((75, 0) if paused else (0, 75))
     assert [run for _, _, run in world.ran] == [1, 1, 1]
     take_turns(world, driver, 3)
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)

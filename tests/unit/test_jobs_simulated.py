@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.simulated_jobs import World, check
+from support.simulated_jobs import World, assert_final_state
 
 
 def run_schedule(seed):
@@ -11,7 +11,7 @@ def run_schedule(seed):
     world.keep = None if seed % 2 else 3.0
     for _ in range(60):
         world.act()
-    check(world, world.settle())
+    assert_final_state(world, world.settle())
     return world
 
 

@@ -1,8 +1,8 @@
-"""Processes that find this on their PYTHONPATH are killed at one point of what they write. See `driver_processes.point`.
+"""Python imports this module at start in processes that have its folder on their PYTHONPATH. See `kill_point`.
 
-`STAGECREW_TEST_POINT` says who (`submit`, `driver`, or `run`: the process of a run), at which write, and who dies of it: the one that
-writes, or the driver that started it. It happens once in all: the file `mark` is made then. With `STAGECREW_TEST_RUN_STORE` runs reach
-the store by another way than their driver.
+`STAGECREW_TEST_POINT` (JSON) names a role (`submit`, `driver`, or `run`: the process of a run), a write, and the victim:
+the process that writes, or the driver that started it. The victim is killed once: the file `marker` then exists. With
+`STAGECREW_TEST_RUN_STORE`, runs reach the store under another URL than their driver.
 """
 
 import json
@@ -13,43 +13,44 @@ import sys
 
 
 def _role():
-    words = sys.orig_argv
-    if any(word.endswith("/recovery/run.py") for word in words):
+    command = sys.orig_argv
+    if any(word.endswith("/recovery/run.py") for word in command):
         return "run"
-    return next((word for word in words if word in ("driver", "submit")), None)
+    return next((word for word in command if word in ("driver", "submit")), None)
 
 
-class _Point:
-    def __init__(self, what, moment, number, whom, mark):
-        self.what, self.moment, self.left, self.whom, self.mark = re.compile(what), moment, number, whom, mark
+class _KillPoint:
+    def __init__(self, operation, moment, number, victim, marker):
+        self.operation, self.moment, self.victim, self.marker = re.compile(operation), moment, victim, marker
+        self.remaining = number
 
     def reached(self, moment, text):
-        if moment != self.moment or not self.what.search(text):
+        if moment != self.moment or not self.operation.search(text):
             return
-        self.left -= 1
-        if self.left:
+        self.remaining -= 1
+        if self.remaining:
             return
         try:
-            os.close(os.open(self.mark, os.O_CREAT | os.O_EXCL))
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return
-        pid = int(os.environ["STAGECREW_TEST_DRIVER"]) if self.whom == "driver" else os.getpid()
+        pid = int(os.environ["STAGECREW_TEST_DRIVER"]) if self.victim == "driver" else os.getpid()
         os.kill(pid, signal.SIGKILL)
 
-    def watch(self, owner, name, words):
+    def instrument(self, owner, name, describe):
         real = getattr(owner, name)
 
-        def called(self_, *arguments, **named):
-            text = words(*arguments)
+        def called(instance, *arguments, **named):
+            text = describe(*arguments)
             self.reached("before", text)
-            answer = real(self_, *arguments, **named)
+            result = real(instance, *arguments, **named)
             self.reached("after", text)
-            return answer
+            return result
 
         setattr(owner, name, called)
 
 
-def _watched(point):
+def _instrument(point):
     from stagecrew.recovery.driver import Launcher
     from stagecrew.recovery.storage import StateStorage
     from stagecrew.recovery.stores.sqlite import SQLiteStore
@@ -59,10 +60,10 @@ def _watched(point):
         return " ".join(["transact", *(f"{type(one).__name__}:{one.key}" for one in operations)])
 
     for store in (SQLiteStore, ZooKeeperStore):
-        point.watch(store, "transact", transaction)
-    point.watch(StateStorage, "write", lambda hint, data, folder="": f"write {folder}/{hint}")
-    point.watch(StateStorage, "discard", lambda state: f"discard {state.name}")
-    point.watch(Launcher, "start", lambda folder, run, *_: f"start {run.job}")
+        point.instrument(store, "transact", transaction)
+    point.instrument(StateStorage, "write", lambda hint, data, folder="": f"write {folder}/{hint}")
+    point.instrument(StateStorage, "discard", lambda state: f"discard {state.name}")
+    point.instrument(Launcher, "start", lambda folder, run, *_: f"start {run.job}")
 
 
 if (role := _role()) is not None:
@@ -72,5 +73,5 @@ if (role := _role()) is not None:
         os.environ["STAGECREW_STORE"] = os.environ["STAGECREW_TEST_RUN_STORE"]
     if "STAGECREW_TEST_POINT" in os.environ:
         given = json.loads(os.environ["STAGECREW_TEST_POINT"])
-        if given.pop("role") == role and not os.path.exists(given["mark"]):
-            _watched(_Point(**given))
+        if given.pop("role") == role and not os.path.exists(given["marker"]):
+            _instrument(_KillPoint(**given))

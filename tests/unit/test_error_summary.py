@@ -1,4 +1,4 @@
-"""One line of an error says what happened: it is found in whatever text Python makes of one."""
+"""The summary line of an error says what happened. It is found in any text that Python prints for an error."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from stagecrew.observability.error_summary import end_of, error_line
 from stagecrew.observability.event_log import _counts
 
-#: Texts as CPython 3.11 and 3.13 make them, and their lines; the shim's own tests read them too.
+#: Texts of CPython 3.11 and 3.13, with their summary lines. The shim's own tests read them too.
 FILE = Path(__file__).parents[1] / "error-lines.json"
 
 
 def text_of(call) -> str:
-    """The traceback of what this raises."""
+    """Returns the traceback of the error that a function raises."""
     try:
         call()
     except BaseException as error:
@@ -26,19 +26,19 @@ def text_of(call) -> str:
 
 
 def fails(message="no"):
-    """Raises plainly."""
+    """Raises a simple error."""
     raise ValueError(message)
 
 
 def deep(n):
-    """Fails many frames below."""
+    """Fails many frames deep."""
     if n == 0:
         fails()
     deep(n - 1)
 
 
 def many():
-    """Fails as a group with more frames in it than are kept."""
+    """Fails with a group of more errors than are kept."""
     errors = []
     for _ in range(15):
         try:
@@ -49,7 +49,7 @@ def many():
 
 
 def noted():
-    """Fails with notes, of which one looks like an error."""
+    """Fails with notes, one of which looks like an error."""
     try:
         fails()
     except ValueError as error:
@@ -66,7 +66,7 @@ def handling():
 
 
 def caused():
-    """Fails because of a group."""
+    """Fails with a group as its cause."""
     try:
         group()
     except ExceptionGroup as error:
@@ -74,7 +74,7 @@ def caused():
 
 
 def group():
-    """Fails in several ways, one of which is a group."""
+    """Fails with a group that contains a group."""
     found = []
     for call in (fails, handling, inner):
         try:
@@ -85,12 +85,12 @@ def group():
 
 
 def inner():
-    """Fails in two ways that were never raised."""
+    """Fails with a group of two errors that were never raised."""
     raise ExceptionGroup("inner", [TypeError("a"), OSError("b")])
 
 
 def because():
-    """Fails as a group, because of something else."""
+    """Fails with a group that has a cause."""
     try:
         fails("first")
     except ValueError as error:
@@ -98,12 +98,12 @@ def because():
 
 
 def remote():
-    """Fails with the traceback of somebody else as its message, as PySpark's exceptions have it."""
+    """Fails with another traceback as its message, like PySpark's exceptions."""
     raise RuntimeError(f"\n  An exception was thrown from the worker.\n{text_of(handling)}")
 
 
 def yaml():
-    """Fails with a message that ends as a frame does."""
+    """Fails with a message that ends like a frame."""
     raise ValueError('cannot parse\n  File "config.yml", line 3')
 
 
@@ -127,8 +127,8 @@ REAL = [
 
 
 @pytest.mark.parametrize(("call", "line"), REAL)
-def test_the_line_of_an_exception(call, line):
-    """Whatever follows it, and whatever it was raised from; also when the beginning of the text is missing."""
+def test_the_summary_of_an_exception(call, line):
+    """Text may follow it, it may have any cause, and the beginning of the text may be missing."""
     text = text_of(call)
     assert error_line(text) == line
     last = text.rindex('  File "') if call not in (group, because, remote, yaml) else 0
@@ -136,8 +136,8 @@ def test_the_line_of_an_exception(call, line):
         assert error_line(text[cut:]) == line, text[cut:]
 
 
-def test_without_a_traceback_it_is_the_first_line():
-    """As of a coordinator's error, a JVM's, or what was said of a process; of nothing it is empty."""
+def test_without_a_traceback_the_summary_is_the_first_line():
+    """As for errors of coordinators, of a JVM, or of processes. The summary of an empty text is empty."""
     assert error_line("\n  \n  ValueError: no\nmore\n") == "ValueError: no"
     assert (
         error_line("open ignored its timeout; its process was ended")
@@ -147,8 +147,8 @@ def test_without_a_traceback_it_is_the_first_line():
     assert error_line("") == error_line(" \n ") == ""
 
 
-def test_what_is_cut_says_still_what_happened():
-    """However long a message is: it is at most as long as was asked, it has the end, and the same line."""
+def test_a_cut_text_keeps_its_summary():
+    """A cut text is at most as long as requested, and has the end and the same summary line."""
     for call, line in REAL:
         text = text_of(call)
         for length in range(200, len(text) + 10, 61):
@@ -165,21 +165,21 @@ def test_what_is_cut_says_still_what_happened():
     assert error_line(once) == error_line(end_of(once, 500)) == "ExceptionGroup: many (15 sub-exceptions)"
 
 
-def test_a_message_of_many_frames_is_looked_at_in_time():
+def test_a_message_of_many_frames_is_parsed_in_time():
     """However much of it looks like a traceback without an end."""
     began = time.monotonic()
     error_line('  File "x", line 3\n' * 100_000)
     assert time.monotonic() - began < 10
 
 
-def test_the_command_shows_that_line_of_a_listeners_error():
-    """Whichever scope the listener has."""
+def test_the_command_prints_the_summary_of_a_listeners_error():
+    """In each scope of the listener."""
     numbers = dict.fromkeys(("opens", "closes", "failures", "lost", "openMicros", "closeMicros"), 0)
     for scope in ("worker", "executor", "jvm"):
         assert _counts({"scope": scope, "lastError": text_of(noted), **numbers})[-1] == "ValueError: no"
 
 
 @pytest.mark.parametrize("one", json.loads(FILE.read_text()), ids=lambda one: one["name"])
-def test_the_lines_that_the_shim_finds_too(one):
-    """The tab says the same as the command and the log."""
+def test_the_shim_finds_the_same_summaries(one):
+    """The tab shows the same line as the command and the log."""
     assert error_line(one["text"]) == one["line"]

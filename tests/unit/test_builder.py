@@ -34,7 +34,7 @@ PLUGIN = "stagecrew.StagecrewPlugin"
 
 @pytest.fixture(autouse=True)
 def _no_spark(monkeypatch):
-    """No test here starts Spark, nor is changed by the environment of whoever runs it."""
+    """No test here starts Spark, or depends on the environment."""
     for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_CONNECT_MODE", "SPARK_API_MODE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests of this process may have started it
@@ -46,14 +46,14 @@ def _no_spark(monkeypatch):
 
 @pytest.fixture
 def builder():
-    """A session builder of its own: `SparkSession.builder` makes one for each use."""
+    """A new session builder: `SparkSession.builder` creates one for each use."""
     made = SparkSession.Builder()
     made._options = {}
     return made
 
 
 class Pool(Listener):
-    """Holds what it is given."""
+    """Keeps its argument."""
 
     def __init__(self, dsn: Any = "a", **others: Any) -> None:
         self.dsn = dsn
@@ -62,7 +62,7 @@ class Pool(Listener):
 
 @resource
 def pool(context, dsn, *, lock=None):
-    """Yields."""
+    """Yields nothing."""
     yield dsn
 
 
@@ -70,12 +70,12 @@ def pool(context, dsn, *, lock=None):
 
 
 def test_spark_conf_alone():
-    """Two properties switch the plugin on; nothing else is set."""
+    """Two properties enable the plugin; nothing else is set."""
     assert stagecrew.spark_conf() == {"spark.plugins": PLUGIN, "spark.jars": stagecrew.jar_path()}
 
 
 def test_spark_conf_appends_and_never_replaces():
-    """What was there stays, in its order and first; ours comes once."""
+    """Existing values stay, in their order and first. stagecrew's value is added once."""
     conf = stagecrew.spark_conf(
         plugins=" com.example.A , com.example.B,", jars="/a.jar", listeners=["m:one", "m:two"], jvm_listeners=["x.Y"]
     )
@@ -90,26 +90,26 @@ def test_spark_conf_appends_and_never_replaces():
     assert stagecrew.spark_conf(plugins=f"{PLUGIN},com.example.B")["spark.plugins"] == f"{PLUGIN},com.example.B"
 
 
-def test_the_jar_is_that_of_this_package():
-    """It is one file beside the package."""
+def test_the_jar_is_in_the_package():
+    """It is one file in the package."""
     path = Path(stagecrew.jar_path())
     assert path.is_file()
     assert path.parent == Path(stagecrew.__file__).parent / "jars"
 
 
 def test_a_missing_jar(monkeypatch, builder):
-    """The error says how to get it, and it comes from `configure`, not when the session starts."""
+    """`configure`, and not the session's start, raises the error, which says how to get the jar."""
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
-        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar .*reinstall it .*or run `make jar`"):
+        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"):
             call()
 
 
 class Jvm:
-    """As much of a JVM as `configure` asks: Spark's defaults, and a class loader."""
+    """The parts of a JVM that `configure` uses: Spark's defaults, and a class loader."""
 
     def __init__(self) -> None:
-        self.held: dict[str, str] = {}
+        self.jvm_conf: dict[str, str] = {}
         self.launched: list[dict[str, str]] = []
         self.loaded = True
         self.added: list[str] = []
@@ -120,7 +120,7 @@ class Jvm:
 
     def SparkConf(self, defaults: bool) -> dict[str, str]:
         assert defaults
-        return self.held
+        return self.jvm_conf
 
     def load(self, name: str) -> None:
         if not self.loaded:
@@ -133,7 +133,7 @@ class Jvm:
 
 @pytest.fixture
 def jvm(monkeypatch):
-    """What PySpark would start, or connect to, when a session starts."""
+    """The JVM that PySpark would start, or connect to, for a session."""
     made = Jvm()
 
     def ensure(conf: pyspark.SparkConf) -> None:
@@ -148,12 +148,12 @@ def jvm(monkeypatch):
 
 
 class Started(Exception):
-    """Stands for the start of Spark."""
+    """Replaces the start of Spark."""
 
 
 @pytest.fixture
 def started(monkeypatch, builder, jvm):
-    """Answers the options with which a configured builder would start Spark."""
+    """Returns the options with which a configured builder would start Spark."""
 
     def start() -> None:
         raise Started
@@ -168,7 +168,7 @@ def started(monkeypatch, builder, jvm):
 
 
 def test_configure_appends_to_the_builder(started, builder):
-    """What the builder has before and what it is given after `configure` both stay."""
+    """Options of the builder stay, whether they are set before `configure` or after it."""
     builder.config("spark.plugins", "com.example.A").config("spark.jars", "/a.jar").config("spark.x", "y")
     assert started() == {
         "spark.plugins": f"com.example.A,{PLUGIN}",
@@ -177,8 +177,8 @@ def test_configure_appends_to_the_builder(started, builder):
     }
 
 
-def test_configure_sees_what_comes_after_it(builder, jvm, monkeypatch):
-    """The builder is answered, and options set on it afterwards count."""
+def test_configure_uses_later_options(builder, jvm, monkeypatch):
+    """`configure` returns the builder, and options that are set on it later take effect."""
     monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(RuntimeError("the start")))
     configured = stagecrew.configure(builder)
     assert configured is builder
@@ -187,8 +187,8 @@ def test_configure_sees_what_comes_after_it(builder, jvm, monkeypatch):
     assert builder._options["spark.plugins"] == f"com.example.Late,{PLUGIN}"
 
 
-def test_the_jvm_is_started_with_the_builder_s_options(started, builder, jvm):
-    """As PySpark would: what works only then (packages, memory) works, and ours do not replace what is given elsewhere."""
+def test_the_jvm_starts_with_the_options_of_the_builder(started, builder, jvm):
+    """As with PySpark, options that need a new JVM (packages, memory) work. stagecrew's do not replace other values."""
     builder.config("spark.jars.packages", "org.example:a:1").config("spark.driver.memory", "2g")
     started()
     assert jvm.launched == [{"spark.jars.packages": "org.example:a:1", "spark.driver.memory": "2g"}]
@@ -196,9 +196,9 @@ def test_the_jvm_is_started_with_the_builder_s_options(started, builder, jvm):
     assert len(jvm.launched) == 1
 
 
-def test_configure_appends_to_what_the_jvm_holds(started, builder, jvm):
-    """spark-submit and spark-defaults.conf: a setting of the builder would replace theirs, so it is taken over; each once."""
-    jvm.held |= {
+def test_configure_appends_to_the_conf_of_the_jvm(started, builder, jvm):
+    """A builder's setting would replace those of spark-submit and spark-defaults.conf, so they are included, once."""
+    jvm.jvm_conf |= {
         "spark.plugins": "of.submit, of.builder",
         "spark.jars": "file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar",
         "spark.stagecrew.jvmListeners": "a.A",
@@ -211,22 +211,22 @@ def test_configure_appends_to_what_the_jvm_holds(started, builder, jvm):
     assert options["spark.stagecrew.jvmListeners"] == "a.A,b.B"
 
 
-def test_our_jar_is_not_added_twice(started, jvm):
+def test_the_jar_is_not_added_twice(started, jvm):
     """`spark-submit --jars $(stagecrew jar)` and `configure` name one file."""
-    jvm.held |= {"spark.jars": Path(stagecrew.jar_path()).as_uri(), "spark.plugins": PLUGIN}
+    jvm.jvm_conf |= {"spark.jars": Path(stagecrew.jar_path()).as_uri(), "spark.plugins": PLUGIN}
     options = started()
-    assert (options["spark.jars"], options["spark.plugins"]) == (jvm.held["spark.jars"], PLUGIN)
+    assert (options["spark.jars"], options["spark.plugins"]) == (jvm.jvm_conf["spark.jars"], PLUGIN)
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_a_jvm_without_our_jar_learns_of_it(started, jvm, loaded):
-    """Before Spark starts, and only when it was not started with it."""
+def test_the_jar_is_loaded_into_a_running_jvm(started, jvm, loaded):
+    """The jar is loaded before Spark starts, and only if the JVM was not started with it."""
     jvm.loaded = loaded
     started()
     assert jvm.added == ([] if loaded else [stagecrew.jar_path()])
 
 
-def test_create_is_wrapped_too(builder, jvm, monkeypatch):
+def test_create_is_configured_too(builder, jvm, monkeypatch):
     """`create()` starts a session as `getOrCreate()` does."""
 
     def start() -> None:
@@ -239,7 +239,7 @@ def test_create_is_wrapped_too(builder, jvm, monkeypatch):
 
 
 def test_configure_with_jvm_listeners(started, builder):
-    """They are added to those that the builder names."""
+    """They are added to the listeners that the builder names."""
     builder.config("spark.stagecrew.jvmListeners", "a.A")
     assert started(jvm_listeners=["b.B", "a.A"])["spark.stagecrew.jvmListeners"] == "a.A,b.B"
 
@@ -251,8 +251,8 @@ def test_configure_with_jvm_listeners(started, builder):
         ([1], "1 in jvm_listeners is"),
     ],
 )
-def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
-    """A string is not taken for a list of letters; `configure` and `topology` say what to write."""
+def test_jvm_listeners_must_be_a_list_of_names(builder, wrong, text):
+    """A string is not a list of letters. The errors of `configure` and `topology` say what to write."""
     with pytest.raises(ConfigurationError, match=text):
         stagecrew.configure(builder, jvm_listeners=wrong)
     crew = Crew.__new__(Crew)
@@ -270,19 +270,19 @@ def test_jvm_listeners_that_are_no_list_of_names(builder, wrong, text):
         (pool, r"^pool is a resource that was not called"),
     ],
 )
-def test_listeners_that_are_no_list(wrong, text, builder):
-    """A string, or one that is not in a list: the error says what to write."""
+def test_listeners_must_be_a_list(wrong, text, builder):
+    """A string, or a listener that is not in a list: the error says what to write."""
     with pytest.raises(ListenerError, match=text):
         stagecrew.configure(builder, listeners=wrong)
 
 
-def test_no_listener_gets_into_the_options(started):
-    """A listener may hold a password: it is not in any property."""
+def test_listeners_are_not_in_the_options(started):
+    """A listener may hold a password, so it is not in any property."""
     options = started(listeners=[pool("a-password"), Pool("a-password")])
     assert "password" not in repr(options)
 
 
-# -- what is refused
+# -- refusals
 
 
 def test_configure_refuses_a_session(monkeypatch):
@@ -294,19 +294,19 @@ def test_configure_refuses_a_session(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [None, "local", SparkSession.Builder, object()])
-def test_configure_refuses_what_is_no_builder(wrong):
-    """It names the type of what it was given."""
+def test_configure_refuses_anything_but_a_builder(wrong):
+    """The error names the type of the argument."""
     with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, not \w+"):
         stagecrew.configure(wrong)
 
 
 def connect_object(name: str) -> Any:
-    """Something of Spark Connect, whose own modules need packages that need not be here."""
+    """Creates an object of Spark Connect without importing its modules, which need further packages."""
     return type(name, (), {"__module__": "pyspark.sql.connect.session"})()
 
 
 def test_connect_is_refused():
-    """A builder and a session of Spark Connect get the error that says what to change."""
+    """A builder and a session of Spark Connect give an error that says what to change."""
     for call in (stagecrew.configure, stagecrew.crew):
         with pytest.raises(UnsupportedSession, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
             call(connect_object("SparkSession"))
@@ -323,8 +323,8 @@ def test_connect_is_refused():
         (None, ("SPARK_CONNECT_MODE", "1")),
     ],
 )
-def test_a_builder_that_would_make_a_connect_session(builder, monkeypatch, option, variable):
-    """It is refused when it starts, for each way in which Spark is told to use Connect."""
+def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, option, variable):
+    """Its start is refused, for each setting with which Spark uses Connect."""
     if option:
         builder.config(*option)
     if variable:
@@ -336,7 +336,7 @@ def test_a_builder_that_would_make_a_connect_session(builder, monkeypatch, optio
 
 
 @pytest.mark.parametrize("version", ["4.2.9", "4.30.0", "4.4.0", "3.5.1"])
-def test_another_spark_is_refused(builder, monkeypatch, version):
+def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
     """The error names both versions and what to install."""
     monkeypatch.setattr(pyspark, "__version__", version)
     with pytest.raises(
@@ -357,7 +357,7 @@ def test_a_running_context_without_the_plugin(builder, monkeypatch):
 
 
 def test_is_active_and_crew_without_a_session():
-    """Nothing that is no session is active, and `crew` names what it was given."""
+    """An object that is no session is not active, and the error of `crew` names it."""
     assert not stagecrew.is_active(None)
     assert not stagecrew.is_active(object())
     with pytest.raises(ConfigurationError, match=r"stagecrew\.crew takes a SparkSession, not NoneType"):
@@ -367,8 +367,8 @@ def test_is_active_and_crew_without_a_session():
 # -- listeners
 
 
-def test_checked_answers_what_it_was_given():
-    """Any iterable, in its order."""
+def test_checked_returns_its_listeners():
+    """`checked` accepts any iterable, and keeps its order."""
     listeners = [Pool(), pool("a"), stagecrew.LoggingContext()]
     assert registration.checked(iter(listeners)) == tuple(listeners)
     assert registration.checked(()) == ()
@@ -384,8 +384,8 @@ def test_checked_answers_what_it_was_given():
         (int, r"^<class 'int'> is no stagecrew\.Listener"),
     ],
 )
-def test_what_is_no_listener(wrong, text, builder):
-    """The error says what to write instead, from `checked` and from `configure`; the good ones before do not hide it."""
+def test_anything_but_listeners_is_refused(wrong, text, builder):
+    """The errors of `checked` and `configure` say what to write instead, also if valid listeners come first."""
     with pytest.raises(ListenerError, match=text):
         registration.checked([Pool(), wrong])
     with pytest.raises(ListenerError, match=text):
@@ -405,7 +405,7 @@ def test_what_is_no_listener(wrong, text, builder):
     ],
 )
 def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
-    """The error names it and the attribute or argument, shows no value, and has Python's own error as its cause."""
+    """The error names the listener and its attribute or argument, and no value. Python's own error is the cause."""
     for call in (
         lambda: registration.pickled([Pool(), listener]),
         lambda: stagecrew.configure(builder, listeners=[listener]),
@@ -419,15 +419,15 @@ def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
 
 
 def test_a_named_listener_that_cannot_be_pickled():
-    """Its own name is used."""
+    """The error has the name of the listener."""
     listener = Pool(threading.Lock())
     listener.name = "orders"
     with pytest.raises(ListenerNotPicklable, match="listener 'orders' cannot be pickled"):
         registration.pickled([listener])
 
 
-def test_an_unpicklable_without_a_culprit():
-    """When no attribute is to blame, the error says only what Python said."""
+def test_a_listener_that_cannot_be_pickled_for_an_unknown_reason():
+    """If no attribute is the reason, the error contains only Python's own message."""
 
     class Refuses(Listener):
         def __getstate__(self):
@@ -439,11 +439,11 @@ def test_an_unpicklable_without_a_culprit():
         registration.pickled([Refuses()])
 
 
-# -- what the plugin refuses when Spark starts
+# -- refusals of the plugin when Spark starts
 
 
 class JavaError:
-    """As py4j shows an exception of the JVM."""
+    """An exception of the JVM, as py4j shows it."""
 
     def __init__(self, message: str | None, cause: JavaError | None = None, of: str = "java.lang.Exception") -> None:
         self.getMessage, self.getCause = lambda: message, lambda: cause
@@ -451,14 +451,14 @@ class JavaError:
 
 
 def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
-    """What a user sees of it."""
+    """Returns the error that a user sees."""
     error = RuntimeError(text)
     error.java_exception = java
     return session_builder._as_our_error(error)
 
 
 def test_refusals_of_the_plugin():
-    """The innermost message of ours becomes an error of ours; everything else stays as it is."""
+    """The innermost message of stagecrew becomes a stagecrew error. All other errors stay as they are."""
     ours = refused(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
     assert type(ours) is ConfigurationError
     assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
@@ -468,8 +468,8 @@ def test_refusals_of_the_plugin():
     assert type(refused(None, "stagecrew is unhappy")) is ConfigurationError
 
 
-def test_a_class_that_is_not_there_is_no_refusal_of_ours():
-    """By its Java class: its message is but the name, which may have ours in it."""
+def test_a_missing_class_is_not_a_refusal():
+    """The Java class decides: the message is only the missing name, which may contain "stagecrew"."""
     missing = JavaError("com.example.stagecrew.Mine", of="java.lang.ClassNotFoundException")
     assert str(refused(missing)) == "py4j's text"
     assert str(refused(JavaError("outer", missing))) == "py4j's text"
@@ -477,15 +477,15 @@ def test_a_class_that_is_not_there_is_no_refusal_of_ours():
 
 
 def test_a_refusal_in_a_later_session():
-    """PySpark shows Java's exceptions by errors of its own once a session has been: they are read too."""
+    """After a first session, PySpark raises Java exceptions as its own errors. They are recognized too."""
     error = RuntimeError("pyspark's text")
     error._origin = JavaError("outer", JavaError("stagecrew refuses"))
     assert str(session_builder._as_our_error(error)) == "stagecrew refuses"
 
 
 @pytest.mark.parametrize(("text", "same"), [("port in use", True), ("stagecrew refuses", False)])
-def test_no_error_is_its_own_cause(builder, jvm, monkeypatch, text, same):
-    """What is not ours is raised as it came; a refusal of ours has it as its cause."""
+def test_an_error_is_never_its_own_cause(builder, jvm, monkeypatch, text, same):
+    """Other errors are raised unchanged. A refusal has the original error as its cause."""
     original = RuntimeError(text)
     monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(original))
     with pytest.raises((RuntimeError, ConfigurationError)) as raised:
@@ -495,7 +495,7 @@ def test_no_error_is_its_own_cause(builder, jvm, monkeypatch, text, same):
 
 
 def test_listeners_of_a_running_application_cannot_change():
-    """Those that it has are accepted, also made anew; others are named with what to do."""
+    """The listeners that it has are accepted, also as new equal objects. Others are named with what to do."""
     crew = Crew.__new__(Crew)
     crew._registered = (pool("a"),)
     crew.application = types.SimpleNamespace(coordinators={"counter": None})
