@@ -61,7 +61,7 @@ $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
 	@touch $@
 
 test-spark: setup $(STAMPS)/classes ## run the tests with real Spark
-	@rm -rf $(VENV)/lib/python3*/site-packages/pyspark/work  # local-cluster leaves the folders of its executors here
+	@rm -rf build/spark-home/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
@@ -99,4 +99,4 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/spark-home build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars
