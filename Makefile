@@ -1,4 +1,4 @@
-# make setup | check | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
+# make setup | check | smoke | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -9,7 +9,7 @@ JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar check format test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
+.PHONY: help setup jar check format smoke test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +48,10 @@ check: setup ## check format, lint, types and import layers, and run the unit te
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+
+smoke: setup ## run the unit tests, and one local session from its start to its end: under three minutes
+	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+	$(BIN)/pytest -q tests/spark/test_smoke.py
 
 test-unit: setup ## run the tests that need no Spark
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
