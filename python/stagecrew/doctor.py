@@ -23,7 +23,7 @@ from rich.text import Text
 from stagecrew._version import __version__
 from stagecrew.errors import ConfigurationError, StagecrewError
 from stagecrew.jar import SPARK_LINE, jar_path
-from stagecrew.observability.console import quietly, said
+from stagecrew.observability.console import redirect_stderr, spark_error_line
 
 __all__ = ["Check", "examine", "java", "require_java", "show"]
 
@@ -249,7 +249,7 @@ def _application(master: str, log: Path) -> list[Check]:
         .config("spark.log.level", "ERROR")
         .config("spark.ui.showConsoleProgress", "false")
     )
-    with quietly(log):
+    with redirect_stderr(log):
         session = stagecrew.configure(builder).getOrCreate()
     try:
         stagecrew.crew(session)
@@ -325,7 +325,7 @@ def _imported(seen: dict[str, Any], master: str) -> Check:
 
 
 def _failed(name: str, error: Exception, log: Path, master: str) -> Check:
-    line = said(error)
+    line = spark_error_line(error)
     if "GATEWAY" in line:  # the JVM did not start, so Spark's log has the reason
         logged = [
             text for text in log.read_text(errors="replace").splitlines() if re.search("ERROR|Error|Exception", text)

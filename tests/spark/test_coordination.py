@@ -302,7 +302,7 @@ def test_an_event_that_cannot_be_sent_does_not_fail_the_task(cluster, cluster_cr
 
     with cluster_crew.topology("t") as topology:
         rows = topology.coordinate("o", recording).map(cluster.range(0, 1, 1, 1), work, "a string").collect()
-    assert "EventNotPicklable: a lock cannot travel" in rows[0].a
+    assert "EventNotPicklable: cannot pickle a lock" in rows[0].a
     assert "EventTooLarge" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a
     (coordinator,) = recording.instances

@@ -79,7 +79,7 @@ def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             if evaluation.subtask == 0 and evaluation.attempt_number == 0:
-                futures.extend(gateway.send(n) for n in range(60))
+                futures.extend(gateway.send_acknowledged(n) for n in range(60))
             gateway.send("go")
 
         def handle_request(self, evaluation, request):
@@ -126,7 +126,10 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         kill(stopped_pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            sent = {evaluation: gateway.send("x") for evaluation, gateway in tuple(coordinator.gateways.items())}
+            sent = {
+                evaluation: gateway.send_acknowledged("x")
+                for evaluation, gateway in tuple(coordinator.gateways.items())
+            }
             on_stopped_executor = {evaluation for evaluation, pid in executors.items() if pid == stopped_pid}
             eventually(
                 lambda: len(coordinator.calls_named("failed")) == len(on_stopped_executor),
@@ -137,9 +140,7 @@ def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_l
         finally:
             kill(stopped_pid, signal.SIGCONT)
         assert {evaluation for _, evaluation, _ in coordinator.calls_named("failed")} == on_stopped_executor
-        assert all(
-            "has not said within 2.0 s that it has an event" in call[2] for call in coordinator.calls_named("failed")
-        )
+        assert all("did not acknowledge an event within 2.0 s" in call[2] for call in coordinator.calls_named("failed"))
         assert 1.9 < elapsed < 10
         for evaluation, future in sent.items():
             assert (future.exception(10) is not None) == (evaluation in on_stopped_executor)
@@ -177,9 +178,9 @@ def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, co
     def work(gateway, batches):
         large, generator = b"x" * 70_000, (n for n in ())
         for call in (gateway.send, gateway.request):
-            with pytest.raises(stagecrew.EventTooLarge, match="65536 of spark.stagecrew.event.maxSize"):
+            with pytest.raises(stagecrew.EventTooLarge, match="65536 bytes of spark.stagecrew.event.maxSize"):
                 call(large)
-            with pytest.raises(stagecrew.EventNotPicklable, match="a generator cannot travel"):
+            with pytest.raises(stagecrew.EventNotPicklable, match="cannot pickle a generator"):
                 call(generator)
         with pytest.raises(stagecrew.RequestFailed, match="EventTooLarge") as caught:
             gateway.request("large")
@@ -438,7 +439,7 @@ def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
     with (
         pytest.raises(
             stagecrew.CoordinatorFailed,
-            match="the way from coordinators to executors broke: the driver's JVM closed the channel",
+            match="the connection from coordinators to executors broke: the driver's JVM closed the channel",
         ),
         crew.topology("t") as topology,
     ):

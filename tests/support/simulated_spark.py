@@ -22,7 +22,7 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.operator import Operator
 from stagecrew.session.application import Application
 from stagecrew.session.crew import Crew
-from stagecrew.testing import harness
+from stagecrew.testing.inline import InlineThreads, InlineTransport
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.worker import evaluations
 from support.simulated_jobs import Killed
@@ -109,11 +109,10 @@ class Executor:
         self.scheduler = scheduler
         self.changed = threading.Condition()
         self.gateways = {}
-        self._loops = []  # the loops of coordinators
         self._running = False
-        self._wire = harness._Wire(self)
-        self.threads = harness._Here(self)
-        self.host = Host(self._wire, 1 << 20, 30.0, lambda: 0.0)
+        self._transport = InlineTransport(self.deliver)
+        self.threads = InlineThreads(self.run, self._later)
+        self.host = Host(self._transport, 1 << 20, 30.0, lambda: 0.0)
 
     # -- The connection of the tasks
 
@@ -148,11 +147,14 @@ class Executor:
             busy = True
             while busy:
                 busy = False
-                for loop in self.scheduler.random.sample(self._loops, len(self._loops)):
+                for loop in self.scheduler.random.sample(self.threads.loops, len(self.threads.loops)):
                     busy |= loop.run()
-                busy |= self._wire.deliver()
+                busy |= self._transport.deliver_all()
         finally:
             self._running = False
+
+    def _later(self, seconds, call):
+        raise AssertionError("no coordinator here uses a timer")
 
     def deliver(self, frame):
         """Delivers a frame to a task. An event is in its mailbox at once, and is acknowledged."""

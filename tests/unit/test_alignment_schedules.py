@@ -51,15 +51,15 @@ class Reader:
         """The coordinator receives a frame. A frame after a missing one ends the evaluation."""
         _, number, kind, source, position = frame
         if kind == "advance":
-            self.evaluation.say("REQUEST", sequence=number, payload=pack((source, position), 1 << 20))
+            self.evaluation.send_frame("REQUEST", sequence=number, payload=pack((source, position), 1 << 20))
         elif kind == "end":
-            self.evaluation.say("FINISH", sequence=number, outcome="finished", reason="")
+            self.evaluation.send_frame("FINISH", sequence=number, outcome="finished", reason="")
         else:
-            self.evaluation.say("EVENTS", first=number, payloads=[pack((kind, source), 1 << 20)])
+            self.evaluation.send_frame("EVENTS", first=number, payloads=[pack((kind, source), 1 << 20)])
         if self.ended or number < self.expected:
             return
         if number > self.expected or kind == "end":
-            assert (self.evaluation.poisoned is not None) == (number > self.expected)
+            assert (self.evaluation.abort_reason is not None) == (number > self.expected)
             self.ended = True
             return
         self.expected += 1
@@ -226,7 +226,7 @@ class Schedules(RuleBasedStateMachine):
         """A new coordinator starts. Every running evaluation is aborted."""
         self.harness.reset()
         for reader in self.readers.values():
-            assert reader.evaluation.poisoned is not None
+            assert reader.evaluation.abort_reason is not None
             reader.ended = True
         self.process_grants()
         assert self.state() == ({}, set(), {}, {})

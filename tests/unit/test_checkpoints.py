@@ -80,7 +80,7 @@ def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
     assert (checkpoint.id, checkpoint.states) == (1, {"operator/1": b"1 1"})
     assert harness.coordinator.calls == ["start", ("complete", 1)]
     assert harness.checkpoint(7).id == 7
-    with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 7"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 7"):
         harness.checkpoint(7)
 
 
@@ -108,7 +108,9 @@ def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = never = Future()
-    with pytest.raises(stagecrew.CheckpointFailed, match=r"within 0 s no state came of 'operator'"):
+    with pytest.raises(
+        stagecrew.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
+    ):
         harness.checkpoint()
     coordinator.send("a")
     assert task.events() == ["a"]
@@ -134,7 +136,7 @@ def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
         coordinator.send("after")
         assert task.events() == ["before"]
 
-    with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint(meanwhile=meanwhile)
     assert task.events() == ["after"]
     assert coordinator.calls == ["start", ("aborted", 1)]
@@ -173,7 +175,7 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
     assert harness.failure is None
     coordinator.state = Future()
     coordinator.state.set_result("text")
-    with pytest.raises(stagecrew.CheckpointFailed, match="gave a str as its state"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="returned a str as its state"):
         harness.checkpoint()
     assert coordinator.calls == ["start", ("aborted", 1), ("aborted", 2)]
     assert harness.failure is None
@@ -188,7 +190,7 @@ def test_a_checkpoint_waits_for_events_before_its_cut(harness):
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
-    with pytest.raises(stagecrew.CheckpointFailed, match="no state came of 'operator'"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint()
     checkpoint = harness.checkpoint(meanwhile=lambda: task.fail())
     assert checkpoint.states == {"operator/1": b"0 1"}
@@ -210,7 +212,7 @@ def test_events_to_an_evaluation_that_begins_after_the_cut_are_held_back(harness
         second = harness.evaluation(1)
         coordinator.send("after")
         seen.append((second, second.events(), first.events()))
-        first.say("ACCEPTED", sequence=1)
+        first.send_frame("ACCEPTED", sequence=1)
 
     harness.checkpoint(meanwhile=meanwhile)
     ((second, late, early),) = seen
@@ -229,7 +231,7 @@ def test_a_reset_starts_a_new_coordinator_from_the_checkpoint(harness):
     assert old.calls[-1] == "close"
     assert harness.coordinator is not old
     assert harness.coordinator.calls == [("restored", 1, b"1 1"), "start"]
-    assert "reset" in task.poisoned
+    assert "reset" in task.abort_reason
     task.send("from an old evaluation")
     assert harness.coordinator.handled == 1
     restarted = harness.evaluation(0)
@@ -246,7 +248,7 @@ def test_a_reset_during_a_checkpoint_fails_the_checkpoint(harness):
     """The error says so, and no event is held back afterwards."""
     harness.coordinator.state = Future()
     old = harness.coordinator
-    with pytest.raises(stagecrew.CheckpointFailed, match="was reset meanwhile"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="was reset during the checkpoint"):
         harness.checkpoint(meanwhile=harness.reset)
     old.state.set_result(b"late")
     task = harness.evaluation(0)
@@ -345,10 +347,10 @@ def test_a_late_acknowledgement_fails_only_its_attempt(harness):
     silent.acknowledges = False
     harness.coordinator.send("a")
     harness.advance(29)
-    assert silent.poisoned is None
+    assert silent.abort_reason is None
     harness.advance(2)
-    assert "has not said within 30.0 s" in silent.poisoned
-    assert other.poisoned is None
+    assert "did not acknowledge an event within 30.0 s" in silent.abort_reason
+    assert other.abort_reason is None
     assert harness.coordinator.calls == ["start", ("failed", 1)]
 
 

@@ -19,7 +19,7 @@ from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
-from stagecrew.observability.console import said
+from stagecrew.observability.console import spark_error_line
 from support.processes import free_port
 
 SECRET = "s3cret-of-the-test"
@@ -321,7 +321,7 @@ def test_doctor_compares_what_the_workers_run():
 )
 def test_only_the_cause_of_an_error_is_printed(text, line):
     """One line is chosen from stack traces of two languages."""
-    assert said(ValueError(text)) == line
+    assert spark_error_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize("url", [f"mysql://u:{SECRET}@h/db", f"u:{SECRET}@h", f"{SECRET}://x"])

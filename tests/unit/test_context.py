@@ -30,7 +30,7 @@ def test_a_context_cannot_be_used_for_writes_before_it_is_initialised(write):
         def __init__(self, context):
             super().__init__(context)
             seen.append(reads(context))
-            with pytest.raises(stagecrew.NotInitialised, match=rf"called context.{write} before .* do it in start"):
+            with pytest.raises(stagecrew.NotInitialised, match=rf"called context.{write} before .* call it in start"):
                 WRITES[write](context)
 
     with CoordinatorHarness(Early) as harness:

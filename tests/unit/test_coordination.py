@@ -12,10 +12,10 @@ import pytest
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.contract import Coordinator
-from stagecrew.coordination.gateway import Outbox
 from stagecrew.coordination.host import Host
+from stagecrew.coordination.outbox import Outbox
 from stagecrew.errors import ChannelClosed, EvaluationEnded, EventNotPicklable, EventTooLarge, OperatorMisused
-from stagecrew.testing.harness import _Calls
+from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.wire.serialization import END, WINDOW, pack, raised, unpack
 
@@ -94,7 +94,7 @@ class World:
         self.wire = FakeWire()
         self.host = Host(self.wire, LIMIT, 30.0, lambda: self.now)
         self.failures: list[BaseException] = []
-        self.loops: list[_Calls] = []
+        self.loops: list[InlineLoop] = []
         self.coordinators: list[Recording] = []
 
         def factory(context):
@@ -102,13 +102,13 @@ class World:
             return self.coordinators[-1]
 
         def make_loop(_name, failed, _owner):
-            self.loops.append(_Calls(failed))
+            self.loops.append(InlineLoop(failed))
             return self.loops[-1]
 
         owner = types.SimpleNamespace(
             name="t", id="t-1", store={}, changed={}, fail=self.failures.append, idle=self.wire.flush
         )
-        threads = types.SimpleNamespace(loop=make_loop, background=None)
+        threads = types.SimpleNamespace(loop=make_loop, async_calls=None)
         self.binding = Binding("b", "o/1", "o", factory, owner, threads)
         self.binding.begin()
         self.host.add(self.binding)
@@ -289,7 +289,7 @@ def test_events_to_a_task_are_numbered_and_acknowledged(world):
     world.ready(1)
     world.take_calls()
     gateway = world.coordinators[0].gateways[1]
-    first, second, end = gateway.send("a"), gateway.send(b"b"), gateway.close()
+    first, second, end = gateway.send_acknowledged("a"), gateway.send_acknowledged(b"b"), gateway.close()
     (frame,) = world.wire.take("EVENTS")
     assert (frame["first"], frame["payloads"]) == (1, [pack("a", LIMIT), b"\0b", END])
     world.say("ACCEPTED", evaluation=1, sequence=2)
@@ -300,8 +300,8 @@ def test_events_to_a_task_are_numbered_and_acknowledged(world):
     world.finish(1, 1)
     with pytest.raises(EvaluationEnded):
         end.result(0)
-    with pytest.raises(EvaluationEnded, match="is over"):
-        gateway.send("late").result(0)
+    with pytest.raises(EvaluationEnded, match="has ended"):
+        gateway.send_acknowledged("late").result(0)
     assert gateway.close().done()
     assert not world.wire.take("EVENTS")
 
@@ -312,7 +312,7 @@ def test_a_late_acknowledgement_fails_only_its_attempt(world):
     world.ready(2, subtask=1)
     world.take_calls()
     gateways = world.coordinators[0].gateways
-    late, other = gateways[1].send("a"), gateways[2].send("b")
+    late, other = gateways[1].send_acknowledged("a"), gateways[2].send_acknowledged("b")
     assert len(world.wire.take("EVENTS")) == 2
     world.say("ACCEPTED", evaluation=2, sequence=1)
     assert world.host.due() == 130.0
@@ -328,6 +328,28 @@ def test_a_late_acknowledgement_fails_only_its_attempt(world):
     assert other.result(0) is None
     with pytest.raises(EvaluationEnded):
         late.result(0)
+    assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
+
+
+@pytest.mark.parametrize("method", ["send", "send_acknowledged", "close"])
+@pytest.mark.parametrize("failure", ["late", "overflow"])
+def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, failure):
+    """Whichever method sent it, and whether or not the sender keeps a future."""
+    world.ready(1)
+    world.take_calls()
+    gateway = world.coordinators[0].gateways[1]
+    getattr(gateway, method)(*([] if method == "close" else ["x"]))
+    world.wire.take("EVENTS")
+    if failure == "late":
+        world.now += 30.0
+        world.host.expire()
+        reason = "within 30.0 s"
+    else:
+        world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
+        reason = "its mailbox is full"
+    ((name, evaluation, why),) = world.take_calls()
+    assert (name, evaluation) == ("failed", 1)
+    assert reason in why
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
@@ -386,7 +408,7 @@ def test_a_request_gets_its_result_or_its_exception(world):
     outcomes = {sequence: frame["outcome"] for sequence, frame in replies.items()}
     assert outcomes == {1: "failed", 2: "ok", 3: "failed", 4: "ok"}
     assert isinstance(raised(replies[1]["payload"])[0], ZeroDivisionError)
-    assert "cannot travel" in raised(replies[3]["payload"])[1]
+    assert "cannot pickle a generator" in raised(replies[3]["payload"])[1]
     assert [unpack(replies[sequence]["payload"]) for sequence in (2, 4)] == ["later", "now"]
     assert not world.failures
 
@@ -414,7 +436,7 @@ def test_a_reset_replaces_the_coordinator(world):
     world.ready(1)
     world.take_calls()
     gateway = world.coordinators[0].gateways[1]
-    sent = gateway.send("old")
+    sent = gateway.send_acknowledged("old")
     world.events(1, 1, "dropped")
     world.host.reset(world.binding, 7, b"state", 1.0)
     world.events(1, 2, "late")
@@ -459,7 +481,7 @@ def test_a_binding_added_to_a_broken_channel_fails(world):
 def test_a_factory_must_return_a_coordinator(world, result):
     """The error is raised when the function is bound, not when a request times out."""
     binding = world.binding
-    with pytest.raises(OperatorMisused, match="the factory of operator 'o' made a .*, no stagecrew.Coordinator"):
+    with pytest.raises(OperatorMisused, match="the factory of operator 'o' returned a .*, not a stagecrew.Coordinator"):
         Binding("c", "o/2", "o", lambda _: result, binding.owner, binding.threads)
 
 
@@ -489,10 +511,10 @@ def test_payloads_are_pickled_and_bytes_are_unchanged():
     for event in (b"\0\1", 3, "x", None, True, {"a": [1.5]}, (1, b"2")):
         assert unpack(pack(event, LIMIT)) == event
     assert unpack(pack(lambda: 3, LIMIT))() == 3
-    with pytest.raises(EventNotPicklable, match="a generator cannot travel"):
+    with pytest.raises(EventNotPicklable, match="cannot pickle a generator"):
         pack((n for n in ()), LIMIT)
     with pytest.raises(
-        EventTooLarge, match=r"takes 12 bytes on its way, more than the 10 of spark.stagecrew.event.maxSize"
+        EventTooLarge, match=r"takes 12 bytes when serialized, more than the 10 bytes of spark.stagecrew.event.maxSize"
     ):
         pack(b"12345678901", 10)
 
@@ -542,11 +564,13 @@ def test_large_outboxes_are_split_into_frames():
 def test_acknowledgements_may_arrive_in_any_order(order):
     """An acknowledgement completes all futures up to its number. Late and repeated ones do nothing."""
     outbox = Outbox()
-    futures = [outbox.add(b"", 1.0) for _ in range(3)]
+    futures: list[Future[None]] = [Future() for _ in range(3)]
+    for future in futures:
+        outbox.add(b"", 1.0, future)
     outbox.take()
     highest = 0
     for sequence in order:
-        done = outbox.acknowledged(sequence)
+        done = outbox.acknowledge(sequence)
         assert done == futures[highest : max(highest, sequence)]
         highest = max(highest, sequence)
-    assert outbox.due is None
+    assert outbox.deadline is None

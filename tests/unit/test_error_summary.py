@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stagecrew.observability.error_summary import end_of, error_line
+from stagecrew.observability.error_summary import error_line, shorten_error
 from stagecrew.observability.event_log import _counts
 
 #: Texts of CPython 3.11 and 3.13, with their summary lines. The shim's own tests read them too.
@@ -152,17 +152,17 @@ def test_a_cut_text_keeps_its_summary():
     for call, line in REAL:
         text = text_of(call)
         for length in range(200, len(text) + 10, 61):
-            cut = end_of(text, length)
+            cut = shorten_error(text, length)
             assert len(cut) <= length
             assert cut.endswith(text[-length // 3 :])
             assert error_line(cut) == line[: length // 2]
     text = text_of(lambda: fails("refused\n" + "SELECT\n" * 1000 + "end"))
-    assert error_line(end_of(text, 500)) == "ValueError: refused"
-    assert len(end_of(text, 500)) == 500
-    assert len(end_of("x" * 1000, 500)) == 500
-    once = end_of(text_of(many), 4000)
+    assert error_line(shorten_error(text, 500)) == "ValueError: refused"
+    assert len(shorten_error(text, 500)) == 500
+    assert len(shorten_error("x" * 1000, 500)) == 500
+    once = shorten_error(text_of(many), 4000)
     assert len(text_of(many)) > 8000
-    assert error_line(once) == error_line(end_of(once, 500)) == "ExceptionGroup: many (15 sub-exceptions)"
+    assert error_line(once) == error_line(shorten_error(once, 500)) == "ExceptionGroup: many (15 sub-exceptions)"
 
 
 def test_a_message_of_many_frames_is_parsed_in_time():

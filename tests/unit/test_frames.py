@@ -71,7 +71,7 @@ def test_every_prefix_is_refused(frame):
 @given(frame=frames, rest=st.binary(min_size=1, max_size=9))
 def test_bytes_after_the_last_field_are_refused(frame, rest):
     """The `FrameError` says how many bytes they are."""
-    with pytest.raises(FrameError, match=f"^{len(rest)} bytes are left over behind a {frame[0]} frame"):
+    with pytest.raises(FrameError, match=f"^{len(rest)} bytes are left over after a {frame[0]} frame"):
         decode(encode(frame[0], **frame[1])[4:] + rest)
 
 
@@ -195,7 +195,7 @@ def test_wrong_fields_are_refused(kind):
 
 def test_an_unknown_kind_is_refused():
     """When encoding the error has its name, when decoding its number."""
-    with pytest.raises(FrameError, match="unknown kind of frame 'NOPE'; known are HELLO"):
+    with pytest.raises(FrameError, match="unknown kind of frame 'NOPE'; the known kinds are HELLO"):
         encode("NOPE")
     with pytest.raises(FrameError, match="unknown kind of frame 255"):
         decode(b"\xff")

@@ -112,7 +112,7 @@ def test_a_checkpoint_asks_only_coordinators_that_were_called(uses):
     first = operators.checkpoint(None, 30)
     assert (CountsCheckpoints.requests, len(first.states)) == (1000, 1000)
     assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 1000)
-    for number, binding in enumerate(list(operators._bindings.values())[:3]):
+    for number, binding in enumerate(list(operators._table.used.values())[:3]):
         evaluate(host, binding.id, 1 << 40 | number)
     assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 1003)
     operators.reset(first)

@@ -67,7 +67,7 @@ class FakeOperators:
     def forget(self, place):
         pass
 
-    def used_beside(self, place):
+    def used_by_another_thread(self, place):
         return None
 
 
@@ -190,7 +190,7 @@ def test_each_step_has_its_own_coordinators(stored, monkeypatch, outside):
         def bind(text=""):
             id_ = operators.add("o", lambda context: TextCoordinator(context, coordinators), host)
             (coordinator,) = (
-                binding.instance.coordinator for binding in operators._bindings.values() if binding.id == id_
+                binding.instance.coordinator for binding in operators._table.used.values() if binding.id == id_
             )
             restored, coordinator.text = coordinator.text, coordinator.text + text
             return restored
@@ -260,7 +260,7 @@ def open_topology(monkeypatch):
             """Binds the operator. Returns the text with which the coordinator begins, and adds to it."""
             id_ = self.operators.add("o", lambda context: TextCoordinator(context, []), self.host, name)
             (coordinator,) = (
-                binding.instance.coordinator for binding in self.operators._bindings.values() if binding.id == id_
+                binding.instance.coordinator for binding in self.operators._table.used.values() if binding.id == id_
             )
             restored, coordinator.text = coordinator.text, coordinator.text + text
             return restored

@@ -8,13 +8,13 @@ import threading
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecrew.coordination.latency import Times
+from stagecrew.coordination.latency import LatencyHistogram
 
 micros = st.one_of(st.integers(0, 200), st.integers(0, 10_000_000), st.integers(0, 1 << 40))
 
 
-def times_of(values) -> Times:
-    times = Times()
+def times_of(values) -> LatencyHistogram:
+    times = LatencyHistogram()
     for value in values:
         times.add((value + 0.5) / 1e6)
     return times
@@ -43,7 +43,7 @@ def test_percentiles_are_exact_within_a_sixty_fourth(values):
 @given(one=st.lists(micros, max_size=20), other=st.lists(micros, max_size=20))
 def test_a_sum_has_all_times(one, other):
     """The sum of two has the percentiles of both lists together, even if both were read before."""
-    both, parts = Times(), [Times(), Times()]
+    both, parts = LatencyHistogram(), [LatencyHistogram(), LatencyHistogram()]
     for part, values in zip(parts, (one, other), strict=True):
         part.sum = both
         for value in values:
@@ -55,7 +55,7 @@ def test_a_sum_has_all_times(one, other):
 def test_no_times_and_extreme_times():
     """Without times all figures are zero. A negative time counts as none, and a huge one as the longest."""
     assert times_of([]).percentiles() == {"count": 0, "p50": 0, "p95": 0, "p99": 0, "max": 0}
-    times = Times()
+    times = LatencyHistogram()
     times.add(-1.0)
     assert times.percentiles() == {"count": 1, "p50": 0, "p95": 0, "p99": 0, "max": 0}
     times.add(1e30)
@@ -64,7 +64,7 @@ def test_no_times_and_extreme_times():
 
 def test_nothing_is_lost_between_threads():
     """All times that four threads add are counted."""
-    times = Times()
+    times = LatencyHistogram()
     threads = [threading.Thread(target=lambda: [times.add(n / 1e6) for n in range(5000)]) for _ in range(4)]
     for thread in threads:
         thread.start()

@@ -14,7 +14,7 @@ from stagecrew import Coordinator, StructuredFormatter
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.loop import Loop
 from stagecrew.observability import logs
-from stagecrew.observability.logs import FIELDS, coordinates, set_current_evaluation
+from stagecrew.observability.logs import FIELDS, set_current_coordinator, set_current_evaluation
 from stagecrew.testing import CoordinatorHarness
 
 ONE = Evaluation(
@@ -107,7 +107,7 @@ def test_records_of_progress_name_no_evaluation():
             return ""
 
     def in_thread():
-        coordinates("t", "o")
+        set_current_coordinator("t", "o")
         with CoordinatorHarness(Says) as harness:
             harness._host.statistics()
             harness.run()

@@ -120,7 +120,7 @@ def test_a_blocking_close_in_a_reset(caplog):
     operators.reset(None)
     try:
         assert begun[1].wait(10)
-        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+        assert "the coordinator of operator 'o' did not close within 0.2 s" in caplog.text
         assert not scope.cancelled
     finally:
         go.set()
@@ -141,7 +141,7 @@ def test_an_exit_during_a_blocking_callback(caplog):
     operators._close_timeout = lambda: 0.2
     try:
         operators.close("the topology has ended")
-        assert "the coordinator of operator 'o' has not closed within 0.2 s" in caplog.text
+        assert "the coordinator of operator 'o' did not close within 0.2 s" in caplog.text
     finally:
         go.set()
 
@@ -159,7 +159,7 @@ def test_prepared_coordinators_are_in_a_checkpoint():
     operators.begin(host)
     assert operators.checkpoint(None, 10).states == {"o/unused": b"state"}
     operators.close("the session stops")
-    with pytest.raises(stagecrew.CheckpointFailed, match="does not come after 1"):
+    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 1"):
         operators.checkpoint(1, 10)
 
 

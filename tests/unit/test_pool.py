@@ -10,7 +10,7 @@ import time
 import pytest
 
 from stagecrew.coordination import pool as pool_module
-from stagecrew.coordination.async_calls import Background
+from stagecrew.coordination.async_calls import AsyncCalls
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.pool import Pool, Timers
 from support.waiting import eventually
@@ -39,11 +39,11 @@ def test_each_loop_runs_calls_in_order_one_at_a_time(pool):
     inside = dict.fromkeys(found, 0)
     overlaps, done = [], []
 
-    def call(number, caller, count):
+    def call(number, name, count):
         inside[number] += 1
         if inside[number] > 1:
             overlaps.append(number)
-        found[number].append((caller, count))
+        found[number].append((name, count))
         inside[number] -= 1
 
     loops = [Loop(str(number), done.append, lambda: None, pool=pool) for number in found]
@@ -185,7 +185,7 @@ def test_timers_run_in_order_unless_cancelled(timers):
 
 def test_async_calls_are_bounded_and_dropped_at_close(timers):
     """Four calls of one coordinator run at a time. Calls that wait when it closes never begin."""
-    background = Background(Pool("async", timers), timers)
+    background = AsyncCalls(Pool("async", timers), timers)
     go, begun = threading.Event(), []
     for number in range(10):
         background.submit(lambda number=number: (begun.append(number), go.wait(30)))
@@ -201,9 +201,9 @@ def test_a_hanging_call_keeps_no_process_alive():
     """A process whose coordinator waits forever in `call_async` ends with its main thread."""
     code = (
         "import threading\n"
-        "from stagecrew.coordination.async_calls import Background\n"
+        "from stagecrew.coordination.async_calls import AsyncCalls\n"
         "begun = threading.Event()\n"
-        "Background().submit(lambda: (begun.set(), threading.Event().wait()))\n"
+        "AsyncCalls().submit(lambda: (begun.set(), threading.Event().wait()))\n"
         "assert begun.wait(30)\n"
         "print('ends')\n"
     )

@@ -17,7 +17,7 @@ import stagecrew
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.instance import Threads
-from stagecrew.testing.harness import _Calls
+from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import Decoder, decode_all, encode
 from stagecrew.wire.serialization import unpack
 from stagecrew.worker.evaluations import Bound, TaskGateway
@@ -55,7 +55,7 @@ class Inline(Threads):
         self.loops = []
 
     def loop(self, _name, failed, _idle):
-        self.loops.append(_Calls(failed))
+        self.loops.append(InlineLoop(failed))
         return self.loops[-1]
 
 
@@ -230,7 +230,7 @@ class Protocol(RuleBasedStateMachine):
     @rule()
     def coordinator_sends(self):
         number = self.next()
-        self.futures.append((number, self.first.gateway.send(number)))
+        self.futures.append((number, self.first.gateway.send_acknowledged(number)))
         self.pushed.append(number)
         self.gather()
 

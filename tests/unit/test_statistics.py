@@ -123,7 +123,7 @@ def test_only_changes_are_sent_and_repeats_change_nothing():
         assert harness._host.statistics() is None
         task = harness.evaluation(subtask=0)
         task.request("a")
-        task.say("REQUEST", sequence=1, payload=b"\0a")
+        task.send_frame("REQUEST", sequence=1, payload=b"\0a")
         assert statistics_after(harness)[0]["requests"] == 1
         assert harness._host.statistics() is None, "nobody does anything"
 
@@ -169,7 +169,9 @@ def test_ended_bindings_have_no_queued_messages():
             if event == "first":
                 task.send("behind it")
                 statistics_after(harness, 1)
-                merge(harness._host.last_statistics("test", list(harness._host._bindings.values())), known, sums)
+                merge(
+                    harness._host.last_statistics("test", list(harness._host._liveness.bindings.values())), known, sums
+                )
                 ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
 
     known, sums = {}, {}
@@ -188,11 +190,11 @@ def test_times_of_acknowledgements_and_waits_for_late_ones():
         harness.advance(5.0)
         task.send(1)
         found, _ = statistics_after(harness)
-        assert found["waitsFor"].startswith("executor 7 to say that it has an event, since ")
+        assert found["waitsFor"].startswith("executor 7 to acknowledge an event, since ")
         assert found["waitsFor"].endswith(" UTC")
         harness.advance(1.0)
-        task.say("ACCEPTED", sequence=2)
-        task.say("ACCEPTED", sequence=2)
+        task.send_frame("ACCEPTED", sequence=2)
+        task.send_frame("ACCEPTED", sequence=2)
         found, _ = statistics_after(harness)
         assert found["acknowledgements"]["count"] == 1
         assert found["acknowledgements"]["max"] == 6_000_000
@@ -216,7 +218,7 @@ def test_faulty_hooks_break_nothing(caplog):
         assert (found["requests"], found["waitsFor"], found["progress"], found["kind"]) == (1, "", {}, "5")
         assert harness.failure is None
     assert [record.message for record in caplog.records].count(
-        "operator 'operator': its coordinator cannot say how far it is"
+        "operator 'operator': kind, waits_for() or progress() of its coordinator failed; the UI shows older values"
     ) == 1
 
 
@@ -268,11 +270,11 @@ def test_waits_for_an_incomplete_checkpoint():
             harness.coordinator.state.set_result(b"s")
             harness.run()
             seen.append(statistics_after(harness)[0]["waitsFor"])
-            task.say("ACCEPTED", sequence=1)
+            task.send_frame("ACCEPTED", sequence=1)
 
         harness.checkpoint(meanwhile=check_waits)
         assert seen[0].startswith("the coordinator's state, for checkpoint 1, since ")
-        assert seen[1].startswith("the acknowledgement of what it had sent, for checkpoint 1, since ")
+        assert seen[1].startswith("the acknowledgement of events that it sent, for checkpoint 1, since ")
         assert statistics_after(harness)[0]["waitsFor"] == ""
 
 
@@ -408,7 +410,7 @@ def test_commits_count_staging_tasks():
 
 def test_final_statistics_include_unsent_counts_of_earlier_uses(monkeypatch):
     """However many uses there were: what of them is counted is told, that the driver's sums are of all."""
-    monkeypatch.setattr(statistics_reporter, "_MOST", 2)
+    monkeypatch.setattr(statistics_reporter, "_MAX_FINAL", 2)
     known, sums = {}, {}
     with CoordinatorHarness(Echo) as harness:
         for _ in range(4):

@@ -100,7 +100,9 @@ def test_several_and_others():
         with opened(one, value="inner"):
             assert one.get() == "inner"
         assert one.get() == "one"
-        with pytest.raises(ResourceNotOpen, match=r"stagecrew\.testing\.opened opened another listener"):
+        with pytest.raises(
+            ResourceNotOpen, match=r"stagecrew\.testing\.opened has opened a different listener; open this one, too"
+        ):
             other.get()
 
 

@@ -1,4 +1,4 @@
-"""Calls off a coordinator's thread: at once on a pool, or later."""
+"""Calls that do not run on a coordinator's thread: at once on a pool, or later."""
 
 from __future__ import annotations
 
@@ -9,31 +9,32 @@ from typing import Final, Protocol
 
 from stagecrew.coordination.pool import ASYNC_CALLS, TIMERS, Pool, Timer, Timers
 
-__all__ = ["Background", "InBackground"]
+__all__ = ["AsyncCalls", "AsyncExecutor"]
 
 _log = logging.getLogger("stagecrew")
 
-#: How many calls of one coordinator run at once.
-_AT_ONCE: Final = 4
+#: The number of calls of one coordinator that may run at the same time.
+_MAX_RUNNING: Final = 4
 
 
-class InBackground(Protocol):
-    """What a `Background` does; tests have one without threads and with a clock of their own."""
+class AsyncExecutor(Protocol):
+    """The interface of `AsyncCalls`. The test harness implements it without threads and with a manual clock."""
 
     def submit(self, f: Callable[[], None]) -> None:
-        """Calls it soon, elsewhere."""
+        """Calls a function soon, on another thread."""
 
     def later(self, seconds: float, f: Callable[[], None]) -> None:
-        """Calls it after this time, elsewhere. It must be short."""
+        """Calls a short function after this time, on another thread."""
 
     def close(self) -> None:
-        """Nothing more is begun."""
+        """Begins no more calls."""
 
 
-class Background:
-    """Calls on the pool, four at a time, and timers. After `close` nothing begins; what runs is not waited for.
+class AsyncCalls:
+    """One coordinator's calls on the pool, at most four at a time, and its timers.
 
-    A call that never returns keeps its thread, which is a daemon: the process ends all the same.
+    After `close` no call begins. Running calls are not waited for. A call that never returns keeps its thread; the
+    thread is a daemon, so the process can still end.
     """
 
     def __init__(self, pool: Pool = ASYNC_CALLS, timers: Timers = TIMERS) -> None:
@@ -45,11 +46,11 @@ class Background:
         self._timers: set[Timer] = set()
 
     def submit(self, f: Callable[[], None]) -> None:
-        """Calls it on the pool."""
+        """Calls a function on the pool."""
         with self._lock:
             if self._closed:
                 return
-            if self._running == _AT_ONCE:
+            if self._running == _MAX_RUNNING:
                 self._waiting.append(f)
                 return
             self._running += 1
@@ -68,7 +69,7 @@ class Background:
                 self._pool.submit(lambda: self._run(following))
 
     def later(self, seconds: float, f: Callable[[], None]) -> None:
-        """Calls it on the thread of timers."""
+        """Calls a function on the timers' thread."""
 
         def run() -> None:
             with self._lock:
@@ -82,7 +83,7 @@ class Background:
             self._timers.add(timer)
 
     def close(self) -> None:
-        """Timers are cancelled, and what waits for the pool is dropped."""
+        """Cancels the timers, and drops the calls that wait for the pool."""
         with self._lock:
             self._closed = True
             timers = list(self._timers)

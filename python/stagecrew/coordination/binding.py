@@ -1,16 +1,17 @@
-"""One use of an operator on one dataset, and the coordinator that serves it: a new instance after each reset."""
+"""One use of an operator on one dataset. A coordinator serves it; each reset installs a new instance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
-from stagecrew.coordination.checkpoints import Pending
+from stagecrew.coordination.checkpoints import PendingCheckpoint
 from stagecrew.coordination.context import CoordinatorContext
 from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
-from stagecrew.coordination.instance import Instance, Owner, Threads
-from stagecrew.coordination.live import Live
+from stagecrew.coordination.instance import Instance
+from stagecrew.coordination.live import LiveEvaluation
 from stagecrew.coordination.statistics import Statistics
+from stagecrew.coordination.threads import Owner, Threads
 
 __all__ = ["Binding", "BindingOwner"]
 
@@ -18,19 +19,20 @@ __all__ = ["Binding", "BindingOwner"]
 class BindingOwner(Owner, Protocol):
     """The operators of a topology, as its bindings see them."""
 
-    #: The bindings whose coordinators were called since their states were taken.
+    #: The bindings whose coordinators were called since their last checkpoint.
     changed: dict[Binding, None]
 
 
 class Binding:
-    """Knows its current instance and its live evaluations; guarded by the host's lock.
+    """Knows its current instance and its live evaluations. The host's lock guards it.
 
-    `key` is the operator and its how-manieth use, as in a `Checkpoint`. The coordinator is made at once, in the caller's
-    thread, and restored from `state` when there is a checkpoint; it starts with `begin`.
+    `key` is its position in the program, as in a `Checkpoint`. The coordinator is made at once, on the caller's thread,
+    and restored from `state` if there is a checkpoint. It starts with `begin`.
     """
 
     __slots__ = (
-        "factory", "held", "id", "instance", "key", "live", "news", "operator", "owner", "pending", "seen", "statistics", "threads",
+        "factory", "held", "id", "instance", "key", "live", "operator", "owner", "pending", "seen", "statistics",
+        "threads", "unreported",
     )  # fmt: skip
 
     def __init__(
@@ -47,15 +49,16 @@ class Binding:
     ) -> None:
         self.id, self.key, self.operator = identity, key, operator
         self.factory, self.owner, self.threads = factory, owner, threads
-        self.live: dict[int, Live] = {}
-        #: Subtasks of which there has been an evaluation: a bit for each.
+        self.live: dict[int, LiveEvaluation] = {}
+        #: The subtasks that have had an evaluation, one bit each.
         self.seen = subtasks
-        #: The checkpoint that is being taken, and whether it was cut: events are kept back.
-        self.pending: Pending | None = None
+        #: The checkpoint that is being taken.
+        self.pending: PendingCheckpoint | None = None
+        #: Whether that checkpoint's cut was made, so that events are held back.
         self.held = False
         self.statistics = Statistics()
-        #: The bindings of which something may be new to those who look on; of the host that serves it.
-        self.news: dict[Binding, None] | None = None
+        #: The host's bindings with statistics to report. The binding adds itself when something may have changed.
+        self.unreported: dict[Binding, None] | None = None
         self.instance = Instance(self)
         try:
             self.instance.make(checkpoint_id, state)
@@ -64,17 +67,17 @@ class Binding:
             raise
 
     def begin(self) -> None:
-        """The session runs."""
+        """Starts the coordinator: the session runs."""
         self.instance.begin()
 
-    def touch(self) -> None:
-        """Its coordinator was called, or reported something."""
+    def mark_changed(self) -> None:
+        """Notes that the coordinator was called, or reported something."""
         self.owner.changed[self] = None
-        if (news := self.news) is not None:
-            news[self] = None
+        if (unreported := self.unreported) is not None:
+            unreported[self] = None
 
     def reset(self, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
-        """Puts a new instance in the place of the current one, which is closed first."""
+        """Closes the current instance, waits at most this many seconds for it, and begins a new one."""
         self.held = False
         self.statistics.resets += 1
         old, self.instance = self.instance, Instance(self)
@@ -82,9 +85,9 @@ class Binding:
         self.instance.enqueue(self.instance.take_over, old, checkpoint_id, state, seconds)
 
     def finish(self) -> None:
-        """Has what came handled, and the coordinator closed behind it."""
+        """Closes the coordinator after the messages that are already enqueued."""
         self.instance.loop.call(self.instance.finish)
 
     def await_closed(self, seconds: float) -> bool:
-        """Takes nothing more; answers whether the coordinator closed in time. Off its own thread."""
+        """Enqueues no more calls. Returns whether the coordinator closed within this time."""
         return self.instance.loop.end(seconds)

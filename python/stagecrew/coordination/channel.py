@@ -1,8 +1,8 @@
-"""The socket between the driver's JVM and its Python, by which coordinators reach executors.
+"""The socket between the driver's JVM and its Python, through which coordinators reach executors.
 
-An idle thread of the coordinators' pool reads it until there is work, so that a request is handled by the thread that read it. (A
-hop to another thread costs Python more than all the rest.) While the pool has no idle thread, the channel's
-own thread reads.
+An idle thread of the coordinators' pool reads the socket until there is work, so that the thread that reads a request
+also handles it: a switch to another thread costs more in Python than all other steps. While the pool has no idle
+thread, the channel's own thread reads.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ __all__ = ["DriverChannel"]
 
 _log = logging.getLogger("stagecrew")
 
-#: What is enqueued is sent at once when it is this long since the last sending, or this much; else when its thread is idle.
+#: Enqueueing sends at once if nothing was sent for `_PAUSE` seconds, or if `_BATCH` frames wait. Otherwise the frames
+#: are sent when the enqueuing thread is idle.
 _PAUSE: Final = 0.001
 _BATCH: Final = 512
-#: How long nobody may have read before the channel's own thread does, in seconds: while tasks talk, and while none does.
-_ABSENCE: Final = 0.005
-_QUIET: Final = 0.1
-#: The driver's JVM is told after so many messages that they were read.
-_TELL: Final = 16
-#: How often it is looked what of coordinators has changed for those who look on, in seconds.
-_STATISTICS: Final = 1.0
-#: How many of these wait at most while nothing can be sent; the last word is told another way.
-_KEPT: Final = 60
+#: The channel's own thread reads when no other thread has read for this many seconds: while evaluations are live, and
+#: while none is. The second is also the longest wait for frames.
+_BUSY_WAIT: Final = 0.005
+_IDLE_WAIT: Final = 0.1
+#: The number of messages after which the driver's JVM is notified that they were read.
+_READ_BATCH: Final = 16
+#: The time between two reports of statistics, in seconds.
+_STATISTICS_PERIOD: Final = 1.0
+#: The number of statistics frames to keep while nothing can be sent. Final statistics travel another way.
+_MAX_STATISTICS: Final = 60
 
 
 class DriverChannel:
-    """Frames for executors, and from them to the host. Enqueueing is safe from any thread; one at a time sends, one reads.
+    """Sends frames to executors, and passes frames from executors to the host.
 
-    Who enqueues much at once (a coordinator that handles a batch) sends it in few pieces: an enqueue sends itself only when
-    nothing was sent within the last millisecond, or much waits; the rest goes when the loop is idle, and at the latest with
-    the reader's next turn.
+    Enqueueing is safe from any thread. One thread at a time sends, and one reads. A coordinator that enqueues many
+    frames at once, because it handles a batch, sends them in few pieces: an enqueue sends at once only if nothing was
+    sent within the last millisecond, or if many frames wait. The others are sent when the coordinator's loop is idle,
+    and at the latest in the reader's next turn.
     """
 
     def __init__(self, place: str, make_host: Callable[[DriverChannel], Host], pool: Pool = COORDINATORS) -> None:
@@ -60,17 +63,18 @@ class DriverChannel:
         self._statistics: list[bytes] = []
         self._sending = threading.Lock()
         self._sent = 0.0
-        self._read = self._told = 0
+        #: The number of messages that were read, and of those that the JVM was notified of.
+        self._read = self._reported_read = 0
         self._turns = 0
         self._reading = threading.Lock()
-        #: Who leaves its wait for frames when this is written to.
+        #: A byte in this pipe ends the reader's wait for frames.
         self._wake_out, self._wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poller = select.poll()
         self._poller.register(self._channel, select.POLLIN)
         self._poller.register(self._wake_out, select.POLLIN)
         self._waking = threading.Lock()
         #: Whether the channel's own thread reads, and whether a thread of the pool waits to read instead.
-        self._own = self._is_wanted = False
+        self._own_reads = self._is_wanted = False
         #: Set when the channel's own thread must check whether another thread reads.
         self._attention = threading.Event()
         self._ended = threading.Event()
@@ -78,34 +82,34 @@ class DriverChannel:
         self.host = make_host(self)
         self._thread = threading.Thread(target=self._run, name="stagecrew-coordination", daemon=True)
         self._thread.start()
-        self._teller = threading.Thread(target=self._tell, name="stagecrew-statistics", daemon=True)
-        self._teller.start()
+        self._reporter = threading.Thread(target=self._report_statistics, name="stagecrew-statistics", daemon=True)
+        self._reporter.start()
         pool.set_reader(self)
 
-    # -- What coordinators and the host enqueue
+    # -- Sending, for coordinators and the host
 
     def send(self, executor: str, frame: bytes) -> None:
-        """Enqueues a frame for an executor, behind the events of gateways that were enqueued before."""
+        """Enqueues a frame for an executor, after the events of gateways that were enqueued before."""
         if self._ended.is_set():
-            return  # nobody hears it
+            return  # the connection has ended
         with self._lock:
             self._gather()
             self._waiting.setdefault(executor, []).append(frame)
             self._count += 1
 
     def dirty(self, gateway: Gateway) -> None:
-        """A gateway has an event to send."""
+        """Notes that a gateway has an event to send."""
         if self._ended.is_set():
             return
         with self._lock:
             self._dirty[gateway] = None
             self._count += 1
-            now = self._count >= _BATCH or time.monotonic() - self._sent > _PAUSE
-        if now:
+            send_now = self._count >= _BATCH or time.monotonic() - self._sent > _PAUSE
+        if send_now:
             self.flush()
 
     def flush(self) -> None:
-        """Sends what is enqueued."""
+        """Sends the enqueued frames."""
         while self._has_to_send and self._sending.acquire(blocking=False):
             try:
                 with self._lock:
@@ -120,13 +124,13 @@ class DriverChannel:
                     for piece in encoded("TO", executor=to, frames=part)
                 ]
                 frames += statistics
-                if (read := self._read) != self._told:
-                    self._told = read
+                if (read := self._read) != self._reported_read:
+                    self._reported_read = read
                     frames.append(encode("READ", messages=read))
                 if frames:
                     self._channel.write(*frames)
             except ChannelClosed:
-                # Perhaps in the midst of a frame: nothing may follow. The reader sees it too.
+                # Perhaps in the middle of a frame, so nothing may follow. The reader sees the error, too.
                 self._channel.shutdown()
                 return
             finally:
@@ -134,8 +138,8 @@ class DriverChannel:
 
     @property
     def _has_to_send(self) -> bool:
-        """What was enqueued, or how much was read."""
-        return self._count > 0 or self._read - self._told >= _TELL
+        """Whether frames are enqueued, or the JVM must be notified of messages that were read."""
+        return self._count > 0 or self._read - self._reported_read >= _READ_BATCH
 
     def _gather(self) -> None:
         for gateway in self._dirty:
@@ -143,45 +147,45 @@ class DriverChannel:
                 self._waiting.setdefault(gateway.evaluation.executor, []).append(frame)
         self._dirty.clear()
 
-    def _tell(self) -> None:
-        """Tells the driver's JVM what people see of coordinators, on a thread of its own."""
-        while not self._ended.wait(_STATISTICS):
+    def _report_statistics(self) -> None:
+        """Sends the statistics of coordinators to the driver's JVM, on a separate thread."""
+        while not self._ended.wait(_STATISTICS_PERIOD):
             try:
                 if (frame := self.host.statistics()) is not None:
                     with self._lock:
-                        self._statistics = [*self._statistics[-_KEPT:], frame]
+                        self._statistics = [*self._statistics[-_MAX_STATISTICS:], frame]
                         self._count += 1
                     self.flush()
             except Exception:
-                _log.exception("the statistics of coordinators could not be told")
+                _log.exception("could not report the statistics of coordinators; the UI shows older ones")
 
-    # -- Whoever reads
+    # -- Reading
 
     def read(self, until: Callable[[], bool]) -> bool:
-        """Reads for all on the calling thread until the condition holds. False when another thread reads."""
+        """Reads on the calling thread until the condition holds. Returns False at once when another thread reads."""
         if self._ended.is_set():
             return False
         if not self._reading.acquire(blocking=False):
-            if self._own:  # it gives way
+            if self._own_reads:  # it makes way
                 self._is_wanted = True
                 self.wake()
             return False
         try:
             self._is_wanted = False
             while not until() and not self._ended.is_set():
-                self._turn(_QUIET)
+                self._turn(_IDLE_WAIT)
         finally:
             self._reading.release()
         return True
 
     def wake(self) -> None:
-        """Whoever waits for frames looks around."""
-        with self._waking, contextlib.suppress(BlockingIOError):  # one that is full wakes anyway
+        """Ends the reading thread's wait, so that it checks its condition."""
+        with self._waking, contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader anyway
             if not self._closed:
                 os.write(self._wake_in, b"\0")
 
     def _turn(self, seconds: float) -> None:
-        """Waits for frames, and takes them. By whoever holds the right to read."""
+        """Waits for frames, and handles them. The caller holds `_reading`."""
         self._turns += 1
         self.flush()
         due = self.host.due()
@@ -193,15 +197,15 @@ class DriverChannel:
         if self._channel.fileno() in ready:
             try:
                 for frame in self._channel.arrived():
-                    self._take(frame)
+                    self._handle(frame)
             except ChannelError as error:
                 if not self._ended.is_set():
                     self._ended.set()
                     self._channel.shutdown()
-                    self.host.broken(f"the way from coordinators to executors broke: {error}")
+                    self.host.broken(f"the connection from coordinators to executors broke: {error}")
                 return
         elif not ready:
-            # Only now: while nobody read, what is late may have come.
+            # Only now: an acknowledgement that seems late may have arrived while no thread was reading.
             self.host.expire()
         self.flush()
 
@@ -209,25 +213,26 @@ class DriverChannel:
         try:
             turns = -1
             while not self._ended.is_set():
-                # Only where nobody has read since the last look: a coordinator that handles what it read comes back at once.
+                # Read only if no other thread has read since the last check: one that handles a request soon reads
+                # again.
                 before, turns = turns, self._turns
                 if before == turns and self._reading.acquire(blocking=False):
                     try:
-                        self._own = True
+                        self._own_reads = True
                         while not self._is_wanted and not self._ended.is_set():
-                            self._turn(_QUIET)
+                            self._turn(_IDLE_WAIT)
                     finally:
-                        self._own = False
+                        self._own_reads = False
                         self._reading.release()
                     if self._is_wanted:
                         self._is_wanted = False
                         self._pool.submit(_nothing)  # a thread of the pool takes over
                 self._attention.clear()
-                self._attention.wait(_ABSENCE if self.host.is_busy else _QUIET)
+                self._attention.wait(_BUSY_WAIT if self.host.is_busy else _IDLE_WAIT)
         except Exception:
-            _log.exception("the channel of coordinators failed")
+            _log.exception("the thread that reads the frames of executors failed; please report it")
 
-    def _take(self, frame: Any) -> None:
+    def _handle(self, frame: Any) -> None:
         was_busy = self.host.is_busy
         try:
             if frame.kind == "FROM":
@@ -235,28 +240,30 @@ class DriverChannel:
             elif frame.kind == "LOST":
                 self.host.lost(frame["executor"], frame["reason"])
         except Exception:
-            _log.exception("frames of an executor could not be handled")
+            _log.exception(
+                "could not handle a %s frame of executor %s; please report it", frame.kind, frame["executor"]
+            )
         self._read += 1
         if not was_busy and self.host.is_busy:
             self._attention.set()
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing goes through it any more."""
+        """Whether the connection has ended."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """Ends the reader and the connection; a second call does nothing."""
+        """Ends the reader and the connection. Idempotent."""
         self.flush()
         self._ended.set()
         self._pool.remove_reader(self)
         self._attention.set()
         self.wake()
         self._channel.shutdown()
-        for thread in (self._thread, self._teller):
+        for thread in (self._thread, self._reporter):
             if threading.current_thread() is not thread:
                 thread.join(5)
-        with self._reading, self._waking:  # nobody polls, or writes to, what is closed now
+        with self._reading, self._waking:  # no thread polls or writes to these now
             if self._closed:
                 return
             self._closed = True
@@ -266,7 +273,7 @@ class DriverChannel:
 
 
 def _parts(frames: list[bytes]) -> Iterator[bytes]:
-    """These, in pieces of about as much as travels together."""
+    """Joins frames into pieces of about `TOGETHER` bytes."""
     part, size = [], 0
     for frame in frames:
         part.append(frame)
@@ -279,4 +286,4 @@ def _parts(frames: list[bytes]) -> Iterator[bytes]:
 
 
 def _nothing() -> None:
-    """A task that makes a thread of the pool look what there is to do."""
+    """A task that only wakes a thread of the pool."""

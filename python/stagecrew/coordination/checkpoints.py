@@ -1,4 +1,4 @@
-"""Checkpoints: the states of a topology's coordinators that belong together, and the cut that each makes."""
+"""Checkpoints: the states of a topology's coordinators that belong together."""
 
 from __future__ import annotations
 
@@ -15,24 +15,36 @@ from stagecrew.coordination.contract import NO_CHECKPOINT
 from stagecrew.coordination.program_path import operator_of
 from stagecrew.errors import CheckpointCorrupt, CheckpointFailed
 
-__all__ = ["NOTHING", "Checkpoint", "Pending", "Taken"]
+__all__ = ["NOTHING", "Checkpoint", "PendingCheckpoint", "TakenState"]
 
 _FORMAT: Final = 2
 
 
-#: A coordinator's state, and the subtasks that had begun, a bit for each.
-Taken = tuple[bytes | None, int]
+#: A coordinator's state, and the subtasks that have had an evaluation, one bit each.
+TakenState = tuple[bytes | None, int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The states of a topology's coordinators as of one cut.
+    """The states of a topology's coordinators at one point.
 
-    `states` is by the use's place in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
-    `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
+    `Topology.checkpoint` returns one, and `Topology.reset` restores one.
 
-    `subtasks` has the subtasks that had begun by then, a bit for each, so that their next evaluations are resets to a restored
-    coordinator, too.
+    Args:
+        id: The checkpoint's id. Ids grow within a topology.
+        states: The state of each use of an operator; None if the coordinator had none. The key is the position of the
+            use in the program: `"budget/1"` for the first use of operator "budget" outside of steps,
+            `"step=load/batch=3:budget/1"` for one in a batch, `"budget/name=eu"` for one that was given a name.
+        subtasks: The subtasks of each use that have had an evaluation, one bit each. When one of them is evaluated
+            again after a restore, its coordinator receives `subtask_reset`.
+
+    Example:
+        >>> import stagecrew
+        >>> stored = stagecrew.Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()
+        >>> stagecrew.Checkpoint.from_bytes(stored).states
+        {'budget/1': b'left: 7'}
+
+    Not promised: that bytes of `to_bytes` can be read by an older stagecrew.
     """
 
     id: int
@@ -40,20 +52,34 @@ class Checkpoint:
     subtasks: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def of(self, key: str) -> tuple[int, bytes | None, int]:
-        """The id, the state and the subtasks that a coordinator is restored with; `NO_CHECKPOINT` when it has no state here."""
+        """The values that the coordinator of one use is restored with.
+
+        Args:
+            key: The use's key in `states`.
+
+        Returns:
+            The checkpoint's id, the state, and the subtasks; -1, None and 0 if the checkpoint has no such use.
+        """
         if key not in self.states:
             return NO_CHECKPOINT, None, 0
         return self.id, self.states[key], self.subtasks.get(key, 0)
 
     def keys_of(self, operator: str) -> list[str]:
-        """The keys of an operator's uses, wherever in the program they are."""
+        """The keys of an operator's uses, anywhere in the program.
+
+        Args:
+            operator: The operator's name.
+
+        Returns:
+            The keys, in the order of `states`.
+        """
         return [key for key in self.states if operator_of(key) == operator]
 
     def to_bytes(self) -> bytes:
-        """As bytes to be stored.
+        """Serializes the checkpoint, for storing it.
 
-        >>> Checkpoint.from_bytes(Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()).states
-        {'budget/1': b'left: 7'}
+        Returns:
+            The bytes. They carry a digest.
         """
         header = {
             "format": _FORMAT,
@@ -66,18 +92,31 @@ class Checkpoint:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Checkpoint:
-        """What `to_bytes` made. Raises `CheckpointCorrupt` for anything else, also for one byte that differs."""
+        """Reads the bytes that `to_bytes` returned.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointCorrupt: The bytes differ from those that were written, if only in one byte, or another version of
+                stagecrew wrote them in another format.
+        """
         digest, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
             raise CheckpointCorrupt(
-                f"these {len(data)} bytes are no checkpoint, or not as they were written: their digest differs"
+                f"these {len(data)} bytes are not a checkpoint, or were changed after they were written: their digest "
+                f"differs; use another copy"
             )
         header, _, states = body.partition(b"\n")
         try:
             found = json.loads(header)
             if found["format"] != _FORMAT:
                 raise CheckpointCorrupt(
-                    f"a checkpoint of format {found['format']}; this stagecrew reads format {_FORMAT}: use the one that wrote it"
+                    f"the checkpoint has format {found['format']}, but this version of stagecrew reads format "
+                    f"{_FORMAT}; use the version that wrote it"
                 )
             id_, sizes = found["id"], found["states"]
             ends = list(itertools.accumulate(size or 0 for size in sizes.values()))
@@ -92,54 +131,55 @@ class Checkpoint:
                 {key: int(bits, 16) for key, bits in found["subtasks"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorrupt(f"these bytes are no checkpoint: {error}") from error
+            raise CheckpointCorrupt(f"these {len(data)} bytes are not a checkpoint: {error}") from error
 
 
-#: Of which every coordinator begins anew.
+#: Restores every coordinator to its beginning.
 NOTHING: Final = Checkpoint(NO_CHECKPOINT, {})
 
 
-class Pending:
-    """One checkpoint of one coordinator: asked, then cut, then taken; or it failed, and whatever comes later is nothing.
+class PendingCheckpoint:
+    """One checkpoint of one coordinator: requested, then cut, then taken. Or it failed; later calls then do nothing.
 
-    Taken when what had been sent before the cut is acknowledged, or its evaluation has failed. Usable from any thread.
+    It is taken when every event that was sent before the cut is acknowledged, or its evaluation has failed. Usable from
+    any thread.
     """
 
     def __init__(self, checkpoint_id: int) -> None:
         self.id = checkpoint_id
-        #: Done when it is taken, with the state and the subtasks that had begun.
-        self.result: Future[Taken] = Future()
+        #: Completes when the checkpoint is taken.
+        self.result: Future[TakenState] = Future()
         self._lock = threading.Lock()
-        self._awaited: set[Future[None]] = set()
+        self._unacknowledged: set[Future[None]] = set()
 
-    def cut(self, taken: Taken, sent: Iterable[Future[None]]) -> None:
-        """The state is there; these were sent before it."""
-        itself: Future[None] = Future()  # so that it cannot be done before all others are known
+    def cut(self, taken: TakenState, sent: Iterable[Future[None]]) -> None:
+        """Sets the state, and the futures of the events that were sent before the cut."""
+        all_added: Future[None] = Future()  # keeps the set from getting empty before every callback is added
         with self._lock:
-            self._awaited = {itself, *sent}
-            awaited = tuple(self._awaited)
-        for future in awaited:
+            self._unacknowledged = {all_added, *sent}
+            futures = tuple(self._unacknowledged)
+        for future in futures:
             future.add_done_callback(lambda done: self._acknowledged(done, taken))
-        itself.set_result(None)
+        all_added.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """It was declined, or given up."""
+        """Fails the checkpoint, unless it is taken: it was declined or aborted."""
         with self._lock:
             if not self.result.done():
                 self.result.set_exception(error)
 
-    def _acknowledged(self, which: Future[None], taken: Taken) -> None:
+    def _acknowledged(self, future: Future[None], taken: TakenState) -> None:
         with self._lock:
-            self._awaited.discard(which)
-            if not self._awaited and not self.result.done():
+            self._unacknowledged.discard(future)
+            if not self._unacknowledged and not self.result.done():
                 self.result.set_result(taken)
 
 
-def checked(state: object, operator: str) -> bytes | None:
-    """What a coordinator gave as its state. Raises `CheckpointFailed` unless it is bytes or None."""
+def check_state(state: object, operator: str) -> bytes | None:
+    """Returns the state that a coordinator's `checkpoint` returned. Raises `CheckpointFailed` if its type is wrong."""
     if state is None or isinstance(state, bytes):
         return state
     raise CheckpointFailed(
-        f"the coordinator of operator {operator!r} gave a {type(state).__name__} as its state; checkpoint() answers bytes, a "
-        f"Future of bytes, or None"
+        f"the coordinator of operator {operator!r} returned a {type(state).__name__} as its state; checkpoint() must "
+        f"return bytes, a Future of bytes, or None"
     )

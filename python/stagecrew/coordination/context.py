@@ -1,4 +1,4 @@
-"""What a coordinator may ask for: safe from any thread, and usable as far as the session exists."""
+"""A coordinator's context: its effects on the topology. Safe from any thread, and usable once the session exists."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagecrew.errors import NotInitialised
 from stagecrew.observability.logs import set_current_evaluation
 
 if TYPE_CHECKING:
-    from stagecrew.coordination.async_calls import InBackground
+    from stagecrew.coordination.async_calls import AsyncExecutor
 
 __all__ = ["NO_PROGRESS", "CoordinatorContext"]
 
@@ -33,47 +33,81 @@ class Effects(Protocol):
     def fail(self, cause: BaseException) -> None:
         """Fails the topology."""
 
-    def touch(self) -> None:
+    def mark_changed(self) -> None:
         """Notes that something was reported."""
 
 
 class CoordinatorContext:
-    """A coordinator's context. Reads always work; the rest raises `NotInitialised` before the session runs, and does nothing
-    after the coordinator was closed.
+    """A coordinator's context. Its methods may be called from any thread, and never wait.
 
-    Every effect is an enqueue onto the thread that owns the truth: safe from any thread, and nothing waits.
+    The context is *uninitialised* until the session runs, then *initialised*, and *closed* after the coordinator was
+    closed. Attributes can always be read. Methods raise `NotInitialised` before the session runs, and have no effect
+    after the coordinator was closed. Every effect is enqueued onto the thread that owns the state.
+
+    `operator` and `topology` are the names of the coordinator's operator and topology. `store` is a dictionary that the
+    coordinators of the topology share; code that changes it must hold a lock of its own if it needs one.
+
+    stagecrew makes the context, and passes it to the factory of the coordinator.
+
+    Args:
+        operator: The operator's name.
+        topology: The topology's name.
+        store: The dictionary that the topology's coordinators share.
+        make_async: Makes the executor of `call_async`, by the operator's name.
+
+    Example:
+        >>> import stagecrew
+        >>> from stagecrew.testing import CoordinatorHarness
+        >>> class Polling(stagecrew.Coordinator):
+        ...     seen = 0
+        ...     def start(self):
+        ...         self.context.call_async(lambda: 7, self.polled, period=60.0)
+        ...     def polled(self, result, error):
+        ...         self.seen += result
+        >>> with CoordinatorHarness(Polling) as harness:
+        ...     harness.advance(120)
+        ...     harness.coordinator.seen
+        21
+
+    Not promised: how soon an effect happens.
 
     Source: Flink's lazily initialised context (FLINK-17781).
     """
 
     __slots__ = (
-        "_background", "_effects", "_lock", "_make_background", "_paused", "_state", "operator", "progress", "store", "topology",
+        "_async", "_effects", "_lock", "_make_async", "_paused", "_state", "operator", "progress", "store", "topology",
     )  # fmt: skip
 
     def __init__(
-        self, operator: str, topology: str, store: dict[str, Any], background: Callable[[str], InBackground]
+        self, operator: str, topology: str, store: dict[str, Any], make_async: Callable[[str], AsyncExecutor]
     ) -> None:
         self.operator = operator
         self.topology = topology
-        #: Shared by the coordinators of the topology; not fenced: whoever changes it holds what it needs.
         self.store = store
-        #: What was reported; replaced as a whole, so that any thread may read it.
+        #: The values of `report`. The mapping is replaced as a whole, so that any thread may read it.
         self.progress: Mapping[str, Any] = NO_PROGRESS
         self._lock = threading.Lock()
         self._state = "uninitialised"
         self._effects: Effects | None = None
         #: Repeated calls that wait for a live evaluation.
         self._paused: tuple[Callable[[], None], ...] = ()
-        self._make_background = background
-        self._background: InBackground | None = None
+        self._make_async = make_async
+        self._async: AsyncExecutor | None = None
 
     def report(self, **values: Any) -> None:
-        """What people see of the coordinator's progress: names and numbers or texts, beside those of before."""
+        """Shows values as the coordinator's progress in the UI and the reports.
+
+        Args:
+            **values: Numbers or texts by name. They are added to those of earlier calls.
+
+        Raises:
+            NotInitialised: The session does not run yet.
+        """
         if self._may("report"):
             with self._lock:
                 self.progress = {**self.progress, **values}
             assert self._effects is not None
-            self._effects.touch()
+            self._effects.mark_changed()
 
     @property
     def state(self) -> str:
@@ -81,16 +115,31 @@ class CoordinatorContext:
         return self._state
 
     def fail(self, cause: BaseException) -> None:
-        """Fails the topology, once: its jobs are cancelled, and the caller's `with` raises `CoordinatorFailed` from this."""
+        """Fails the topology, once: its jobs are cancelled, and the caller's `with` raises `CoordinatorFailed`.
+
+        Args:
+            cause: Becomes the `__cause__` of `CoordinatorFailed`.
+
+        Raises:
+            NotInitialised: The session does not run yet.
+        """
         if self._may("fail"):
             assert self._effects is not None
             self._effects.fail(cause)
 
     def run_in_coordinator_thread(self, f: Callable[..., Any], *args: Any) -> None:
-        """Calls this on the coordinator's own thread, after what is enqueued there."""
+        """Calls a function on the coordinator's thread, after the calls that are already enqueued there.
+
+        Args:
+            f: The function. An exception fails the topology.
+            *args: Its arguments.
+
+        Raises:
+            NotInitialised: The session does not run yet.
+        """
         if self._may("run_in_coordinator_thread"):
             assert self._effects is not None
-            self._effects.enqueue(self._guarded, f, *args)
+            self._effects.enqueue(self._if_open, f, *args)
 
     def call_async(
         self,
@@ -99,13 +148,21 @@ class CoordinatorContext:
         period: float | None = None,
         while_live: bool = False,
     ) -> None:
-        """Calls `f` on a thread of a pool, and then `handler(result, None)` or `handler(None, error)` on the coordinator's.
+        """Calls a function on a thread of a pool, and then the handler on the coordinator's thread.
 
-        With a `period` in seconds it is called again that long after each end, until the coordinator is closed; with `while_live`
-        only while an evaluation is live, so that an idle coordinator costs nothing. A call that never returns does not keep the
-        driver's process alive.
+        A call that never returns does not keep the driver's process alive.
+
+        Args:
+            f: The function. It may block.
+            handler: Called with `(result, None)`, or with `(None, error)` if `f` raised.
+            period: If given, `f` is called again this many seconds after each call has ended, until the coordinator is
+                closed.
+            while_live: Repeats the call only while an evaluation is live, so that an idle coordinator costs nothing.
+
+        Raises:
+            NotInitialised: The session does not run yet.
         """
-        if not self._may("call_async") or (background := self._in_background()) is None:
+        if not self._may("call_async") or (executor := self._async_executor()) is None:
             return
 
         def run() -> None:
@@ -117,18 +174,23 @@ class CoordinatorContext:
             if self._state == "initialised":
                 self.run_in_coordinator_thread(handler, result, error)
                 if period is not None:
-                    again = functools.partial(background.later, period, lambda: background.submit(run))
+                    again = functools.partial(executor.later, period, lambda: executor.submit(run))
                     self._repeat(again, while_live)
 
-        background.submit(run)
+        executor.submit(run)
 
     def every(self, seconds: float, f: Callable[[], None], while_live: bool = False) -> None:
-        """Calls `f` on the coordinator's own thread, so long after now and after the end of each call, until it is closed.
+        """Calls a function on the coordinator's thread again and again, until the coordinator is closed.
 
-        With `while_live` only while an evaluation is live, so that an idle coordinator costs nothing. An exception of `f` fails the
-        topology, as in every callback, and ends it.
+        Args:
+            seconds: The time before the first call, and between the end of a call and the next one.
+            f: The function. An exception fails the topology, and ends the repetition.
+            while_live: Calls only while an evaluation is live, so that an idle coordinator costs nothing.
+
+        Raises:
+            NotInitialised: The session does not run yet.
         """
-        if not self._may("every") or (background := self._in_background()) is None:
+        if not self._may("every") or (executor := self._async_executor()) is None:
             return
 
         def call() -> None:
@@ -136,59 +198,63 @@ class CoordinatorContext:
             wait()
 
         def wait() -> None:
-            self._repeat(lambda: background.later(seconds, lambda: self.run_in_coordinator_thread(call)), while_live)
+            self._repeat(lambda: executor.later(seconds, lambda: self.run_in_coordinator_thread(call)), while_live)
 
         wait()
 
     def _repeat(self, again: Callable[[], None], while_live: bool) -> None:
-        with self._lock:  # so that `resume` sees this call, or this sees the evaluation
+        with self._lock:  # either `resume` sees this call, or this method sees the evaluation
             if while_live and self._effects is not None and not self._effects.is_live:
                 self._paused = (*self._paused, again)
                 return
         again()
 
-    # -- for the host
+    # -- For the host; not for coordinators
 
     def initialise(self, effects: Effects) -> None:
-        """The session runs: what the coordinator does has an effect from now on."""
+        """Lets the coordinator's calls have effects, because the session runs.
+
+        Args:
+            effects: Carries out the calls.
+        """
         with self._lock:
             self._effects = effects
             if self._state == "uninitialised":
                 self._state = "initialised"
 
     def resume(self) -> None:
-        """An evaluation is live: continues the calls that are repeated only while one is."""
+        """Continues the calls that are repeated only while an evaluation is live: one is live now."""
         with self._lock:
             paused, self._paused = self._paused, ()
         for again in paused:
             again()
 
     def close(self) -> None:
-        """Nothing that the coordinator does has an effect any more."""
+        """Lets no later call of the coordinator have an effect."""
         with self._lock:
             self._state = "closed"
             self._paused = ()
-            background = self._background
-        if background is not None:
-            background.close()
+            executor = self._async
+        if executor is not None:
+            executor.close()
 
-    def _in_background(self) -> InBackground | None:
+    def _async_executor(self) -> AsyncExecutor | None:
         with self._lock:
             if self._state == "closed":
                 return None
-            if self._background is None:
-                self._background = self._make_background(self.operator)
-            return self._background
+            if self._async is None:
+                self._async = self._make_async(self.operator)
+            return self._async
 
-    def _guarded(self, f: Callable[..., Any], *args: Any) -> None:
+    def _if_open(self, f: Callable[..., Any], *args: Any) -> None:
         if self._state != "closed":
             set_current_evaluation(None)
             f(*args)
 
-    def _may(self, what: str) -> bool:
+    def _may(self, method: str) -> bool:
         if self._state == "uninitialised":
             raise NotInitialised(
-                f"the coordinator of operator {self.operator!r} called context.{what} before the session runs; do it in "
-                f"start() or later"
+                f"the coordinator of operator {self.operator!r} called context.{method} before the session runs; call "
+                f"it in start() or later"
             )
         return self._state == "initialised"

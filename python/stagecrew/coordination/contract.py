@@ -14,94 +14,181 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_CHECKPOINT", "Coordinator"]
 
-#: The checkpoint to which a subtask is reset that begins anew.
+#: The checkpoint id in a reset to the very beginning.
 NO_CHECKPOINT: Final = -1
 
 
 class Coordinator:
     """Serves one binding of an operator, on the driver. Its methods are called one at a time, in order.
 
-    The calls come on threads that all coordinators share, so two calls may come on two threads: no lock is needed, but an object
-    that belongs to one thread (such as a `sqlite3` connection without `check_same_thread=False`) cannot be kept.
+    A subclass defines the methods that it needs. It is passed to `Topology.coordinate`, or a factory that makes it is.
 
-    Per subtask the order is `ready`, then `failed` or `finished` for every evaluation that was ready, then `subtask_reset`,
-    then `ready` of the next. Several may be live at once (speculation). Events and requests come only from evaluations that
-    are ready and not over; those of one evaluation in the order in which it sent them. What a method raises fails the
-    topology, once, with its traceback.
+    Coordinators share a pool of threads, so two calls may run on two threads. No lock is needed, but an object that
+    belongs to one thread (such as a `sqlite3` connection without `check_same_thread=False`) cannot be kept.
 
-    Not promised: that an evaluation which finished is part of the result (its task may fail after it), and that each is heard
-    of: one that is cut short sends nothing.
+    Per subtask the order is: `ready`; then `failed`, `finished` or `abandoned` for every evaluation that was ready;
+    then `subtask_reset`; then `ready` of the next evaluation. Several evaluations of a subtask may be live at once
+    (speculation). Events and requests come only from live evaluations; those of one evaluation come in the order in
+    which it sent them. A method that raises fails the topology, once, with its traceback; `handle_request` is the
+    exception.
+
+    Args:
+        context: The coordinator's context. A subclass that defines `__init__` passes it on.
+
+    Example:
+        >>> import stagecrew
+        >>> from stagecrew.testing import CoordinatorHarness
+        >>> class Budget(stagecrew.Coordinator):
+        ...     left = 5
+        ...     def handle_request(self, evaluation, wanted):
+        ...         granted = min(wanted, self.left)
+        ...         self.left -= granted
+        ...         return granted
+        >>> with CoordinatorHarness(Budget) as harness:
+        ...     task = harness.evaluation(subtask=0)
+        ...     task.request(3), task.request(3)
+        (3, 2)
+
+    Not promised: that an evaluation which finished is part of the result, because its task may fail afterwards; and
+    that every evaluation is reported, because one that is cut short may send nothing.
 
     Source: Flink's OperatorCoordinator (FLINK-15099, FLINK-18071).
     """
 
-    #: What people see it called.
+    #: The name of this kind of coordinator in the UI and the reports.
     kind = "coordinator"
 
     def __init__(self, context: CoordinatorContext) -> None:
         self.context = context
 
     def start(self) -> None:
-        """Called once, before every other method."""
+        """Called once, before all other methods but `reset_to_checkpoint`."""
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
-        """An evaluation has begun; what the gateway sends reaches this one or none."""
+        """Called when an evaluation has begun.
+
+        Args:
+            evaluation: The evaluation.
+            gateway: Sends events to this evaluation, and to no other.
+        """
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
-        """It failed, was killed, or its process is gone."""
+        """Called when an evaluation failed, was killed, or lost its process.
+
+        Args:
+            evaluation: The evaluation.
+            reason: Why it failed, for people.
+        """
 
     def finished(self, evaluation: Evaluation) -> None:
-        """Its function came to its end, and all that it sent has been handled."""
+        """Called when an evaluation's function has returned, and every message that it sent has been handled.
+
+        Args:
+            evaluation: The evaluation.
+        """
 
     def abandoned(self, evaluation: Evaluation) -> None:
-        """Spark needed no more of its rows, as with `limit`. It may have sent less than it would have."""
+        """Called when Spark stopped reading an evaluation early, as for `limit`. It may have sent only some messages.
+
+        Args:
+            evaluation: The evaluation.
+        """
 
     def subtask_reset(self, subtask: int, checkpoint_id: int) -> None:
-        """No evaluation of the subtask is live, and another will begin it anew, as of this checkpoint."""
+        """Called when no evaluation of a subtask is live and another one is about to begin.
+
+        Args:
+            subtask: The subtask.
+            checkpoint_id: The checkpoint that the subtask is reset to; -1 for the very beginning.
+        """
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """What the task's `gateway.send` sent."""
-        raise NotImplementedError(f"{type(self).__qualname__} takes no events; define handle_event(evaluation, event)")
+        """Called for each event that a task sends with `gateway.send`.
 
-    def handle_request(self, evaluation: Evaluation, request: Any) -> Any:
-        """What the task's `gateway.request` asks: answers the reply, or a `concurrent.futures.Future` of it.
-
-        What it raises is the task's `RequestFailed`, and does not fail the topology.
+        Args:
+            evaluation: The evaluation that sent the event.
+            event: The event.
         """
         raise NotImplementedError(
-            f"{type(self).__qualname__} takes no requests; define handle_request(evaluation, request)"
+            f"{type(self).__qualname__} received an event, but handles none; define handle_event(evaluation, event)"
+        )
+
+    def handle_request(self, evaluation: Evaluation, request: Any) -> Any:
+        """Called for each request that a task sends with `gateway.request`.
+
+        An exception does not fail the topology. The task that sent the request raises `RequestFailed` from it.
+
+        Args:
+            evaluation: The evaluation that sent the request.
+            request: The request.
+
+        Returns:
+            The reply, or a `concurrent.futures.Future` of it.
+        """
+        raise NotImplementedError(
+            f"{type(self).__qualname__} received a request, but handles none; "
+            f"define handle_request(evaluation, request)"
         )
 
     def checkpoint(self, checkpoint_id: int) -> bytes | Future[bytes | None] | None:
-        """The state of now, or a `concurrent.futures.Future` of it; None when there is nothing to keep.
+        """Called for the coordinator's state.
 
-        The cut is where this returns, or where the future is completed: what was sent to tasks before has reached their
-        mailboxes when the checkpoint is complete, and what is sent after is kept back until then. A future that fails
-        declines the checkpoint; an exception fails the topology.
+        The cut is where this method returns, or where the future that it returned completes. When the checkpoint is
+        complete, every event that was sent before the cut is in its task's mailbox. Events that are sent after the cut
+        are held back until the checkpoint ends. A future that fails declines the checkpoint; an exception fails the
+        topology.
 
-        A coordinator without a live evaluation that was not called since the last checkpoint is not asked: that state still holds. So
-        a thread of your own changes the state with `context.run_in_coordinator_thread`.
+        A coordinator that has no live evaluation, and was not called since the last checkpoint, is not asked again: its
+        last state is used. Threads of your own must therefore change the state with
+        `context.run_in_coordinator_thread`.
+
+        Args:
+            checkpoint_id: The checkpoint's id.
+
+        Returns:
+            The state, a `concurrent.futures.Future` of it, or None if there is nothing to store.
         """
 
     def checkpoint_complete(self, checkpoint_id: int) -> None:
-        """The states of all coordinators of the topology were taken, and belong together. It may be missed."""
+        """Called when the states of all coordinators of the topology were taken. The call may be missed.
+
+        Args:
+            checkpoint_id: The checkpoint's id.
+        """
 
     def checkpoint_aborted(self, checkpoint_id: int) -> None:
-        """The checkpoint was given up: another coordinator declined, or somebody was late."""
+        """Called when a checkpoint was aborted: another coordinator declined it, or it was not complete in time.
+
+        Args:
+            checkpoint_id: The checkpoint's id.
+        """
 
     def reset_to_checkpoint(self, checkpoint_id: int, state: bytes | None) -> None:
-        """Called before `start` of an instance that begins as of a checkpoint, with what it stored; None when nothing."""
+        """Called before `start`, on an instance that is restored from a checkpoint.
+
+        Args:
+            checkpoint_id: The checkpoint's id.
+            state: The state that `checkpoint` returned; None if there was none.
+        """
 
     def waits_for(self) -> str:
-        """Whom it waits for, in words, for those who look on; empty while for nobody.
+        """Describes the coordinator's current wait, for the UI and the reports.
 
-        Asked about once a second while anything happens, as `progress` is. What either raises is logged once, and fails nothing.
+        It is called about once a second while anything happens, and so is `progress`. An exception of either is logged
+        once and fails nothing.
+
+        Returns:
+            A short text; empty if the coordinator waits for nothing.
         """
         return ""
 
     def progress(self) -> Mapping[str, Any]:
-        """How far it is: names with numbers or texts, for those who look on, beside what was given to `context.report`."""
+        """Describes the coordinator's progress, for the UI and the reports.
+
+        Returns:
+            Names with numbers or texts. They are shown with those of `context.report`.
+        """
         return {}
 
     def close(self) -> None:
-        """The last call: the topology ends, or failed."""
+        """Called last, when the topology ends or has failed."""

@@ -9,11 +9,36 @@ __all__ = ["Evaluation"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One call of a bound function in one Python process: what a coordinator talks to.
+    """One call of a bound function in one Python process. Coordinators use it to identify the task that they talk to.
 
-    `subtask` is the partition of the bound dataset that it works on, None where the binding has no identity (`bind`, and an
-    empty partition). It is never `TaskContext.partitionId`, which is `partition`. Spark may evaluate one subtask many times:
-    several evaluations of it may be live at once.
+    Evaluations are immutable and hashable, so they serve as dictionary keys. Spark may evaluate one subtask many times,
+    and several evaluations of it may be live at once.
+
+    Args:
+        id: Identifies the evaluation in the application.
+        operator: The operator's name.
+        subtask: The partition of the bound dataset that the evaluation works on. None if the binding has no subtasks
+            (`Operator.bind`), and for an empty partition. This is never `TaskContext.partitionId`.
+        attempt: Spark's `taskAttemptId`.
+        attempt_number: The number of earlier attempts at the task in its stage attempt.
+        stage: The id of the task's stage.
+        partition: `TaskContext.partitionId` of the task.
+        executor: The id of the task's executor.
+        stage_attempt: The number of earlier attempts at the stage.
+        partitions: The number of partitions of the stage.
+
+    Example:
+        >>> from stagecrew.testing import CoordinatorHarness
+        >>> import stagecrew
+        >>> class Subtasks(stagecrew.Coordinator):
+        ...     def ready(self, evaluation, gateway):
+        ...         self.last = evaluation
+        >>> with CoordinatorHarness(Subtasks) as harness:
+        ...     _ = harness.evaluation(subtask=3, executor="7")
+        ...     harness.coordinator.last.subtask, harness.coordinator.last.executor
+        (3, '7')
+
+    Not promised: that two evaluations with the same `subtask` run one after the other, or on the same executor.
     """
 
     id: int
@@ -25,5 +50,4 @@ class Evaluation:
     partition: int
     executor: str
     stage_attempt: int
-    #: How many partitions its stage has.
     partitions: int

@@ -1,102 +1,55 @@
-"""The coordinator's way to one evaluation."""
+"""The gateway through which a coordinator sends events to one evaluation."""
 
 from __future__ import annotations
 
-import collections
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from stagecrew.coordination.acknowledgement import Acknowledgement
 from stagecrew.coordination.evaluation import Evaluation
+from stagecrew.coordination.outbox import Outbox
 from stagecrew.errors import EvaluationEnded
 from stagecrew.wire.frames import encode
-from stagecrew.wire.serialization import END, TOGETHER, pack
+from stagecrew.wire.serialization import END, pack
 
-__all__ = ["Gateway", "Outbox"]
+__all__ = ["Gateway"]
 
-
-class Outbox:
-    """What was sent to one evaluation and is not acknowledged: a pure state machine, guarded by its gateway.
-
-    Events have the sequence numbers 1, 2, 3…; an acknowledgement is for all up to a number, may come twice, late or never.
-    While it is held, events are kept back, and count as sent at their release.
-    """
-
-    def __init__(self) -> None:
-        #: How many were added, in all.
-        self.added = 0
-        self._sent = 0
-        self._unsent: collections.deque[bytes] = collections.deque()
-        #: Sequence number, the time by which it has to be acknowledged, and who waits for it.
-        self._waiting: collections.deque[tuple[int, float, Acknowledgement]] = collections.deque()
-        self._held: list[tuple[bytes, Acknowledgement]] | None = None
-
-    def add(self, payload: bytes, due: float) -> Acknowledgement:
-        """Takes one more event; answers who learns of its acknowledgement."""
-        future = Acknowledgement()
-        self.added += 1
-        if self._held is None:
-            self._queue(payload, due, future)
-        else:
-            self._held.append((payload, future))
-        return future
-
-    def hold(self) -> list[Acknowledgement]:
-        """Keeps back what is added from now on. Answers who waits for what was added before."""
-        if self._held is None:
-            self._held = []
-        return [future for _, _, future in self._waiting]
-
-    def release(self, due: float) -> None:
-        """Nothing is kept back any more."""
-        held, self._held = self._held or [], None
-        for payload, future in held:
-            self._queue(payload, due, future)
-
-    def _queue(self, payload: bytes, due: float, future: Acknowledgement) -> None:
-        self._unsent.append(payload)
-        self._waiting.append((self._sent + len(self._unsent), due, future))
-
-    def take(self) -> tuple[int, list[bytes]] | None:
-        """What is to be sent next, with its first sequence number: as much as travels together; None when there is no more."""
-        if not self._unsent:
-            return None
-        events: list[bytes] = []
-        size = 0
-        while self._unsent and size < TOGETHER:
-            events.append(self._unsent.popleft())
-            size += len(events[-1])
-        first = self._sent + 1
-        self._sent += len(events)
-        return first, events
-
-    def acknowledged(self, sequence: int) -> list[Acknowledgement]:
-        """All up to this one are in the evaluation's mailbox. Answers who has waited for that."""
-        done = []
-        while self._waiting and self._waiting[0][0] <= min(sequence, self._sent):
-            done.append(self._waiting.popleft()[2])
-        return done
-
-    @property
-    def due(self) -> float | None:
-        """By when the oldest has to be acknowledged."""
-        return self._waiting[0][1] if self._waiting else None
-
-    def fail(self) -> list[Acknowledgement]:
-        """Nothing will be acknowledged any more. Answers all who wait."""
-        waiting = [future for _, _, future in self._waiting] + [future for _, future in self._held or ()]
-        self._waiting.clear()
-        self._unsent.clear()
-        self._held = None
-        return waiting
+_log = logging.getLogger("stagecrew")
 
 
 class Gateway:
-    """Sends events to one evaluation, for ever to that one: another attempt at its work has a gateway of its own.
+    """Sends events to one evaluation, and only ever to that one; another attempt has a gateway of its own.
 
-    Usable from any thread.
+    A coordinator receives it in `Coordinator.ready`. Every method may be called from any thread, and none waits.
+
+    No loss is silent. An event is acknowledged when it is in the evaluation's mailbox. If the acknowledgement does not
+    arrive within `spark.stagecrew.ack.timeout`, or the mailbox is full, the attempt fails and Spark retries it. This
+    holds for `send`, `send_acknowledged` and `close` alike. While a checkpoint is being taken, events that were sent
+    after the coordinator's cut are held back until the checkpoint ends.
+
+    Args:
+        evaluation: The evaluation; also an attribute of the gateway.
+        limit: The largest serialized event in bytes.
+        deadline: Returns the time by which an event that is sent now must be acknowledged.
+        dirty: Called with the gateway when it has frames to send.
+
+    Example:
+        >>> import stagecrew
+        >>> from stagecrew.testing import CoordinatorHarness
+        >>> class Greeter(stagecrew.Coordinator):
+        ...     def ready(self, evaluation, gateway):
+        ...         gateway.send("hello")
+        ...         gateway.close()
+        >>> with CoordinatorHarness(Greeter) as harness:
+        ...     task = harness.evaluation(subtask=0)
+        ...     task.events(), task.ended
+        (['hello'], True)
+
+    Not promised: that the task *handles* an event. If the coordinator must know, let the task reply with an event.
+
+    Source: Flink's SubtaskGatewayImpl (FLINK-18071, FLINK-21996).
     """
 
     def __init__(
@@ -106,61 +59,100 @@ class Gateway:
         self._limit, self._deadline, self._dirty = limit, deadline, dirty
         self._lock = threading.Lock()
         self._outbox = Outbox()
-        self._over: str | None = None
-        self._ended = False
+        #: Why the evaluation ended, once it has.
+        self._end_reason: str | None = None
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"<gateway to {self.evaluation}>"
 
-    def send(self, event: Any) -> Future[None]:
-        """Sends an event; those of one thread arrive in order. Answers a future that is done when it is in the mailbox.
+    def send(self, event: Any) -> None:
+        """Sends an event. Events that one thread sends arrive in order.
 
-        It does not wait, and what was sent cannot be taken back: `cancel()` of the future does nothing. That the task *handled* it, nobody is told: let it answer. When the evaluation is over, or cannot
-        take the event, the future raises `EvaluationEnded`, and its attempt has failed: no loss is silent.
+        If the evaluation has ended, the event is dropped. `send_acknowledged` reports that; this method does not.
 
-        Raises `EventNotPicklable` and `EventTooLarge`.
+        Args:
+            event: Any object that cloudpickle can pickle; `bytes` travel unchanged.
+
+        Raises:
+            EventNotPicklable: The event cannot be pickled.
+            EventTooLarge: The pickled event is larger than `spark.stagecrew.event.maxSize`.
         """
-        return self._add(pack(event, self._limit))
+        self._add(pack(event, self._limit))
 
-    def close(self) -> Future[None]:
-        """Ends the task's `gateway.events()` behind what was sent; a second call does nothing more."""
-        with self._lock:
-            ended, self._ended = self._ended, True
-        if ended:
-            done = Acknowledgement()
-            done.settle()
-            return done
-        return self._add(END)
+    def send_acknowledged(self, event: Any) -> Future[None]:
+        """Sends an event and returns a future that completes when the event is in the evaluation's mailbox.
 
-    def _add(self, payload: bytes) -> Acknowledgement:
-        with self._lock:
-            if self._over is None:
-                future = self._outbox.add(payload, self._deadline())
-                over = None
-            else:
-                over = self._over
-        if over is not None:
-            future = Acknowledgement()
-            future.settle(EvaluationEnded(f"{self.evaluation} is over: {over}"))
-            return future
-        self._dirty(self)
+        Use it only if you need the future: `send` is several times cheaper.
+
+        Args:
+            event: Any object that cloudpickle can pickle; `bytes` travel unchanged.
+
+        Returns:
+            The future. Its result is None. Its exception is `EvaluationEnded` if the evaluation ended first. An event
+            that was sent cannot be recalled, so `cancel()` does nothing. Callbacks run on the thread that reads
+            acknowledgements, and must be short.
+
+        Raises:
+            EventNotPicklable: The event cannot be pickled.
+            EventTooLarge: The pickled event is larger than `spark.stagecrew.event.maxSize`.
+        """
+        payload = pack(event, self._limit)
+        future = _running_future()
+        self._add(payload, future)
         return future
 
-    # -- for the host
+    def close(self) -> Future[None]:
+        """Ends the task's `gateway.events()` after the events that were sent. A second call has no effect.
 
-    def hold(self) -> list[Acknowledgement]:
-        """A checkpoint's cut: what is sent from now on is kept back. Answers who waits for what was sent before."""
+        Returns:
+            A future as of `send_acknowledged`. A second call returns a completed one.
+        """
+        future = _running_future()
+        with self._lock:
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            future.set_result(None)
+        else:
+            self._add(END, future)
+        return future
+
+    def _add(self, payload: bytes, future: Future[None] | None = None) -> None:
+        with self._lock:
+            reason = self._end_reason
+            if reason is None:
+                self._outbox.add(payload, self._deadline(), future)
+        if reason is None:
+            self._dirty(self)
+        elif future is not None:
+            _complete(future, self._ended(reason))
+
+    def _ended(self, reason: str) -> EvaluationEnded:
+        return EvaluationEnded(f"{self.evaluation} has ended: {reason}")
+
+    # -- For the host; not for coordinators
+
+    def hold(self) -> Future[None] | None:
+        """Makes the cut of a checkpoint: events that are sent from now on are held back.
+
+        Returns:
+            A future that completes when every event that was sent before is acknowledged. None if all of them are.
+        """
         with self._lock:
             return self._outbox.hold()
 
     def release(self) -> None:
-        """The checkpoint is over: what was kept back is sent."""
+        """Sends the events that were held back, when the checkpoint has ended."""
         with self._lock:
             self._outbox.release(self._deadline())
         self._dirty(self)
 
     def take(self) -> bytes | None:
-        """The frame that is to be sent next; None when there is none."""
+        """Takes the next frame to send.
+
+        Returns:
+            The encoded frame, or None if nothing waits.
+        """
         with self._lock:
             found = self._outbox.take()
         if found is None:
@@ -168,33 +160,65 @@ class Gateway:
         first, events = found
         return encode("EVENTS", evaluation=self.evaluation.id, first=first, payloads=events)
 
-    def acknowledged(self, sequence: int) -> float | None:
-        """All up to this one are in the mailbox. Answers by when the oldest of them had to be, if one was not known to be."""
+    def acknowledge(self, sequence: int) -> float | None:
+        """Acknowledges events: they are in the mailbox.
+
+        Args:
+            sequence: The sequence number of the last of them.
+
+        Returns:
+            The deadline of the oldest event that this call acknowledged. None if it acknowledged none.
+        """
         with self._lock:
-            due = self._outbox.due
-            done = self._outbox.acknowledged(sequence)
-        for future in done:
-            future.settle()
-        return due if done else None
+            deadline, before = self._outbox.deadline, self._outbox.unacknowledged
+            futures = self._outbox.acknowledge(sequence)
+            is_new = self._outbox.unacknowledged < before
+        for future in futures:
+            _complete(future)
+        return deadline if is_new else None
 
     @property
     def sent(self) -> int:
-        """How many events were sent."""
+        """The number of events that were sent."""
         with self._lock:
-            return self._outbox.added - self._ended
+            return self._outbox.added - self._closed
 
     @property
     def due(self) -> float | None:
-        """By when the oldest event has to be acknowledged."""
+        """The acknowledgement deadline of the oldest unacknowledged event, or None."""
         with self._lock:
-            return self._outbox.due
+            return self._outbox.deadline
 
-    def over(self, reason: str) -> None:
-        """The evaluation is over: nothing is sent to it any more."""
+    def end(self, reason: str) -> None:
+        """Ends the gateway with its evaluation: pending futures fail, and later events are dropped.
+
+        Args:
+            reason: Why the evaluation ended.
+        """
         with self._lock:
-            if self._over is not None:
+            if self._end_reason is not None:
                 return
-            self._over = reason
-            failed = self._outbox.fail()
-        for future in failed:
-            future.settle(EvaluationEnded(f"{self.evaluation} is over: {reason}"))
+            self._end_reason = reason
+            futures = self._outbox.clear()
+        for future in futures:
+            _complete(future, self._ended(reason))
+
+
+def _running_future() -> Future[None]:
+    """A future that cannot be cancelled."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _complete(future: Future[None], error: BaseException | None = None) -> None:
+    """Completes a future. An error of a callback is logged, so that the futures after it complete too."""
+    try:
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a callback may raise SystemExit or CancelledError; the user may have completed the future
+        _log.exception("could not complete the future of an event, or one of its callbacks failed")

@@ -1,70 +1,37 @@
-"""One instance of a coordinator, with its context and its loop. A reset puts another instance in its place."""
+"""One instance of a coordinator, with its context and its loop. A reset replaces it by another instance."""
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
-from stagecrew.coordination.async_calls import Background, InBackground
-from stagecrew.coordination.checkpoints import Pending, checked
+from stagecrew.coordination.checkpoints import PendingCheckpoint, check_state
 from stagecrew.coordination.context import NO_PROGRESS, CoordinatorContext
 from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.evaluation import Evaluation
-from stagecrew.coordination.live import Live
-from stagecrew.coordination.loop import CallsInOrder, Loop
+from stagecrew.coordination.live import LiveEvaluation
 from stagecrew.coordination.statistics import Statistics, cut_to
+from stagecrew.coordination.threads import Owner, Threads
 from stagecrew.errors import OperatorMisused
 from stagecrew.observability.logs import set_current_evaluation
 
-__all__ = ["Instance", "Owner", "Threads"]
+__all__ = ["Instance", "Summary"]
 
 _log = logging.getLogger("stagecrew")
 
-#: How many characters of what a coordinator says of itself travel, and of how many things.
-_SHOWN: Final = 300
-_KIND: Final = 40
-_ENTRIES: Final = 20
-
-
-class Owner(Protocol):
-    """What a coordinator belongs to: the operators of a topology."""
-
-    #: The topology's name, and its id.
-    name: str
-    id: str
-    #: Shared by its coordinators.
-    store: dict[str, Any]
-
-    def fail(self, cause: BaseException) -> None:
-        """A coordinator failed."""
-
-    def idle(self) -> None:
-        """A coordinator has nothing to do at once."""
-
-
-class Threads:
-    """What a coordinator runs on; the harness of `stagecrew.testing` has another."""
-
-    def loop(self, name: str, failed: Callable[[BaseException], None], owner: Owner) -> CallsInOrder:
-        """Its turns on the threads that all coordinators share."""
-        return Loop(name, failed, owner.idle, owner.name)
-
-    def background(self, name: str) -> InBackground:
-        """Where `call_async` runs."""
-        return Background()
-
-    def wait(self, futures: Iterable[Future[Any]], seconds: float) -> Collection[Future[Any]]:
-        """Waits until all are done, or one failed, or it is late; answers those that are not done."""
-        return concurrent.futures.wait(futures, seconds, concurrent.futures.FIRST_EXCEPTION).not_done
+#: Limits of a summary: characters of a text, of a kind and of a name, and the number of progress entries.
+_MAX_TEXT: Final = 300
+_MAX_KIND: Final = 40
+_MAX_NAME: Final = 80
+_MAX_ENTRIES: Final = 20
 
 
 class Use(Protocol):
-    """What an instance serves: one use of an operator."""
+    """The binding of an instance, as the instance sees it."""
 
     operator: str
     factory: Callable[[CoordinatorContext], Coordinator]
@@ -75,64 +42,90 @@ class Use(Protocol):
     def owner(self) -> Owner:
         """The operators of its topology."""
 
-    def touch(self) -> None:
-        """The coordinator was called, or reported something."""
+    def mark_changed(self) -> None:
+        """Notes that the coordinator was called, or reported something."""
 
 
-_NOTHING_SHOWN: Final[tuple[str, str, dict[str, str]]] = (Coordinator.kind, "", {})
-#: Held for a moment by each that adds an evaluation to those of its instance, or removes one.
-_hearing: Final = threading.Lock()
+class Summary(NamedTuple):
+    """The last description that a coordinator gave of itself, for the UI and the reports."""
+
+    kind: str
+    waits_for: str
+    progress: dict[str, str]
+
+
+_NO_SUMMARY: Final = Summary(Coordinator.kind, "", {})
+#: Guards the `_unfinished` of all instances. Each instance holds it only for a moment.
+_unfinished_lock: Final = threading.Lock()
 
 
 class Instance:
     """One coordinator with its context and its loop."""
 
     __slots__ = (
-        "_heard",
-        "_is_silent",
+        "_is_failure_logged",
         "_own_progress",
+        "_unfinished",
         "_use",
-        "asked",
         "context",
         "coordinator",
         "loop",
-        "shown",
+        "summary",
+        "summary_requested_at",
     )
 
     def __init__(self, use: Use) -> None:
         self._use = use
         owner, threads = use.owner, use.threads
-        self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.background)
+        self.context = CoordinatorContext(use.operator, owner.name, owner.store, threads.async_calls)
         self.coordinator: Coordinator | None = None
-        #: Its kind, whom it waits for and how far it is, as it said last; and since when it is asked, while it is.
-        self.shown: tuple[str, str, dict[str, str]] = _NOTHING_SHOWN
-        self.asked: float | None = None
+        self.summary = _NO_SUMMARY
+        #: The time of a request for a new summary; None when the summary was updated.
+        self.summary_requested_at: float | None = None
         #: The last value of `Coordinator.progress`.
         self._own_progress: Mapping[str, Any] = NO_PROGRESS
-        #: Evaluations that it has not yet heard the end of: they may be over, and wait for its thread with all that they sent.
-        self._heard: dict[int, Live] | None = None
-        self._is_silent = False
+        #: Live evaluations, and ended ones whose messages and end are still enqueued. None instead of an empty dict.
+        self._unfinished: dict[int, LiveEvaluation] | None = None
+        self._is_failure_logged = False
         self.loop = threads.loop(use.operator, self._failed, owner)
 
+    # -- Begin
+
     def make(self, checkpoint_id: int = NO_CHECKPOINT, state: bytes | None = None) -> None:
-        """Calls the factory, on whatever thread this is, and restores the coordinator."""
+        """Calls the factory, on the calling thread, and restores the coordinator."""
         made: object = self._use.factory(self.context)
         if not isinstance(made, Coordinator):
             raise OperatorMisused(
-                f"the factory of operator {self._use.operator!r} made a {type(made).__name__}, no stagecrew.Coordinator; "
-                f"does it return what it makes?"
+                f"the factory of operator {self._use.operator!r} returned a {type(made).__name__}, not a "
+                f"stagecrew.Coordinator; does it return the coordinator that it makes?"
             )
         self.coordinator = made
         with contextlib.suppress(Exception):
             if made.kind != Coordinator.kind:
-                self.shown = (cut_to(_KIND, str(made.kind)), "", {})
+                self.summary = Summary(cut_to(_MAX_KIND, str(made.kind)), "", {})
         if checkpoint_id != NO_CHECKPOINT:
             self.coordinator.reset_to_checkpoint(checkpoint_id, state)
 
     def begin(self) -> None:
-        """The session runs: the coordinator starts."""
+        """Starts the coordinator: the session runs."""
         self.context.initialise(self)
         self.call("start")
+
+    def take_over(self, old: Instance, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
+        """Starts the coordinator from a checkpoint when the old instance has closed. The first call of the loop."""
+        if not old.loop.end(seconds):
+            _log.warning(
+                "the coordinator of operator %r did not close within %g s; the new coordinator starts now",
+                self._use.operator, seconds,
+            )  # fmt: skip
+        if self.context.state == "closed":
+            return  # it was reset again before it began
+        self.make(checkpoint_id, state)
+        assert self.coordinator is not None
+        self.context.initialise(self)
+        self.coordinator.start()
+
+    # -- Calls
 
     def call(self, method: str, *args: Any) -> None:
         """Enqueues a call of one of the coordinator's methods."""
@@ -141,128 +134,136 @@ class Instance:
     def enqueue(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call that may change the coordinator's state."""
         self.loop.call(f, *args)
-        self._use.touch()  # after it: a checkpoint that is taken between the two asks once more than it needs to
+        # Afterwards: a checkpoint between the two lines leads to one superfluous call of checkpoint(), never to a
+        # missing one.
+        self._use.mark_changed()
 
-    def touch(self) -> None:
-        """The coordinator reported something."""
-        self._use.touch()
+    def _call(self, method: str, args: tuple[Any, ...]) -> None:
+        if self.context.state != "closed" and self.coordinator is not None:
+            set_current_evaluation(args[0] if args and isinstance(args[0], Evaluation) else None)
+            getattr(self.coordinator, method)(*args)
+
+    def mark_changed(self) -> None:
+        """Notes that the coordinator reported something."""
+        self._use.mark_changed()
+
+    # -- Evaluations
 
     @property
     def is_live(self) -> bool:
-        """Whether an evaluation is live, or was and the coordinator has not heard its end."""
-        return self._heard is not None
+        """Whether an evaluation is live, or its end is still enqueued."""
+        return self._unfinished is not None
 
-    def ready(self, live: Live) -> None:
-        """An evaluation has begun."""
-        with _hearing:
-            self._heard = self._heard or {}
-            self._heard[live.evaluation.id] = live
+    def ready(self, live: LiveEvaluation) -> None:
+        """Passes on that an evaluation has begun."""
+        with _unfinished_lock:
+            self._unfinished = self._unfinished or {}
+            self._unfinished[live.evaluation.id] = live
         self.context.resume()
         self.call("ready", live.evaluation, live.gateway)
 
-    def over(self, live: Live, outcome: str, *reason: str) -> None:
-        """It is over."""
+    def end(self, live: LiveEvaluation, outcome: str, *reason: str) -> None:
+        """Passes on that an evaluation has `finished`, `failed` or was `abandoned`."""
         self.call(outcome, live.evaluation, *reason)
         self.loop.call(self._forget, live.evaluation.id)
 
     def _forget(self, evaluation: int) -> None:
-        with _hearing:
-            if self._heard is not None:
-                self._heard.pop(evaluation, None)
-                self._heard = self._heard or None
+        with _unfinished_lock:
+            if self._unfinished is not None:
+                self._unfinished.pop(evaluation, None)
+                self._unfinished = self._unfinished or None
 
     @property
     def queued(self) -> int:
-        """How many messages it has not handled, of evaluations that are over too."""
+        """The number of messages that are not handled yet, also of evaluations that have ended."""
         if self.context.state == "closed":
             return 0
-        return sum(max(0, one.expected - 1 - one.handled) for one in list((self._heard or {}).values()))
+        return sum(max(0, live.expected - 1 - live.handled) for live in list((self._unfinished or {}).values()))
 
-    def checkpoint(self, pending: Pending, cut: Callable[[Pending, bytes | None], None]) -> None:
-        """On its thread: asks the coordinator for its state. The cut is made where that is there."""
+    # -- Checkpoints
+
+    def checkpoint(self, pending: PendingCheckpoint, cut: Callable[[PendingCheckpoint, bytes | None], None]) -> None:
+        """Asks the coordinator for its state, on its loop, and makes the cut as soon as the state is there."""
         if self.context.state == "closed" or self.coordinator is None:
-            return  # whoever closed it gives the checkpoint up
+            return  # closing or resetting the binding has failed the checkpoint
         set_current_evaluation(None)
 
-        def taken(done: Future[bytes | None]) -> None:
+        def complete(done: Future[bytes | None]) -> None:
             try:
-                cut(pending, checked(done.result(), self._use.operator))
+                cut(pending, check_state(done.result(), self._use.operator))
             except BaseException as error:
                 pending.fail(error)
 
         try:
             state = self.coordinator.checkpoint(pending.id)
             if isinstance(state, Future):
-                state.add_done_callback(taken)
+                state.add_done_callback(complete)
             else:
-                cut(pending, checked(state, self._use.operator))
+                cut(pending, check_state(state, self._use.operator))
         except BaseException as error:
             pending.fail(error)
-            raise  # as in every callback
+            raise  # fails the topology, as in every method
 
-    def tell_outcome(self, method: str, checkpoint_id: int) -> None:
-        """Calls `checkpoint_complete` or `checkpoint_aborted`, if the coordinator has one: the call may change its state."""
+    def notify(self, method: str, checkpoint_id: int) -> None:
+        """Calls `checkpoint_complete` or `checkpoint_aborted` if the coordinator defines it.
+
+        Otherwise nothing is enqueued, because each call marks the state as changed.
+        """
         if getattr(type(self.coordinator), method, None) is not getattr(Coordinator, method):
             self.call(method, checkpoint_id)
 
+    # -- Summary
+
     @property
     def progress(self) -> dict[str, Any]:
-        """The values that the coordinator reported, and those that it returned when it was last asked."""
+        """The values that the coordinator reported, and the last value of its `progress()`."""
         return {**self.context.progress, **self._own_progress}
 
-    def ask(self, now: float) -> None:
-        """Has the coordinator say how far it is, when its thread comes to that; `shown` has it then."""
-        if self.asked is None:
-            self.asked = now
-            self.loop.call(self._look)
+    def request_summary(self, now: float) -> None:
+        """Enqueues an update of `summary`, unless one is enqueued."""
+        if self.summary_requested_at is None:
+            self.summary_requested_at = now
+            self.loop.call(self._update_summary)
 
-    def _look(self) -> None:
-        """What the coordinator says of itself. It may be wrong, or raise: it only shows."""
-        self.asked = None
-        set_current_evaluation(None)  # what it logs now is about none
+    def _update_summary(self) -> None:
+        """Asks the coordinator for its progress. A wrong value or an exception must have no other effect."""
+        self.summary_requested_at = None
+        set_current_evaluation(None)
         coordinator = self.coordinator
         if coordinator is None:
             return
-        kind, waits, progress = self.shown
+        kind, waits, progress = self.summary
         try:
-            kind = cut_to(_KIND, str(coordinator.kind))
-            waits = cut_to(_SHOWN, str(coordinator.waits_for() or ""))
+            kind = cut_to(_MAX_KIND, str(coordinator.kind))
+            waits = cut_to(_MAX_TEXT, str(coordinator.waits_for() or ""))
             self._own_progress = dict(coordinator.progress()) or NO_PROGRESS
-            said = self.progress
-            progress = {cut_to(80, str(name)): cut_to(_SHOWN, str(said[name])) for name in list(said)[:_ENTRIES]}
+            values = self.progress
+            progress = {
+                cut_to(_MAX_NAME, str(name)): cut_to(_MAX_TEXT, str(values[name]))
+                for name in list(values)[:_MAX_ENTRIES]
+            }
         except BaseException:
-            if not self._is_silent:
-                _log.warning("operator %r: its coordinator cannot say how far it is", self._use.operator, exc_info=True)
-            self._is_silent = True
-        if (kind, waits, progress) != self.shown:
-            self.shown = kind, waits, progress
+            if not self._is_failure_logged:
+                _log.warning(
+                    "operator %r: kind, waits_for() or progress() of its coordinator failed; the UI shows older values",
+                    self._use.operator, exc_info=True,
+                )  # fmt: skip
+            self._is_failure_logged = True
+        if (kind, waits, progress) != self.summary:
+            self.summary = Summary(kind, waits, progress)
+
+    # -- End and failures
 
     def retire(self) -> None:
-        """Nothing that it does has an effect any more; what is enqueued is dropped, and it is closed."""
+        """Closes the coordinator without handling the calls that are enqueued: a reset replaces it."""
         self.context.close()
         self.loop.call(self._close)
 
     def finish(self) -> None:
-        """The last call on its thread: what was enqueued before has been handled."""
-        self._look()
+        """Closes the coordinator. The last call of the loop, so every earlier message was handled."""
+        self._update_summary()
         self.context.close()
         self._close()
-
-    def take_over(self, from_: Instance, checkpoint_id: int, state: bytes | None, seconds: float) -> None:
-        """Begins when the one before has closed, as of a checkpoint. The first call of this one's thread."""
-        if not from_.loop.end(seconds):
-            _log.warning("the coordinator of operator %r has not closed within %g s", self._use.operator, seconds)
-        if self.context.state == "closed":
-            return  # it was reset again before it began
-        self.make(checkpoint_id, state)
-        assert self.coordinator is not None
-        self.context.initialise(self)
-        self.coordinator.start()
-
-    def _call(self, method: str, args: tuple[Any, ...]) -> None:
-        if self.context.state != "closed" and self.coordinator is not None:
-            set_current_evaluation(args[0] if args and isinstance(args[0], Evaluation) else None)
-            getattr(self.coordinator, method)(*args)
 
     def _close(self) -> None:
         set_current_evaluation(None)
@@ -270,12 +271,12 @@ class Instance:
             self.coordinator.close()
 
     def fail(self, cause: BaseException) -> None:
-        """The coordinator fails its topology."""
+        """Fails the topology."""
         self._use.statistics.raised(cause, fails=True)
         self._use.owner.fail(cause)
 
     def _failed(self, error: BaseException) -> None:
-        if self.context.state == "closed":  # errors while it closes fail nothing
+        if self.context.state == "closed":  # an error during the close does not fail the topology
             _log.warning("the coordinator of operator %r failed while it closed", self._use.operator, exc_info=error)
         else:
             self.fail(error)

@@ -1,40 +1,40 @@
-"""How long things took, in a few numbers: a histogram of our own, without Spark, threads or a clock of its own."""
+"""Latency histograms: percentiles of any number of durations in bounded memory. No Spark, threads or clock."""
 
 from __future__ import annotations
 
 import threading
 from typing import Final
 
-__all__ = ["Times"]
+__all__ = ["LatencyHistogram"]
 
-#: Twelve days in microseconds: what takes longer counts as that much.
+#: The largest duration, in microseconds: about twelve days. Longer ones count as this.
 _LONGEST: Final = 1 << 40
-#: So many wait at most until they are sorted into buckets.
+#: The number of durations that may wait to be sorted into buckets.
 _NEW: Final = 4096
 
 
-class Times:
-    """Counts of times in buckets: percentiles of any number of them, in bounded memory.
+class LatencyHistogram:
+    """Counts durations in buckets. Safe from any thread.
 
-    A percentile is the nearest rank's, and at most 1/64 beside it (1.6 %), or half a microsecond below 64; the maximum is exact.
-    Safe from any thread.
+    A percentile is that of the nearest rank, with an error of at most 1/64 (1.6 %), or of half a microsecond below 64
+    microseconds. The maximum is exact.
     """
 
     __slots__ = ("_buckets", "_count", "_longest", "_new", "sum")
-    #: Of all of them: each holds it for a moment, and there may be many.
+    #: Shared by all instances, because there may be many. Each holds it only for a moment.
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        #: Of several: counts what they count.
-        self.sum: Times | None = None
-        #: Sorted in by whoever looks: who adds has something else to do.
+        #: Another histogram that counts these durations too.
+        self.sum: LatencyHistogram | None = None
+        #: Durations that are not sorted in yet. Readers do that, so that adding stays cheap.
         self._new: list[float] | None = None
-        #: Each power of two has 32 buckets of one width; below 64 each microsecond has its own.
+        #: Each power of two has 32 buckets of equal width. Below 64, each microsecond has its own.
         self._buckets: dict[int, int] | None = None
         self._count = self._longest = 0
 
     def add(self, seconds: float) -> None:
-        """One more took so long."""
+        """Counts one duration."""
         new = self._new
         if new is None:
             with self._lock:
@@ -46,7 +46,7 @@ class Times:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """The number of durations."""
         with self._lock:
             self._sort_in()
             return self._count
@@ -56,7 +56,7 @@ class Times:
             return
         buckets: dict[int, int] = {}
         longest = 0
-        new = self._new[:]  # later ones are appended meanwhile; only the holder of the lock removes any
+        new = self._new[:]  # others may append meanwhile; only the holder of the lock removes
         del self._new[: len(new)]
         for seconds in new:
             micros = int(seconds * 1e6)
@@ -79,7 +79,7 @@ class Times:
         self._longest = max(self._longest, longest)
 
     def percentiles(self) -> dict[str, int]:
-        """The count, p50, p95, p99 and the maximum, in microseconds; zeros when there is none."""
+        """The count, p50, p95, p99 and the maximum, in microseconds; all zero if nothing was counted."""
         with self._lock:
             self._sort_in()
             buckets, count, longest = sorted((self._buckets or {}).items()), self._count, self._longest

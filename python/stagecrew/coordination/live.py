@@ -1,20 +1,28 @@
-"""An evaluation that is live, with its gateway and its counters."""
+"""A live evaluation, with its gateway and its counters."""
 
 from __future__ import annotations
 
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
 
-__all__ = ["Live"]
+__all__ = ["LiveEvaluation"]
 
 
-class Live:
-    """One evaluation that is live. `expected` and `replies` are the host's, what is handled and told the coordinator's thread's."""
+class LiveEvaluation:
+    """One live evaluation.
+
+    The thread that reads frames owns `expected` and `replies`. The coordinator's thread owns the other counters.
+    """
 
     def __init__(self, evaluation: Evaluation, gateway: Gateway, now: float) -> None:
         self.evaluation, self.gateway = evaluation, gateway
+        #: The sequence number of the next message.
         self.expected = 1
-        self.told_at = now
-        self.handled = self.told = self.untold_bytes = 0
+        #: The replies to the last requests by sequence number; None while the coordinator handles the request.
         self.replies: dict[int, tuple[str, bytes] | None] = {}
-        self.large = 0  # the last request with a large reply
+        #: The sequence number of the last request with a large reply.
+        self.large_reply = 0
+        #: The number of messages that were handled, and the number of which the task was notified.
+        self.handled = self.reported = 0
+        self.unreported_bytes = 0
+        self.reported_at = now

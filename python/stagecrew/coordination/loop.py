@@ -1,15 +1,14 @@
-"""A coordinator's calls: one at a time and in order, on whichever thread of the pool is free."""
+"""Makes the calls of one coordinator: one at a time, in order, on any free thread of the pool."""
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from stagecrew.coordination.pool import COORDINATORS, Pool
-from stagecrew.observability.logs import coordinates
+from stagecrew.observability.logs import set_current_coordinator
 
 __all__ = ["CallsInOrder", "Loop"]
 
@@ -19,7 +18,7 @@ _Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class CallsInOrder(Protocol):
-    """What a `Loop` does; tests have one without a thread."""
+    """The interface of `Loop`. The test harness implements it without a thread."""
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
         """Enqueues a call."""
@@ -29,14 +28,14 @@ class CallsInOrder(Protocol):
         """Whether the caller is in one of its calls."""
 
     def end(self, seconds: float) -> bool:
-        """Takes no more; waits this long for those that were taken."""
+        """Enqueues no more calls, and waits at most this long for the enqueued ones. Returns whether all are done."""
 
 
 class Loop:
-    """Makes calls in order, never two at once. An exception of a call is passed to `failed`, and the loop continues.
+    """Makes calls in order, never two at once. It uses a thread of the pool only while it has calls.
 
-    It has a thread of the pool only while it has calls. Log records of its calls name the topology and the operator. `idle` is
-    called whenever there is nothing more to do at once.
+    An exception of a call is passed to `failed`, and the loop continues. `idle` is called whenever the queue is empty.
+    Log records of the calls carry the topology and the operator.
     """
 
     __slots__ = (
@@ -50,7 +49,7 @@ class Loop:
         "_pool",
         "_thread",
         "_topology",
-        "_waits",
+        "_waiters",
     )
 
     def __init__(
@@ -65,12 +64,13 @@ class Loop:
         self._lock = threading.Lock()
         self._calls: list[_Call] = []
         self._is_scheduled = self._closed = False
-        #: The thread that runs its calls now, and what `end` waits for.
+        #: The thread that makes its calls now.
         self._thread: int | None = None
-        self._waits: tuple[threading.Lock, ...] = ()
+        #: One lock for each thread that waits in `end`; released when all calls are done.
+        self._waiters: tuple[threading.Lock, ...] = ()
 
     def call(self, f: Callable[..., Any], *args: Any) -> None:
-        """Enqueues a call; from any thread. After the loop's end it does nothing."""
+        """Enqueues a call, from any thread. After `end` it does nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -86,45 +86,46 @@ class Loop:
         return threading.get_ident() == self._thread
 
     def end(self, seconds: float) -> bool:
-        """No more calls are taken; waits this long for those that were. Returns whether all are done."""
+        """See `CallsInOrder`. In a call of this loop it returns False at once."""
         with self._lock:
             self._closed = True
             if not self._is_scheduled:
                 return True
             if self.is_current:
                 return False
-            wait = threading.Lock()
-            wait.acquire()
-            self._waits = (*self._waits, wait)
-        deadline = time.monotonic() + seconds
-        return wait.acquire(timeout=max(0.0, deadline - time.monotonic()))
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters = (*self._waiters, waiter)
+        return waiter.acquire(timeout=max(0.0, seconds))
 
     def _run(self) -> None:
-        """Makes the calls that are there, on a thread of the pool; those that come meanwhile have their next turn."""
+        """Makes the enqueued calls, on a thread of the pool. Calls enqueued meanwhile wait for the next turn."""
         with self._lock:
             calls, self._calls = self._calls, []
         self._thread = threading.get_ident()
-        coordinates(self._topology, self._name)
+        set_current_coordinator(self._topology, self._name)
         for f, args in calls:
             try:
                 f(*args)
             except BaseException as error:
-                self._contained(self._failed, error)
+                self._log_errors(self._failed, error)
         if not self._calls:
-            self._contained(self._idle)
+            self._log_errors(self._idle)
         self._thread = None
         with self._lock:
             if not self._calls:
                 self._is_scheduled = False
                 if self._closed:
-                    waits, self._waits = self._waits, ()
-                    for wait in waits:
-                        wait.release()
+                    waiters, self._waiters = self._waiters, ()
+                    for waiter in waiters:
+                        waiter.release()
                 return
         self._pool.submit(self._run)
 
-    def _contained(self, f: Callable[..., Any], *args: Any) -> None:
+    def _log_errors(self, f: Callable[..., Any], *args: Any) -> None:
         try:
             f(*args)
         except BaseException:
-            _log.exception("stagecrew's own part of the coordinator of operator %r failed", self._name)
+            _log.exception(
+                "an internal error of stagecrew in the coordinator of operator %r; please report it", self._name
+            )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-import pickle
-import sys
-import typing
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+from stagecrew.coordination.bound_function import BoundFunction
 from stagecrew.errors import OperatorMisused, TopologyClosed
 from stagecrew.worker.evaluations import Bound, evaluate
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     import pyarrow as pa
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
@@ -38,21 +33,48 @@ class Scope(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether it takes work."""
+        """Whether new work may begin in it."""
 
     def host(self) -> Host:
-        """What serves its coordinators."""
+        """The host that serves its coordinators."""
 
     @property
     def request_timeout(self) -> float:
-        """How long a task waits for its coordinator, in seconds."""
+        """How long a task waits for a reply by default, in seconds."""
 
 
 class Operator:
-    """A named place whose tasks talk to a coordinator. Made by `Topology.coordinate`, or `Crew.operator` for the application's.
+    """A named place whose tasks talk to a coordinator. Each use on a dataset has a coordinator of its own.
 
-    Each use on a dataset is a binding of its own, with a coordinator of its own: made by the factory when it is bound,
-    closed when the topology ends.
+    `Topology.coordinate` makes an operator, and `Crew.operator` returns one of the application's. The factory makes the
+    coordinator of a use when the use is bound. The coordinator is closed when the topology ends.
+
+    Args:
+        scope: The topology, or the application.
+        name: The operator's name.
+        factory: Makes a coordinator from its `CoordinatorContext`.
+        use: The name of a use in another thread, for operators that are used once.
+        is_transient: Whether the uses have no state and end with `end`.
+
+    Example:
+        Count the rows of all tasks together::
+
+            class Counter(stagecrew.Coordinator):
+                rows = 0
+
+                def handle_request(self, evaluation, rows):
+                    self.rows += rows
+                    return self.rows
+
+            def count(gateway, batches):
+                for batch in batches:
+                    yield pa.record_batch({"so_far": [gateway.request(batch.num_rows)]})
+
+            with crew.topology("counted") as topology:
+                counter = topology.coordinate("counter", Counter)
+                counter.map(dataset, count, "so_far long").collect()
+
+    Not promised: that two uses of one operator share a coordinator. They share `context.store`.
     """
 
     def __init__(
@@ -61,10 +83,9 @@ class Operator:
         self._scope = scope
         self.name = name
         self._factory = factory
-        #: The name of its use in another thread, for one that is used once.
         self._use = use
-        #: Whether its uses end with `end`, and have no state; and their bindings.
         self._is_transient = is_transient
+        #: The ids of the transient bindings.
         self._transient: list[str] = []
 
     def __repr__(self) -> str:
@@ -77,17 +98,27 @@ class Operator:
         schema: StructType | str,
         name: str | None = None,
     ) -> DataFrame:
-        """`dataset.mapInArrow` whose function gets a gateway to the coordinator first: `work(gateway, batches)`.
+        """Maps a dataset as `mapInArrow` does, with a function that also gets a gateway to the coordinator.
 
-        Each partition of the dataset is a subtask, and keeps its number whatever stands above it: `coalesce`, unions, joins,
-        caches, retries. An evaluation of an empty partition has none. Run its actions inside the topology.
+        Each partition of the dataset is a subtask. It keeps its number under `coalesce`, unions, joins, caches and
+        retries. The evaluation of an empty partition has no subtask. Run the dataset's actions inside the topology.
 
-        `name` identifies this use after a recovery. By default that is its place in the program: the steps and topologies around it,
-        and its ordinal among the uses of this operator there. A use in another thread than the one that began the place, or in
-        `foreachBatch` outside of `job.batch`, needs a name of its own.
+        Args:
+            dataset: The dataset.
+            work: Called as `work(gateway, batches)`. It yields the batches of the result.
+            schema: The schema of the result.
+            name: Identifies this use after a recovery. The default is its position in the program: the steps and
+                topologies around it, and its ordinal among the uses of the operator there. A use in another thread than
+                the one that began the place, or in `foreachBatch` outside of `job.batch`, needs a name.
 
-        Raises `OperatorMisused` for a dataset that is none, work that cannot be called, a name that was used before in this place, or
-        a use that needs a name; and `TopologyClosed`.
+        Returns:
+            The mapped dataset.
+
+        Raises:
+            OperatorMisused: `dataset` is not a DataFrame, `work` is not callable, the name is taken in this place, or
+                the use needs a name.
+            TopologyClosed: The topology does not run.
+            CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
 
@@ -102,31 +133,59 @@ class Operator:
         return dataset.withColumn(SUBTASK, f.spark_partition_id()).mapInArrow(mapped, schema)
 
     def bind(self, work: Callable[..., R], name: str | None = None) -> Callable[..., R]:
-        """`work(gateway, ...)` as a function without the gateway, for every other entry point of PySpark.
+        """Binds a function for every other entry point of PySpark: UDFs, `applyInPandas`, RDDs.
 
-        It has no subtask, and nothing is reset or replayed. One that answers an iterator (`mapInPandas`, `mapPartitions`) is one
-        evaluation; of one that answers a value each call is. It belongs to one dataset: a second DataFrame or RDD that is made
-        with it raises `OperatorMisused` (not where it is within a UDF, which belongs to no dataset).
+        Its evaluations have no subtask, so nothing is reset or replayed. If the function returns an iterator
+        (`mapInPandas`, `mapPartitions`), the whole iteration is one evaluation; otherwise each call is one.
 
-        `name` is that of `map`. Raises `OperatorMisused` for work that cannot be called and for a name as `map`, and `TopologyClosed`.
+        The function belongs to one dataset: another DataFrame or RDD that is made with it raises `OperatorMisused`.
+        This is not checked for a UDF, which belongs to no dataset.
+
+        Args:
+            work: Called as `work(gateway, ...)`.
+            name: As for `map`.
+
+        Returns:
+            The function without its first parameter.
+
+        Raises:
+            OperatorMisused: `work` is not callable, the name is taken in this place, or the use needs a name.
+            TopologyClosed: The topology does not run.
+            CoordinatorFailed: A coordinator of the topology has failed.
         """
         return BoundFunction(self.bound(work, subtask=None, name=name), work)
 
     def end(self) -> None:
-        """Ends its transient uses: each coordinator is closed, and has no thread any more."""
+        """Ends the operator's transient uses, and closes their coordinators."""
         for id_ in self._transient:
             self._scope.operators.end(id_)
         self._transient.clear()
 
     def bound(self, work: Any, subtask: str | None, name: str | None = None) -> Bound:
-        """One more use of the operator, and the coordinator for it: what `work` carries to its tasks."""
+        """Adds a use of the operator. For operators of this package; users call `map` or `bind`.
+
+        Args:
+            work: The function that will be bound.
+            subtask: The column that carries the subtask; None if there are no subtasks.
+            name: As for `map`.
+
+        Returns:
+            The identity of the binding, for `stagecrew.worker.evaluations.evaluate`.
+
+        Raises:
+            OperatorMisused: As for `bind`.
+            TopologyClosed: The topology does not run.
+            CoordinatorFailed: A coordinator of the topology has failed.
+        """
         if not callable(work):
             raise OperatorMisused(
                 f"operator {self.name!r} binds a function work(gateway, ...), not {type(work).__name__}"
             )
         scope = self._scope
         if not scope.is_active:
-            raise TopologyClosed(f"operator {self.name!r} belongs to {scope!r}; bind it inside the `with`")
+            raise TopologyClosed(
+                f"operator {self.name!r} belongs to {scope!r}, which does not run; bind it inside the `with`"
+            )
         host = scope.host()
         if self._is_transient:
             id_ = scope.operators.add_transient(self.name, self._factory, host)
@@ -134,68 +193,3 @@ class Operator:
         else:
             id_ = scope.operators.add(self.name, self._factory, host, name, self._use)
         return Bound(id_, self.name, scope.name, subtask, host.limit, scope.request_timeout)
-
-
-class _UsedTwice(OperatorMisused, pickle.PicklingError):
-    """PySpark passes on an error of pickling; of any other it makes one that is not ours."""
-
-
-class BoundFunction:
-    """What `Operator.bind` answers: the function without its gateway. It travels to tasks, for one dataset."""
-
-    def __init__(self, bound: Bound, work: Callable[..., Any]) -> None:
-        self._bound, self._work = bound, work
-        self._dataset: object = None
-        # What PySpark looks at: the name, and the types, of which the gateway's is none of its business.
-        self.__name__ = getattr(work, "__name__", type(work).__name__)
-        self.__doc__ = work.__doc__
-        gateway: str | None = None
-        try:
-            signature = inspect.signature(work)
-            gateway, *others = signature.parameters
-            self.__signature__ = signature.replace(parameters=[signature.parameters[name] for name in others])
-        except (
-            ValueError,
-            TypeError,
-        ):  # one that was not written in Python, or takes no gateway: then its call says so
-            pass
-        try:
-            hints = typing.get_type_hints(work)
-        except Exception:  # names that cannot be resolved: as they stand
-            hints = getattr(work, "__annotations__", {})
-        self.__annotations__ = {name: hint for name, hint in hints.items() if name != gateway}
-
-    def __call__(self, *args: Any) -> Any:
-        return evaluate(self._bound, self._work, *args)
-
-    def __reduce__(self) -> Any:
-        # PySpark pickles a function when it is used; which dataset that is for stands in the frames above.
-        dataset = _being_built()
-        if dataset is not None:
-            if self._dataset is not None and self._dataset != dataset:
-                raise _UsedTwice(
-                    f"the function bound to operator {self._bound.operator!r} is used on two datasets, which cannot share a "
-                    f"coordinator's evaluations: call bind() once for each"
-                )
-            self._dataset = dataset
-        return BoundFunction, (self._bound, self._work)
-
-
-def _being_built() -> object:
-    """What PySpark is about to give a function to, as far as it can be told: an RDD, or a call of a DataFrame's method.
-
-    None for a UDF, which is an expression and belongs to no dataset.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        this: Any
-        module, this = str(frame.f_globals.get("__name__")), frame.f_locals.get("self")
-        if module == "pyspark.core.rdd" and hasattr(this, "_prev_jrdd"):
-            return this._prev_jrdd.id()  # the same for what is pipelined behind it
-        if module.startswith("pyspark.sql.") and type(this).__name__ in _DATASETS:
-            return object()  # each call makes a dataset, and pickles once
-        frame = frame.f_back
-    return None
-
-
-_DATASETS: Final = frozenset({"DataFrame", "GroupedData", "PandasCogroupedOps"})

@@ -1,4 +1,4 @@
-"""Threads that all coordinators share: a pool that grows where its threads block, and one thread for timers."""
+"""Threads that all coordinators share: a pool that grows when its threads block, and one thread for timers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _log = logging.getLogger("stagecrew")
 
 #: A thread without work ends after this many seconds.
 _IDLE: Final = 5.0
-#: Beyond its prompt threads, the pool makes one more when a task has waited this many seconds.
-_PATIENCE: Final = 0.02
+#: Beyond its prompt threads, the pool makes another thread when no task has begun for this many seconds.
+_GROWTH_DELAY: Final = 0.02
 
 
 class Reader(Protocol):
-    """Has frames to read, which an idle thread of the pool does: the thread that reads a request is the one that handles it."""
+    """A source of frames for idle threads of the pool. The thread that reads a request also handles it."""
 
     def read(self, until: Callable[[], bool]) -> bool:
         """Reads on the calling thread until the condition holds. Returns False at once when another thread reads."""
 
     def wake(self) -> None:
-        """The thread that reads checks its condition."""
+        """Makes the reading thread check its condition."""
 
 
 class Timers:
-    """Calls functions later, on one daemon thread, which ends when no timer is left. The functions must be short: others wait."""
+    """Calls short functions later, on one daemon thread. The thread ends when no timer is left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class Timers:
         self._runs = False
 
     def later(self, seconds: float, f: Callable[[], None]) -> Timer:
-        """Calls `f` after this time, unless the timer is cancelled."""
+        """Calls a function after this time, unless the timer is cancelled."""
         timer = Timer(f)
         with self._changed:
             heapq.heappush(self._due, (self._clock() + seconds, next(self._numbers), timer))
@@ -71,11 +71,11 @@ class Timers:
                 try:
                     f()
                 except Exception:
-                    _log.exception("a timer of stagecrew failed")
+                    _log.exception("an internal timer of stagecrew failed; please report it")
 
 
 class Timer:
-    """One call that is due later."""
+    """One later call."""
 
     __slots__ = ("f",)
 
@@ -83,36 +83,36 @@ class Timer:
         self.f: Callable[[], None] | None = f
 
     def cancel(self) -> None:
-        """Does not call it, unless the call has begun."""
+        """Prevents the call, unless it has begun."""
         self.f = None
 
 
 class Pool:
     """Daemon threads that run tasks in the order in which they are submitted, several at a time.
 
-    `prompt` threads are made as soon as there is a task without a thread. More are made while a task waits because all threads are
-    blocked: so a task that never returns delays others by a moment, and stops none. Idle threads end. As the threads are daemons,
-    no task keeps the process alive.
+    Up to `prompt` threads are made at once when a task has no thread. More are made only while a task waits and all
+    threads are blocked. So a task that never returns delays other tasks a little, but never stops them. Idle threads
+    end. No task keeps the process alive.
     """
 
     def __init__(self, name: str, timers: Timers, prompt: float = math.inf) -> None:
         self._name, self._timers, self._prompt = name, timers, prompt
         self._lock = threading.Lock()
         self._ready: collections.deque[Callable[[], None]] = collections.deque()
-        #: What idle threads wait for: each one releases one thread, the last that came first.
+        #: One lock for each idle thread, which waits to acquire it. The thread that became idle last is woken first.
         self._gates: list[threading.Lock] = []
         self._threads = 0
         self._numbers = itertools.count(1)
         self._is_growing = False
-        #: How many tasks were begun.
+        #: The number of tasks that have begun.
         self._begun = 0
         self._reader: Reader | None = None
-        #: The thread that reads, and whether it has been woken.
+        #: The thread that reads, and whether it was woken.
         self._reads: int | None = None
         self._is_woken = False
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Runs it on one of the threads; from any thread. An exception is logged."""
+        """Runs a task on one of the threads; may be called from any thread. An exception is logged."""
         gate: threading.Lock | None = None
         reader: Reader | None = None
         is_new = False
@@ -120,7 +120,7 @@ class Pool:
             self._ready.append(task)
             me = threading.get_ident()
             if self._reads == me and len(self._ready) == 1:
-                return  # the calling thread runs it when it has read
+                return  # the calling thread reads, and runs the task when it has read
             if self._gates:
                 gate = self._gates.pop()
             elif self._reads not in (None, me) and not self._is_woken:
@@ -136,22 +136,22 @@ class Pool:
             self._add_thread()
 
     def set_reader(self, reader: Reader | None) -> None:
-        """An idle thread reads this from now on, instead of the reader before."""
+        """Lets an idle thread read this reader from now on, instead of the previous one."""
         with self._lock:
             before, self._reader = self._reader, reader
         if before is not None:
             before.wake()
         if reader is not None:
-            self.submit(_nothing)  # so that a thread looks
+            self.submit(_nothing)  # wakes or makes a thread, which then reads
 
     def remove_reader(self, reader: Reader) -> None:
-        """It is not read any more, unless another has replaced it."""
+        """Stops reading this reader, if it is still the current one."""
         with self._lock:
             if self._reader is reader:
                 self._reader = None
 
     def _may_grow(self) -> bool:
-        """With the lock, for a task without a thread: whether one is made now. If not, it is made when the task has waited."""
+        """Whether to make a thread for a waiting task now, not only later if needed. The caller holds the lock."""
         if self._threads < self._prompt:
             self._threads += 1
             return True
@@ -162,10 +162,10 @@ class Pool:
 
     def _check_later(self) -> None:
         begun = self._begun
-        self._timers.later(_PATIENCE, lambda: self._grow(begun))
+        self._timers.later(_GROWTH_DELAY, lambda: self._grow(begun))
 
     def _grow(self, begun: int) -> None:
-        """One more thread, if no task has begun meanwhile: all threads are blocked, or busy for long."""
+        """Makes one more thread if no task has begun meanwhile, because all threads are blocked or busy for long."""
         with self._lock:
             if not self._ready or self._gates:
                 self._is_growing = False
@@ -197,17 +197,17 @@ class Pool:
                 else:
                     self._gates.append(gate)
             if task is not None:
-                _contained(task)
+                _run_logged(task)
             elif (reader is None or not self._read(reader, gate)) and not self._waited(gate):
                 return
 
     def _read(self, reader: Reader, gate: threading.Lock) -> bool:
-        """Reads until there is a task. False when another thread reads: then this one waits at its gate."""
+        """Reads until there is a task. Returns False when another thread reads; this one must then wait at its gate."""
         has_read = False
         try:
             has_read = reader.read(self._has_work)
         except Exception:
-            _log.exception("the pool %s could not read", self._name)
+            _log.exception("thread pool %s could not read frames", self._name)
         with self._lock:
             self._reads = None
             if not has_read and not self._ready:
@@ -216,7 +216,7 @@ class Pool:
         return True
 
     def _waited(self, gate: threading.Lock) -> bool:
-        """Waits for a task. False when none came for a while: the thread ends."""
+        """Waits for a task. Returns False when none came for a while; the thread then ends."""
         if gate.acquire(timeout=_IDLE):
             return True
         with self._lock:
@@ -224,23 +224,23 @@ class Pool:
                 self._gates.remove(gate)
                 self._threads -= 1
                 return False
-        gate.acquire()  # a task came at the last moment
+        gate.acquire()  # a task was submitted at the last moment
         return True
 
 
-def _contained(task: Callable[[], None]) -> None:
+def _run_logged(task: Callable[[], None]) -> None:
     try:
         task()
     except BaseException:
-        _log.exception("a task of stagecrew failed")
+        _log.exception("an internal task of stagecrew failed; please report it")
 
 
 def _nothing() -> None:
-    """A task that makes a thread look what there is to do."""
+    """A task that only wakes a thread."""
 
 
 TIMERS: Final = Timers()
-#: Runs coordinators. Four threads are made at once; where more coordinators block, as many as block.
+#: Runs coordinators, on up to four threads, and on more while coordinators block.
 COORDINATORS: Final = Pool("stagecrew-coordinator", TIMERS, prompt=4)
-#: Runs what coordinators give to `call_async`.
+#: Runs the functions of `call_async`.
 ASYNC_CALLS: Final = Pool("stagecrew-async", TIMERS)

@@ -1,6 +1,7 @@
-"""Places in a program: the path of steps, batches and topologies that identifies a use of an operator in every run.
+"""Positions in a program: the path of steps, batches and topologies that identifies a use of an operator in every run.
 
-The identity of a use never depends on the order in which other places run, or on whether they were skipped. No Spark, no store.
+The identity of a use never depends on the order in which other places run, or on whether they are skipped. No Spark, no
+store.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from stagecrew.errors import OperatorMisused
 
 __all__ = ["PLACE", "Place", "ThreadMark", "Uses", "current_place", "operator_of", "this_thread", "unused"]
 
-#: The use of a coordinator that was made before the session ran and that no dataset uses yet.
+#: Replaces the ordinal in the key of a coordinator that was made before the session ran and has no use yet.
 _UNUSED: Final = "unused"
 
 
 class ThreadMark:
-    """Identifies a thread; unlike `threading.get_ident`, it is never used again."""
+    """Identifies a thread. Unlike the number of `threading.get_ident`, a mark is never reused."""
 
     def __init__(self) -> None:
         self._thread = weakref.ref(threading.current_thread())
@@ -41,10 +42,11 @@ _thread = _Thread()
 
 
 class Place:
-    """One execution of a step, of a batch or of a topology's `with`; or the program itself, which has no parent.
+    """One execution of a step, a batch or a topology's `with`; or the program itself, which has no parent.
 
-    Owned by the thread that began it. Only that thread counts what happens here: the order of several threads differs from run
-    to run. Steps and batches have unique names. Topologies do not, so a place counts those that begin in it.
+    The thread that began the place owns it. Only uses by that thread are numbered, because the order of several threads
+    differs from run to run. Steps and batches have unique names. Topologies do not, so a place counts the topologies
+    that begin in it.
     """
 
     __slots__ = ("_owner", "_topologies", "ended", "is_ordered", "kind", "name", "parent", "path", "steps")
@@ -52,11 +54,11 @@ class Place:
     def __init__(self, parent: Place | None = None, kind: str = "program", name: str = "") -> None:
         self.parent, self.kind, self.name = parent, kind, name
         self.ended = False
-        #: Whether its path is the same in every run, given that of its parent.
+        #: Whether its path below its parent is the same in every run.
         self.is_ordered = True
-        #: The names of the steps and batches around it, the outermost first, and its own.
+        #: The names of the enclosing steps and batches, outermost first, and its own.
         self.steps: tuple[str, ...] = () if parent is None else parent.steps
-        #: Its text, such as `step=load/batch=3/topology=daily`.
+        #: Such as `step=load/batch=3/topology=daily`.
         self.path: str = "" if parent is None else parent.path
         self._owner = _thread.mark
         self._topologies: dict[str, int] = {}
@@ -84,7 +86,7 @@ class Place:
 
     @property
     def owners(self) -> set[ThreadMark]:
-        """The threads that began this place and those around it, and the calling one."""
+        """The threads that began this place and the enclosing ones, and the calling thread."""
         owners = {_thread.mark}
         place: Place | None = self
         while place is not None:
@@ -93,7 +95,7 @@ class Place:
         return owners
 
     def is_within(self, outer: Place) -> bool:
-        """Whether it is `outer`, or a place inside it."""
+        """Whether this place is `outer`, or is inside it."""
         place: Place | None = self
         while place is not None:
             if place is outer:
@@ -102,7 +104,7 @@ class Place:
         return False
 
     def is_ordered_within(self, outer: Place) -> bool:
-        """Whether every run gives it the same path below `outer`."""
+        """Whether this place has the same path below `outer` in every run."""
         place: Place | None = self
         while place is not None and place is not outer:
             if not place.is_ordered:
@@ -111,7 +113,7 @@ class Place:
         return True
 
 
-#: The innermost place of this thread. Copied by nothing but `Topology.wrap`: another thread is in no place.
+#: The innermost place of this thread. Only `Topology.wrap` copies it; any other new thread is in no place.
 PLACE: Final[contextvars.ContextVar[Place | None]] = contextvars.ContextVar("stagecrew_place", default=None)
 
 
@@ -129,10 +131,10 @@ def this_thread() -> ThreadMark:
 
 
 class Uses:
-    """The keys of the uses of one topology's operators, or of the application's. Not thread-safe.
+    """Makes the keys for the uses of the operators of one topology, or of the application. Not thread-safe.
 
-    A key is the path of the place inside the topology, the operator's name, and the use: an ordinal, or the name that the user
-    gave it.
+    A key consists of the path of the place inside the topology, the operator's name, and the use: an ordinal, or the
+    name that the user gave it.
     """
 
     def __init__(self, scope: Place, is_application: bool = False) -> None:
@@ -141,15 +143,16 @@ class Uses:
         self._named: set[str] = set()
 
     def key(self, operator: str, name: str | None = None, otherwise: str | None = None) -> str:
-        """The key of one more use in the place where this thread is.
+        """The key of another use in the current place of the calling thread.
 
         Args:
             operator: The operator's name.
             name: The name of the use, if it has one.
-            otherwise: Its name where its order differs from run to run.
+            otherwise: Its name if the order of uses in this place differs from run to run.
 
         Raises:
-            OperatorMisused: the use has no name, and no order that is the same in every run; or its name was used here.
+            OperatorMisused: The use needs a name, because the order of uses differs from run to run; or its name is
+            taken.
         """
         place, is_ordered = self.here()
         if name is None and not is_ordered:
@@ -160,51 +163,52 @@ class Uses:
             key = f"{prefix}/name={_quoted(name)}"
             if key in self._named:
                 raise OperatorMisused(
-                    f"operator {operator!r} already has a use with name={name!r} in this place; give each use a name of its own. In "
-                    f"foreachBatch, where Spark may execute a batch again, make it in job.batch"
+                    f"operator {operator!r} already has a use with name={name!r} in this place; give each use a unique "
+                    f"name. In foreachBatch, where Spark may execute a batch again, use the operator in job.batch"
                 )
             self._named.add(key)
             return key
         if not is_ordered:
             raise OperatorMisused(
-                f"operator {operator!r} is used in another thread than the one that began {_named(place)}, such as in a thread pool or in "
-                f"foreachBatch: the order of threads differs from run to run, so give this use a name=, or call it in job.step or job.batch"
+                f"operator {operator!r} is used in another thread than the one that began {_named(place)}, such as in "
+                f"a thread pool or in foreachBatch. The order of threads differs from run to run, so give this use a "
+                f"name=, or use the operator in job.step or job.batch"
             )
         number = self._counts[prefix] = self._counts.get(prefix, 0) + 1
         return f"{prefix}/{number}"
 
     def here(self) -> tuple[Place, bool]:
-        """The place of a use that this thread makes now, and whether every run makes it in the same order."""
+        """The current place of the calling thread, and whether every run makes the uses in it in the same order."""
         scope, place = self._scope, current_place()
         if place is None or not (self._is_application or place.is_within(scope)):
-            place = scope  # another thread than the one that began it, or a topology that was begun elsewhere
+            place = scope  # another thread began the place, or the topology began elsewhere
         return place, place.is_owned and place.is_ordered_within(scope)
 
     def forget(self, place: Place) -> None:
-        """Uses in this place begin from 1 again: it is executed once more."""
+        """Numbers the uses in this place from 1 again, because the place is executed again."""
         path = self._path(place)
         inside = f"{path}/", f"{path}:"
         self._counts = {prefix: count for prefix, count in self._counts.items() if not prefix.startswith(inside)}
         self._named = {key for key in self._named if not key.startswith(inside)}
 
     def is_in(self, key: str, place: Place) -> bool:
-        """Whether this is the key of a use in that place, or in one inside it."""
+        """Whether this is the key of a use in that place, or in a place inside it."""
         path = self._path(place)
         return key.startswith((f"{path}/", f"{path}:"))
 
     def _path(self, place: Place) -> str:
-        """The path of a place from this topology on."""
+        """The path of a place below this topology."""
         outer = self._scope.path
         return place.path[len(outer) + 1 :] if outer and place.is_within(self._scope) else place.path
 
 
 def unused(operator: str) -> str:
-    """The key of a coordinator that was made before the session ran, until its first use."""
+    """The key of a coordinator that was made before the session ran, before its first use."""
     return f"{_quoted(operator)}/{_UNUSED}"
 
 
 def operator_of(key: str) -> str:
-    """The name of the operator whose use has this key."""
+    """The name of the operator in the key of a use."""
     return urllib.parse.unquote(key.rpartition(":")[2].rpartition("/")[0])
 
 

@@ -21,7 +21,7 @@ import stagecrew
 from stagecrew.demo.databases import Database, database_of
 from stagecrew.doctor import require_java
 from stagecrew.errors import StagecrewError
-from stagecrew.observability.console import quietly, said
+from stagecrew.observability.console import redirect_stderr, spark_error_line
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -103,7 +103,7 @@ class Demo:
             self._print(f"Spark     {spark.version}, master {self._master}, {workers} tasks at a time")
             return self._compare(spark, database, scratch, parts)
         finally:
-            with quietly(self._log):
+            with redirect_stderr(self._log):
                 spark.stop()
 
     @property
@@ -123,13 +123,13 @@ class Demo:
         )
         self._log.write_bytes(b"")
         try:
-            with quietly(self._log):
+            with redirect_stderr(self._log):
                 return stagecrew.configure(builder).getOrCreate()
         except StagecrewError:
             raise
         except Exception as error:
             raise StagecrewError(
-                f"Spark did not start with master {self._master}: {said(error).rstrip('.')}. {self._hint}"
+                f"Spark did not start with master {self._master}: {spark_error_line(error).rstrip('.')}. {self._hint}"
             ) from error
 
     @property
@@ -192,7 +192,7 @@ class Demo:
             flights.mapInArrow(enrich, schema).write.mode("overwrite").parquet(path.as_uri())
         except Exception as error:
             raise StagecrewError(
-                f"the flights could not be enriched: {said(error).rstrip('.')}. {self._hint}"
+                f"the flights could not be enriched: {spark_error_line(error).rstrip('.')}. {self._hint}"
             ) from error
 
     def _progress(self) -> Progress:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stagecrew.listeners.listener import Listener, Task
-from stagecrew.observability.logs import mark
+from stagecrew.observability.logs import add_fields
 
 __all__ = ["LoggingContext"]
 
@@ -41,7 +41,7 @@ class LoggingContext(Listener):
 
         def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
             made = before(*args, **kwargs)
-            mark(made, fields)
+            add_fields(made, fields)
             return made
 
         logging.setLogRecordFactory(record)

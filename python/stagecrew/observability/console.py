@@ -1,4 +1,4 @@
-"""What the commands share: tables, and a Spark that starts without filling the terminal."""
+"""Console output of the commands: tables, and a Spark that starts without filling the terminal."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.text import Text
 
 from stagecrew.observability.logs import harmless
 
-__all__ = ["harmless", "quietly", "said", "table"]
+__all__ = ["harmless", "redirect_stderr", "spark_error_line", "table"]
 
 
 @contextlib.contextmanager
-def quietly(log: Path) -> Iterator[None]:
-    """A JVM that is started inside writes its standard error, and that of its Python workers, to this file.
+def redirect_stderr(log: Path) -> Iterator[None]:
+    """Redirects the standard error of a JVM that is started inside, and of its Python workers, to this file.
 
-    By the file descriptor, which the JVM inherits: what it says before it reads a log configuration goes there too. It has
-    **no** effect on a JVM that runs already.
+    It redirects the file descriptor, which the JVM inherits, so messages from before the log configuration are in the
+    file too. It has **no** effect on a JVM that already runs.
     """
     sys.stderr.flush()
     kept = os.dup(2)
@@ -37,8 +37,8 @@ def quietly(log: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def said(error: BaseException) -> str:
-    """The one line of an error of Spark that tells a user most, without the stack traces of two languages."""
+def spark_error_line(error: BaseException) -> str:
+    """The line of a Spark error that is most useful to a user, without the stack traces of two languages."""
     text = str(error)
     if match := re.search(r"\[PYTHON_VERSION_MISMATCH\][^\n]*", text):
         return match[0]
@@ -51,12 +51,12 @@ def said(error: BaseException) -> str:
     ):
         return match[1].strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    # py4j puts what happened in Java on the second line.
+    # py4j puts the Java exception on the second line.
     return lines[1].removeprefix(": ") if len(lines) > 1 and lines[1].startswith(": ") else lines[0]
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """Cells beside each other, whole numbers at the right. Nothing of a cell is markup: users' names and errors stand there."""
+    """A table with whole numbers aligned right. Cells may contain texts of users, so nothing in them is markup."""
     made = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         made.add_row(*(Text(harmless(str(cell)), justify="right" if isinstance(cell, int) else None) for cell in row))

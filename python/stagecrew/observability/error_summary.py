@@ -1,4 +1,4 @@
-"""What an error's text says happened, in one line. Loaded in workers too: the standard library only."""
+"""Summarizes errors and their tracebacks. Workers import this module, so it uses the standard library only."""
 
 from __future__ import annotations
 
@@ -10,54 +10,56 @@ import types
 from collections.abc import Iterator
 from typing import Final
 
-__all__ = ["end_of", "error_line", "sentence_first", "with_causes", "without_our_frames"]
+__all__ = ["error_line", "format_message_first", "remove_own_frames", "shorten_error", "with_causes"]
 
-_OURS: Final = __file__.rpartition("/observability/")[0] + "/"
-#: Inside the package, but written as a user's code.
-_AS_USERS: Final = _OURS + "demo/"
-#: Modules that we call, and that call a user's code.
+_OWN: Final = __file__.rpartition("/observability/")[0] + "/"
+#: Part of the package, but treated as user code.
+_LIKE_USERS: Final = _OWN + "demo/"
+#: Modules that this package calls and that call user code.
 _BETWEEN: Final = (contextlib.__file__, importlib.__file__, "<frozen importlib")
 
-#: A frame of a traceback, with the bar of an exception group in front where it is one's.
+#: A frame of a traceback; one of an exception group begins with a bar.
 _FRAME: Final = re.compile(r'( *\| )?( +)File ".*", line \d')
 
-#: Stands behind the line that says what happened where what was between is left out.
+#: Follows the summary line of a shortened text.
 _CUT: Final = "\u2026"
-#: At how many frames is looked, the last ones: a message may have any number of them.
-_LOOKS: Final = 200
+#: The number of frames to inspect, from the end. A message may have any number of them.
+_MAX_FRAMES: Final = 200
 
 
 def error_line(text: str) -> str:
-    """The line that says what happened: of a text with a Python traceback its exception's, else the first that is not empty.
+    """The one line of an error's text that summarizes it.
 
-    An exception's line stands behind its last frame, and is not indented as that is; what follows may be more of its message, notes, or
-    the exceptions of a group. Of a group it is the group's own. The shim has the same rule (`Show.errorLine`).
+    For a text with a Python traceback, that is the first line of the exception's message. Otherwise it is the first
+    line that is not empty. The exception's line follows its last frame, and is indented less. The lines after it may be
+    the rest of the message, notes, or the exceptions of a group; for a group, the result is the group's own line. The
+    shim has the same rule (`Show.errorLine`).
     """
-    lines = text.split("\n")  # not at what else ends lines: messages may have that
+    lines = text.split("\n")  # not splitlines: messages may have other line separators
     if lines[1:2] == [_CUT]:
         return lines[0].strip()
-    found, depth, looks = "", 0, 0
+    found, depth, inspected = "", 0, 0
     for number in range(len(lines) - 1, -1, -1):
         frame = _FRAME.match(lines[number])
         if frame is None:
             continue
-        looks += 1
-        if looks > _LOOKS:
+        inspected += 1
+        if inspected > _MAX_FRAMES:
             break
         bar = frame[1] or ""
         if found and not bar:
             break
-        if (not found or len(bar) < depth) and (said := _behind(lines[number + 1 :], bar, frame[2])):
-            found, depth = said, len(bar)
+        if (not found or len(bar) < depth) and (line := _line_after_frame(lines[number + 1 :], bar, frame[2])):
+            found, depth = line, len(bar)
             if not bar:
                 break
     return found or next((line.strip() for line in lines if line.strip()), "")
 
 
-def without_our_frames(error: BaseException) -> None:
-    """Removes the frames of this package from the tracebacks of an exception, its causes and the members of its group."""
+def remove_own_frames(error: BaseException) -> None:
+    """Removes this package's frames from the tracebacks of an exception, its causes and its group's members."""
     for one in with_causes(error):
-        one.__traceback__ = _of_others(one.__traceback__)
+        one.__traceback__ = _without_own(one.__traceback__)
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -73,12 +75,12 @@ def with_causes(error: BaseException) -> Iterator[BaseException]:
         waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
 
 
-def _of_others(found: types.TracebackType | None) -> types.TracebackType | None:
+def _without_own(found: types.TracebackType | None) -> types.TracebackType | None:
     kept: list[types.TracebackType] = []
     after_ours = False
     while found is not None:
         file = found.tb_frame.f_code.co_filename
-        ours = file.startswith(_OURS) and not file.startswith(_AS_USERS)
+        ours = file.startswith(_OWN) and not file.startswith(_LIKE_USERS)
         after_ours = ours or (after_ours and file.startswith(_BETWEEN))
         if not after_ours:
             kept.append(found)
@@ -89,16 +91,16 @@ def _of_others(found: types.TracebackType | None) -> types.TracebackType | None:
     return made
 
 
-def sentence_first(error: BaseException) -> str:
-    """The exception's own lines, and after them its traceback with the frames of others."""
-    without_our_frames(error)
-    said = "".join(traceback.format_exception_only(error))
+def format_message_first(error: BaseException) -> str:
+    """The exception's own lines, followed by its traceback without the frames of this package."""
+    remove_own_frames(error)
+    message = "".join(traceback.format_exception_only(error))
     whole = "".join(traceback.format_exception(error))
-    return whole if whole.startswith(said) else f"{said}\n{whole}"
+    return whole if whole.startswith(message) else f"{message}\n{whole}"
 
 
-def end_of(text: str, length: int) -> str:
-    """At most so many characters of an error's text, the last ones: with the line that says what happened before them if it is not there."""
+def shorten_error(text: str, length: int) -> str:
+    """Shortens an error's text to its last `length` characters. The summary line is put first if it would be lost."""
     kept = text[-length:]
     line = error_line(text)[: length // 2]
     if error_line(kept)[: length // 2] == line:
@@ -107,12 +109,12 @@ def end_of(text: str, length: int) -> str:
     return begin + text[len(begin) - length :]
 
 
-def _behind(lines: list[str], bar: str, indentation: str) -> str:
-    """The first line behind a frame that is indented less than it: not its code, its marks, or that it was repeated."""
+def _line_after_frame(lines: list[str], bar: str, indentation: str) -> str:
+    """The first line after a frame that is indented less: not its source line, its carets, or a note on repetition."""
     for line in lines:
         if not line.startswith(bar):
             return ""
-        said = line[len(bar) :]
-        if said.strip() and not said.startswith(indentation):
-            return said.strip()
+        text = line[len(bar) :]
+        if text.strip() and not text.startswith(indentation):
+            return text.strip()
     return ""

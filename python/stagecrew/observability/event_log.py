@@ -1,4 +1,4 @@
-"""The command `stagecrew report`: what an event log says of an application that has ended, or was killed."""
+"""The command `stagecrew report`: shows an application that has ended, or was killed, from its event log."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from stagecrew.observability.error_summary import error_line
 __all__ = ["read_event_log", "report"]
 
 _CLASS: Final = "org.apache.spark.stagecrew.Report"
-#: In front of what the JVM found, and of what is wrong: other lines are of whatever runs beside it.
+#: The prefixes of the JVM's result and of its errors. All other lines are output of Spark.
 _FOUND: Final = "stagecrew-report: "
-_WRONG: Final = "stagecrew-report-error: "
-#: In this JVM, whatever Spark here has as its defaults.
-_HERE: Final = ("--master", "local", "--deploy-mode", "client")
+_ERROR: Final = "stagecrew-report-error: "
+#: Overrides the defaults of the installed Spark, so that the report runs in one local JVM.
+_LOCAL: Final = ("--master", "local", "--deploy-mode", "client")
 #: The counts of an executor's partitions, and their columns.
 _PARTITIONS: Final = {
     "inProgress": "in progress",
@@ -41,15 +41,24 @@ _PARTITIONS: Final = {
 
 
 def read_event_log(log: str) -> dict[str, Any]:
-    """What stagecrew stored in an event log: the JSON of the tab, with `application` and `notes`.
+    """Reads the data that stagecrew stored in an event log of Spark.
 
-    `log` is a path or a URI of a file, or of the folder of a rolling log, on whatever file system and in whatever compression
-    Spark here can read. Spark reads it, as for the History Server: of a log that is still written, or was cut off, what is there.
+    Spark reads the log, as the History Server does. A log that is still being written, or was cut off, is read up to
+    its current end.
 
-    Raises `EventLogUnreadable`, and `ConfigurationError` when there is no Spark here.
+    Args:
+        log: A path or URI of a file, or of the folder of a rolling log, on any file system and in any compression that
+            the installed Spark supports.
+
+    Returns:
+        The JSON of the tab, with the additional keys `application` and `notes`.
+
+    Raises:
+        EventLogUnreadable: The log does not exist, or Spark cannot read it.
+        ConfigurationError: Spark is not installed here.
     """
-    command = [found_spark_submit(), *_HERE, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
-    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # which excludes a master
+    command = [found_spark_submit(), *_LOCAL, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
+    environment = {key: value for key, value in os.environ.items() if key != "SPARK_REMOTE"}  # it excludes --master
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -59,21 +68,23 @@ def read_event_log(log: str) -> dict[str, Any]:
         env=environment,
         check=False,
     )
-    for line in done.stdout.split("\n"):  # not at what else ends lines: names may have that
-        if line.startswith(_WRONG):
-            raise EventLogUnreadable(f"{log} was not read: {line.removeprefix(_WRONG)}")
+    for line in done.stdout.split("\n"):  # not splitlines: names may have other line separators
+        if line.startswith(_ERROR):
+            raise EventLogUnreadable(f"cannot read event log {log}: {line.removeprefix(_ERROR)}")
         if line.startswith(_FOUND):
             found: dict[str, Any] = json.loads(line.removeprefix(_FOUND))
             return found
-    said = "\n".join(done.stderr.splitlines()[-20:])
-    raise EventLogUnreadable(f"{log} was not read: spark-submit ended with {done.returncode}, and said\n{said}")
+    output = "\n".join(done.stderr.splitlines()[-20:])
+    raise EventLogUnreadable(
+        f"cannot read event log {log}: spark-submit ended with status {done.returncode} and the output\n{output}"
+    )
 
 
 @click.command()
 @click.argument("log", metavar="EVENT_LOG")
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, for machines.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 def report(log: str, as_json: bool) -> None:
-    """Show what stagecrew stored in an EVENT_LOG of Spark, without a History Server.
+    """Show the data of stagecrew in an EVENT_LOG of Spark, without a History Server.
 
     EVENT_LOG is a path or a URI: a file, or the folder of a rolling log.
     """
@@ -83,20 +94,20 @@ def report(log: str, as_json: bool) -> None:
         return
     console = Console(highlight=False)
     for text in _head(found):
-        console.print(Text(harmless(text)))  # nothing of it is markup
-    for title, shown in _tables(found):
+        console.print(Text(harmless(text)))  # a Text, so that nothing in it is markup
+    for title, content in _tables(found):
         console.print(Text(f"\n{title}"))
-        console.print(shown)
+        console.print(content)
 
 
 def _head(found: dict[str, Any]) -> Iterator[str]:
     application = found["application"]
     yield f"{application['name']} ({application['id']}), Spark {application['spark']}"
-    ended = _time(application["ended"]) if application["ended"] else "no end is stored: it runs, or was killed"
+    ended = _time(application["ended"]) if application["ended"] else "no end is recorded: it still runs, or was killed"
     yield f"{_time(application['started'])} to {ended}"
     yield from found["notes"]
     if not found["topologies"]:
-        yield "stagecrew stored nothing in this log: was it switched on, and of version 0.1.0 or newer?"
+        yield "This log has no data of stagecrew. Was the plugin on (spark.plugins), with version 0.1.0 or newer?"
 
 
 def _tables(found: dict[str, Any]) -> Iterator[tuple[str, Table]]:

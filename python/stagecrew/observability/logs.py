@@ -1,4 +1,4 @@
-"""Log records say where they come from: topology, operator, stage, partition and attempt."""
+"""Log records that carry their origin: topology, operator, stage, partition and attempt."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ __all__ = [
     "FIELDS",
     "HarmlessFormatter",
     "StructuredFormatter",
-    "coordinates",
+    "add_fields",
     "harmless",
-    "mark",
+    "set_current_coordinator",
     "set_current_evaluation",
 ]
 
-#: What records may say, in this order.
+#: The fields that records may have, in this order.
 FIELDS: Final = ("application", "topology", "operator", "subtask", "stage", "partition", "attempt")
 
-#: How many frames above a record's factory its logger is looked for: factories of others stand in between.
-_FRAMES: Final = 32
+#: The number of frames to search for `makeRecord` above a record factory. Other factories may be in between.
+_MAX_FRAMES: Final = 32
 
 
 class StructuredFormatter(logging.Formatter):
-    """Writes each record as one line of JSON, as Spark's own structured logs are: `pyspark.logger.SPARK_LOG_SCHEMA` reads both.
+    """Writes each record as one line of JSON, in the format of Spark's own structured logs.
 
-    `context` has, as text, those of `application`, `topology`, `operator`, `subtask`, `stage`, `partition` and `attempt` that the
-    record has (of a task's from `LoggingContext`, of a coordinator's always), and what a `PySparkLogger` was given.
+    `pyspark.logger.SPARK_LOG_SCHEMA` reads the lines of both. The column `context` has, as text, the fields
+    `application`, `topology`, `operator`, `subtask`, `stage`, `partition` and `attempt` that the record carries, and
+    the context of a `PySparkLogger`. Records of a task carry them if the topology has the `LoggingContext` listener.
+    Records of a coordinator always do.
 
-    >>> import json, logging
-    >>> record = logging.makeLogRecord({"msg": "three rows", "topology": "nightly", "stage": 4})
-    >>> json.loads(StructuredFormatter().format(record))["context"]
-    {'topology': 'nightly', 'stage': '4'}
+    Example:
+        >>> import json, logging
+        >>> record = logging.makeLogRecord({"msg": "three rows", "topology": "nightly", "stage": 4})
+        >>> json.loads(StructuredFormatter().format(record))["context"]
+        {'topology': 'nightly', 'stage': '4'}
+
+    Not promised: the fields on records of threads that a coordinator starts.
+
+    Source: `JSONFormatter` in pyspark/logger/logger.py.
     """
 
     def __init__(self) -> None:
@@ -45,9 +52,16 @@ class StructuredFormatter(logging.Formatter):
         self._json = JSONFormatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Formats a record.
+
+        Args:
+            record: The record. It is not changed.
+
+        Returns:
+            One line of JSON, without a line break at its end.
+        """
         given = record.__dict__.get("context")
-        if not isinstance(given, Mapping):  # it is of another than PySpark's loggers
+        if not isinstance(given, Mapping):  # only PySpark's loggers set a mapping
             given = {}
         fields = {name: value for name in FIELDS if (value := record.__dict__.get(name)) is not None}
         copy = logging.makeLogRecord(record.__dict__)
@@ -56,40 +70,39 @@ class StructuredFormatter(logging.Formatter):
 
 
 def harmless(text: str) -> str:
-    """The text with escape sequences, and other characters that are not printable, as their codes; lines and tabs stay.
+    r"""Escapes terminal escape sequences and other characters that are not printable, except line breaks and tabs.
 
-    >>> print(harmless("a\\u202eb \\x1b[2J"))
-    a\\u202eb \\x1b[2J
+    >>> print(harmless("a\u202eb \x1b[2J"))
+    a\u202eb \x1b[2J
     """
-    shown = (one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
-    return "".join(shown)
+    return "".join(one if one in "\n\t" or one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def _in_one_record(text: str) -> str:
-    """The text as part of one record: nothing of it looks like the beginning of another."""
+    """Indents later lines, so that no line of the text looks like the beginning of another record."""
     return harmless(text).replace("\n", "\n    ")
 
 
 class HarmlessFormatter(logging.Formatter):
-    """Formats the logs of stagecrew's own processes: no name and no error in them can control a terminal or forge a line.
+    r"""Formats the logs of stagecrew's own processes, so that no text in them can control a terminal or forge a line.
 
-    >>> record = logging.makeLogRecord({"msg": "job %r: %s", "args": ("nightly", "no\\x1b[2J\\nroom")})
+    >>> record = logging.makeLogRecord({"msg": "job %r: %s", "args": ("nightly", "no\x1b[2J\nroom")})
     >>> print(HarmlessFormatter().format(record))
-    job 'nightly': no\\x1b[2J
+    job 'nightly': no\x1b[2J
         room
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
-        """The message, with the lines after its first one indented."""
+        """Formats the message, and indents its second and later lines."""
         return _in_one_record(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
-        """All of a record, with its traceback."""
+        """Formats the record with its traceback."""
         return harmless(super().format(record))
 
 
-class _Harmless(logging.Filter):
-    """Does the same to the arguments of our own records, for every handler."""
+class _HarmlessArguments(logging.Filter):
+    """Escapes the arguments of stagecrew's own records, for every handler."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, tuple):
@@ -99,30 +112,37 @@ class _Harmless(logging.Filter):
         return True
 
 
-logging.getLogger("stagecrew").addFilter(_Harmless())
+logging.getLogger("stagecrew").addFilter(_HarmlessArguments())
 
 
-def mark(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
-    """Sets these fields of a record that a factory has just made, but for those that the caller gives it by `extra=`.
+def add_fields(record: logging.LogRecord, fields: Mapping[str, Any]) -> None:
+    """Sets fields on a record that a record factory has just made, except those that the log call passes in `extra=`.
 
-    `Logger.makeRecord` sets those itself when the factory has answered, and raises `KeyError` when they are there already. The
-    factory is not told of them, so they are looked for in its frame: a log call must not fail for the name of a field.
+    A log call must not fail because of the name of a field. But `Logger.makeRecord` calls the factory first, and then
+    raises `KeyError` for every name of `extra` that is in `record.__dict__`. The factory does not receive `extra`, so
+    this function reads it from the frame of `makeRecord`. The alternatives promise less:
+
+    - A subclass of `LogRecord` that computes the fields on access: `%(stage)s` in formats, `SocketHandler`, and
+      formatters of others read `record.__dict__`.
+    - A filter: a logger's filters do not see the records of its children, and handlers may be added at any time.
+    - A logger class, or a replaced `Logger.makeRecord`: existing loggers, and classes with a `makeRecord` of their own,
+      are not covered.
     """
     given: Container[str] = ()
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
-        if frame.f_code.co_name == "makeRecord":  # also that of a logger with its own
-            found = frame.f_locals.get("extra")
-            given = found if isinstance(found, Mapping) else ()
+        if frame.f_code.co_name == "makeRecord":  # also that of a logger class of others
+            extra = frame.f_locals.get("extra")
+            given = extra if isinstance(extra, Mapping) else ()
             break
         frame = frame.f_back
     record.__dict__.update({name: value for name, value in fields.items() if name not in given})
 
 
 class LoggedEvaluation(Protocol):
-    """The fields of an evaluation that log records get."""
+    """The fields of an evaluation that log records carry."""
 
     @property
     def subtask(self) -> int | None: ...
@@ -134,31 +154,32 @@ class LoggedEvaluation(Protocol):
     def attempt(self) -> int: ...
 
 
-class _Here(threading.local):
-    """Of a coordinator's thread: whose it is, and whose message it handles."""
+class _Current(threading.local):
+    """The coordinator that runs on this thread, and the evaluation whose message it handles."""
 
-    place: tuple[str, str] | None = None
+    coordinator: tuple[str, str] | None = None
     evaluation: LoggedEvaluation | None = None
 
 
-_here = _Here()
+_current = _Current()
 _installing = threading.Lock()
 _installed = False
 
 
-def coordinates(topology: str, operator: str) -> None:
-    """Records of this thread are this coordinator's from now on, about no evaluation."""
+def set_current_coordinator(topology: str, operator: str) -> None:
+    """Assigns later log records of this thread to the coordinator of an operator, and to no evaluation."""
     if not _installed:
         _install()
-    _here.place, _here.evaluation = (topology, operator), None
+    _current.coordinator, _current.evaluation = (topology, operator), None
 
 
 def set_current_evaluation(evaluation: LoggedEvaluation | None) -> None:
-    """What this thread, a coordinator's, logs from now on is about this evaluation, or about none."""
-    _here.evaluation = evaluation
+    """Assigns later log records of this thread, which runs a coordinator, to an evaluation or to none."""
+    _current.evaluation = evaluation
 
 
 def _install() -> None:
+    """Installs a record factory that adds the fields of the current coordinator."""
     global _installed
     with _installing:
         if _installed:
@@ -168,17 +189,17 @@ def _install() -> None:
 
     def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
         made = before(*args, **kwargs)
-        if _here.place is not None:
-            topology, operator = _here.place
+        if _current.coordinator is not None:
+            topology, operator = _current.coordinator
             fields: dict[str, Any] = {"topology": topology, "operator": operator}
-            if (one := _here.evaluation) is not None:
+            if (one := _current.evaluation) is not None:
                 fields |= {
                     "subtask": one.subtask,
                     "stage": one.stage,
                     "partition": one.partition,
                     "attempt": one.attempt,
                 }
-            mark(made, fields)
+            add_fields(made, fields)
         return made
 
     logging.setLogRecordFactory(record)

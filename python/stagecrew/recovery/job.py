@@ -306,7 +306,7 @@ class Job:
                 f"both positions: run one after the other, or each in a topology of its own. If one is inside the other, carry the place "
                 f"into its thread with topology.wrap"
             )
-        if (operator := operators.used_beside(place)) is not None:
+        if (operator := operators.used_by_another_thread(place)) is not None:
             raise JobError(
                 f"another thread uses operator {operator!r} of topology {operators.name!r} beside step {key!r}, so the state of its "
                 f"coordinator belongs to no certain position: wait for the thread before the step, or give it a topology of its own"

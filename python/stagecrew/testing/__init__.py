@@ -1,4 +1,4 @@
-"""Public fakes: functions that use listeners, and coordinators, are tested without Spark."""
+"""Public fakes, for testing functions that use listeners, and coordinators, without Spark."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from typing import TYPE_CHECKING, Any
 from stagecrew.testing.resources import opened
 
 if TYPE_CHECKING:
-    from stagecrew.testing.harness import CoordinatorHarness, ScriptedEvaluation
+    from stagecrew.testing.evaluation import ScriptedEvaluation
+    from stagecrew.testing.harness import CoordinatorHarness
 
 __all__ = ["CoordinatorHarness", "ScriptedEvaluation", "opened"]
 
 
 def __getattr__(name: str) -> Any:
-    """The harness needs PySpark's cloudpickle; `opened` does not."""
-    if name not in ("CoordinatorHarness", "ScriptedEvaluation"):
-        raise AttributeError(f"module 'stagecrew.testing' has no attribute {name!r}")
-    from stagecrew.testing import harness
+    """Imports the harness on first use: it needs PySpark's cloudpickle, which `opened` does not."""
+    if name == "CoordinatorHarness":
+        from stagecrew.testing.harness import CoordinatorHarness
 
-    return getattr(harness, name)
+        return CoordinatorHarness
+    if name == "ScriptedEvaluation":
+        from stagecrew.testing.evaluation import ScriptedEvaluation
+
+        return ScriptedEvaluation
+    raise AttributeError(f"module 'stagecrew.testing' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Listeners that are open here: functions that use them are tested without Spark."""
+"""Opens listeners in this process, for testing functions that use them without Spark."""
 
 from __future__ import annotations
 
@@ -28,22 +28,36 @@ _opened: Final[list[_Opened]] = []
 
 @contextlib.contextmanager
 def opened(listener: Listener, value: Any = _MISSING) -> Iterator[Any]:
-    """Lets `listener.get()` answer in this process, in all its threads.
+    """Lets `listener.get()` return a value in this process, on all its threads.
 
-    With `value`, that is what it answers, and nothing is opened; without, the listener is really opened, and closed at the
-    end, as on an executor called `test`.
+    With `value`, `get()` returns that and nothing is opened. Without it, the listener is really opened, and closed at
+    the end, as on an executor whose id is `test`.
 
-    >>> import stagecrew
-    >>> @stagecrew.resource()
-    ... def orders_pool(context, dsn):
-    ...     yield f"connected to {dsn}"
-    >>> orders = orders_pool("orders.db")
-    >>> with opened(orders, value="a fake"):
-    ...     orders.get()
-    'a fake'
-    >>> with opened(orders):
-    ...     orders.get()
-    'connected to orders.db'
+    Args:
+        listener: The listener, or a resource.
+        value: The value for `get()`, such as a fake.
+
+    Yields:
+        The value that `get()` returns.
+
+    Raises:
+        Exception: The listener's `open` raised it.
+
+    Example:
+        >>> import stagecrew
+        >>> @stagecrew.resource()
+        ... def orders_pool(context, dsn):
+        ...     yield f"connected to {dsn}"
+        >>> orders = orders_pool("orders.db")
+        >>> with opened(orders, value="a fake"):
+        ...     orders.get()
+        'a fake'
+        >>> with opened(orders):
+        ...     orders.get()
+        'connected to orders.db'
+
+    Not promised: a copy. In EXECUTOR scope a task gets a pickled copy of the value; here `get()` returns the value
+    itself.
     """
     context = ListenerContext("test", "test", "test", "test", "localhost", listener.scope)
     with contextlib.ExitStack() as stack:
@@ -63,4 +77,4 @@ def _find(identity: Identity) -> Any:
     with contextlib.suppress(RedefinedError):
         if (one := chosen(identity, _opened[::-1], lambda one: one.identity)) is not None:
             return one.value
-    raise LookupError("stagecrew.testing.opened opened another listener")
+    raise LookupError("stagecrew.testing.opened has opened a different listener; open this one, too")

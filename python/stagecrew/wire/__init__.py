@@ -1,1 +1,1 @@
-"""What travels between processes: frames, serialization, and the client of the channel."""
+"""The wire format between processes: frames, serialization, and the channel's client."""

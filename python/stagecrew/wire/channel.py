@@ -1,8 +1,8 @@
-"""The socket between a Python process and its executor, seen from Python.
+"""The Python side of the socket between a Python process and its executor, or the driver's JVM.
 
-The executor's shim listens on a loopback port. Where, and the token that it expects, stand in a file that only the
-application's user can read; its path reaches the process by a local property (a worker) or an argument (the agent).
-No thread: whoever owns the channel reads it.
+The JVM listens on a loopback port. The place file has the port and the token that the JVM expects. Only the
+application's user can read it. A worker gets its path from a local property, the agent from an argument. The channel
+has no thread: its owner reads it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stagecrew.wire.frames import Decoder, Field, Frame, encode
 
 __all__ = ["Channel"]
 
-#: How many buffers an operating system certainly writes at once.
-_TOGETHER: Final = 512
+#: The number of buffers that every operating system writes at once.
+_MAX_BUFFERS: Final = 512
 
 
 class Channel:
@@ -35,16 +35,16 @@ class Channel:
         self._socket = connection
         self._decoder = Decoder(limit)
         self._timeout = timeout
-        #: Who is at the other end, for messages.
+        #: The name of the other end, for messages.
         self._peer = peer
         self._arrived: collections.deque[Frame] = collections.deque()
         self.welcome: dict[str, Any] = {}
 
     @classmethod
     def connect(cls, place: str, role: str) -> Channel:
-        """Connects to the executor (or the driver's JVM) whose place file this is, and says who we are.
+        """Connects to the JVM with this place file, and identifies this process.
 
-        Raises `ChannelError` when there is nobody, or we are refused.
+        Raises `ChannelError` if the JVM cannot be reached or refuses the process.
         """
         peer = "the driver's JVM" if role == "driver" else "the executor"
         try:
@@ -52,7 +52,7 @@ class Channel:
                 where = json.load(file)
             connection = socket.create_connection(("127.0.0.1", where["port"]), timeout=where["timeout"])
         except (OSError, ValueError, KeyError) as error:
-            raise ChannelError(f"the channel of {peer} cannot be reached through {place}: {error}") from error
+            raise ChannelError(f"cannot connect to the channel of {peer} through {place}: {error}") from error
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = cls(connection, where["maxFrame"], where["timeout"], peer)
         process = uuid.uuid4().hex
@@ -67,7 +67,7 @@ class Channel:
         return channel
 
     def fileno(self) -> int:
-        """For poll."""
+        """The socket's file descriptor, for `poll`."""
         return self._socket.fileno()
 
     def send(self, kind: str, **fields: Field) -> None:
@@ -75,10 +75,10 @@ class Channel:
         self.write(encode(kind, **fields))
 
     def write(self, *frames: bytes) -> None:
-        """Sends frames that are encoded already, one behind the other. Raises `ChannelClosed`."""
+        """Sends encoded frames in this order. Raises `ChannelClosed`."""
         try:
-            try:  # what fits goes at once: a socket with a time-out is asked first whether it can be written to
-                sent = os.writev(self._socket.fileno(), frames[:_TOGETHER])
+            try:  # write without waiting first: sendall on a socket with a timeout would call poll before each write
+                sent = os.writev(self._socket.fileno(), frames[:_MAX_BUFFERS])
             except BlockingIOError:
                 sent = 0
             for frame in frames:
@@ -89,15 +89,15 @@ class Channel:
             raise ChannelClosed(f"{self._peer} no longer reads: {error}") from error
 
     def arrived(self, seconds: float | None = 0.0) -> list[Frame]:
-        """The frames that are here; waits so long for the first. Raises `ChannelClosed`."""
+        """The frames that have arrived; waits this long for the first. Raises `ChannelClosed`."""
         self._read(seconds)
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
 
     def wait_for(self, kind: str, **matching: Field) -> Frame:
-        """The next frame of this kind whose fields match; frames of other kinds are kept for `take`.
+        """The next frame of this kind whose fields match. Other frames are kept for `take`.
 
-        Raises `ChannelError` when none came within the channel's timeout, `ChannelClosed` when the other end is gone.
+        Raises `ChannelError` if none arrives within the channel's timeout, and `ChannelClosed` if the connection ends.
         """
         deadline = time.monotonic() + self._timeout
         while True:
@@ -106,35 +106,35 @@ class Channel:
                     self._arrived.remove(frame)
                     return frame
                 if frame.kind == "REFUSED":
-                    raise ChannelError(f"{self._peer} refuses this process: {frame['reason']}")
+                    raise ChannelError(f"{self._peer} refused this process: {frame['reason']}")
             if not self._read(deadline - time.monotonic()):
                 raise ChannelError(f"{self._peer} sent no {kind} within {self._timeout} s")
 
     def next(self) -> Frame:
-        """The next frame, however long it takes. Raises `ChannelClosed`."""
+        """The next frame; waits without a timeout. Raises `ChannelClosed`."""
         while not self._arrived:
             self._read(None)
         return self._arrived.popleft()
 
     def take(self) -> list[Frame]:
-        """All frames that are here now. Raises `ChannelClosed`."""
+        """All frames that have arrived. Raises `ChannelClosed`."""
         while self._read(0.0):
             pass
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
 
     def shutdown(self) -> None:
-        """Ends the connection; whoever reads it gets `ChannelClosed`."""
+        """Ends the connection. Reading it then raises `ChannelClosed`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes the socket; a second call does nothing."""
+        """Closes the socket. Idempotent."""
         self._socket.close()
 
     def _read(self, seconds: float | None) -> bool:
         if seconds != 0:
-            poller = select.poll()  # a new one each time: a signal's handler may read while another waits
+            poller = select.poll()  # a new one each time, because a signal handler may read while the main code waits
             poller.register(self._socket, select.POLLIN)
             if not poller.poll(None if seconds is None else max(0, int(seconds * 1000))):
                 return False

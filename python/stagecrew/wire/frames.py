@@ -5,12 +5,12 @@ fixed list of fields, each of one of four types:
 
     q  signed 64-bit integer            8 bytes
     s  text                             u32 length, UTF-8
-    b  bytes, never looked into         u32 length, bytes; large ones are decoded as a `memoryview`
+    b  bytes, never interpreted         u32 length, bytes; large ones are decoded as a `memoryview`
     l  list of bytes                    u32 count, then each as b
 
-The same table stands in `Frames.scala`; a test compares both byte for byte. A frame that is cut short, has bytes left
-over, an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `FrameError`: the reader closes the
-connection, because after it nothing can be trusted.
+`Frames.scala` has the same table; a test compares both byte for byte. A frame that is cut short, has bytes left over,
+an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `FrameError`. The reader then closes the
+connection, because it cannot find the beginning of the next frame.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["KINDS", "LARGE", "Decoder", "Field", "Frame", "decode", "decode_all"
 
 Field: TypeAlias = int | str | bytes | list[bytes]
 
-#: name -> (number, fields). Numbers are never used again.
+#: name -> (number, fields). The number of a removed kind is never reused.
 KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     # A Python process and its executor.
     "HELLO": (1, (("token", "s"), ("role", "s"), ("process", "s"), ("pid", "q"), ("version", "s"))),
@@ -68,7 +68,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "INVENTORY": (39, (("executor", "s"), ("body", "s"))),
     "ORPHANS": (40, (("body", "s"),)),
     "UNPERSISTED": (41, (("topology", "s"), ("body", "s"))),
-    # An evaluation in a worker, its executor, and the driver's Python, where its coordinator is.
+    # An evaluation in a worker, its executor, and its coordinator in the driver's Python.
     "READY": (
         64,
         (
@@ -79,7 +79,7 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
             ("number", "q"),
             ("stage", "q"),
             ("partition", "q"),
-            ("stage_attempt", "q"),  # these two by the executor: a Python task knows neither
+            ("stage_attempt", "q"),  # the executor sets these two, which a Python task does not know
             ("partitions", "q"),
         ),
     ),
@@ -106,11 +106,11 @@ _U32: Final = struct.Struct(">I")
 _HEAD: Final = struct.Struct(">IB")
 _Q: Final = struct.Struct(">q")
 
-#: Bytes of this many and more are not copied out of the frame in which they came: they are a `memoryview` of it.
+#: A bytes field of this size or more is not copied out of its frame: it is a `memoryview` of it.
 LARGE: Final = 1 << 16
-#: What a decoder has room for, and what it takes at once for a larger frame.
+#: The size of a decoder's buffer, and the first size of a buffer for a larger frame.
 _ROOM: Final = 1 << 16
-_AT_ONCE: Final = 1 << 20
+_FIRST_SIZE: Final = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Frame:
 def encode(kind: str, **fields: Field) -> bytes:
     """The bytes of one frame.
 
-    Raises `FrameError` when the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
+    Raises `FrameError` if the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
 
     >>> encode("BEGIN", attempt=7).hex()
     '00000009050000000000000007'
@@ -136,11 +136,11 @@ def encode(kind: str, **fields: Field) -> bytes:
 
 
 def encoded(kind: str, **fields: Field) -> list[bytes]:
-    """The same in pieces, so that what is large is not copied where it can be sent as it is."""
+    """As `encode`, but in pieces, so that a large last field can be sent without copying it."""
     try:
         number, table = KINDS[kind]
     except KeyError:
-        raise FrameError(f"unknown kind of frame {kind!r}; known are {', '.join(KINDS)}") from None
+        raise FrameError(f"unknown kind of frame {kind!r}; the known kinds are {', '.join(KINDS)}") from None
     if len(fields) != len(table):
         raise FrameError(f"a {kind} frame has the fields {[name for name, _ in table]}, not {list(fields)}")
     parts: list[bytes] = [b""]
@@ -160,7 +160,7 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
                 for item in value:  # type: ignore[union-attr]
                     parts += (_U32.pack(len(item)), bytes(item))  # type: ignore[arg-type]
     except (KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
-        raise FrameError(f"a {kind} frame cannot be made of {sorted(fields)}: {error}") from error
+        raise FrameError(f"cannot encode a {kind} frame with the fields {sorted(fields)}: {error}") from error
     parts[0] = _HEAD.pack(1 + sum(map(len, parts)), number)
     if len(parts[-1]) < LARGE:
         return [b"".join(parts)]
@@ -168,7 +168,7 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
 
 
 def decode(frame: bytes | memoryview) -> Frame:
-    """The frame that these bytes are: `kind | fields`, without the length in front. Raises `FrameError`."""
+    """Decodes a frame from `kind | fields`, without its length. Raises `FrameError`."""
     view = memoryview(frame)
     if not view:
         raise FrameError("an empty frame")
@@ -212,12 +212,12 @@ def decode(frame: bytes | memoryview) -> Frame:
                 raise FrameError(f"a {kind} frame is cut short")
             fields[name] = [bytes(chunk()) for _ in range(count)]
     if at != end:
-        raise FrameError(f"{end - at} bytes are left over behind a {kind} frame")
+        raise FrameError(f"{end - at} bytes are left over after a {kind} frame")
     return Frame(kind, fields)
 
 
 def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
-    """Each of these frames, which lie one behind the other, each with its length in front. Raises `FrameError`.
+    """Decodes consecutive frames with their lengths. Raises `FrameError`.
 
     >>> [frame["attempt"] for frame in decode_all(encode("BEGIN", attempt=7) + encode("END", attempt=8))]
     [7, 8]
@@ -226,34 +226,35 @@ def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
     while at < len(view):
         start = at + _U32.size
         if start > len(view) or (at := start + _U32.unpack_from(view, at)[0]) > len(view):
-            raise FrameError("the last of some frames is cut short")
+            raise FrameError("the last frame is cut short")
         yield decode(view[start:at])
 
 
 class Decoder:
-    """Puts frames together from bytes as they arrive, in pieces of any size.
+    """Assembles frames from bytes that arrive in pieces of any size.
 
-    `limit` is the largest allowed frame in bytes; a longer one is a `FrameError` as soon as its length is known,
-    before memory is taken for it, and of a length that is allowed not much more than has arrived.
+    `limit` is the largest allowed frame in bytes. A longer one raises `FrameError` as soon as its length is known,
+    before memory is allocated. For an allowed one, not much more memory is allocated than has arrived.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buffer = bytearray(_ROOM)
-        self._begin = self._end = 0  # of what is here
+        #: The range of unread bytes in the buffer.
+        self._begin = self._end = 0
 
     def room(self) -> memoryview:
-        """Where what arrives next may be written; `filled` says then how much it was."""
+        """The free part of the buffer. Write arriving bytes there, then call `filled`."""
         return memoryview(self._buffer)[self._end :]
 
     def filled(self, size: int) -> Iterator[Frame]:
-        """So many bytes were written there: yields each frame that is complete now. Raises `FrameError`."""
+        """Yields the frames that this number of new bytes in `room` completes. Raises `FrameError`."""
         self._end += size
         while (frame := self._next()) is not None:
             yield frame
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """The same for what arrived elsewhere. Raises `FrameError`."""
+        """Yields the frames that these bytes complete. Raises `FrameError`."""
         view = memoryview(data)
         while view:
             room = self.room()
@@ -275,21 +276,21 @@ class Decoder:
         frame = memoryview(self._buffer)[self._begin + _U32.size : self._begin + whole]
         self._begin += whole
         if length >= LARGE:
-            self._make_room(0)  # the frame keeps this buffer
+            self._make_room(0)  # the frame refers to the old buffer
         return decode(frame)
 
     def _make_room(self, whole: int) -> None:
-        """What is here goes to the beginning of a buffer that has room for more, at best for the whole frame."""
+        """Moves the unread bytes to the beginning of a buffer with more room, if possible for the whole frame."""
         here = self.pending
         if whole <= _ROOM == len(self._buffer):
             self._buffer[:here] = self._buffer[self._begin : self._end]
         else:
             rest = memoryview(self._buffer)[self._begin : self._end]
-            self._buffer = bytearray(max(_ROOM, min(whole, max(_AT_ONCE, 4 * here))))
+            self._buffer = bytearray(max(_ROOM, min(whole, max(_FIRST_SIZE, 4 * here))))
             self._buffer[:here] = rest
         self._begin, self._end = 0, here
 
     @property
     def pending(self) -> int:
-        """How many bytes of an unfinished frame are here."""
+        """The number of bytes of an incomplete frame that have arrived."""
         return self._end - self._begin

@@ -16,7 +16,7 @@ from typing import Any
 from stagecrew.errors import ChannelError, ListenerError
 from stagecrew.listeners.listener import Listener
 from stagecrew.listeners.resource import opened_value, registering
-from stagecrew.observability.error_summary import sentence_first
+from stagecrew.observability.error_summary import format_message_first
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
@@ -98,7 +98,7 @@ class Agent:
                 self._lifecycle.open(topology.id)
                 self._values(topology, body, blobs)
         except Exception as error:
-            body["error"] = sentence_first(error)
+            body["error"] = format_message_first(error)
             self._lifecycle.close(frame["topology"])
         body["open"] = self._lifecycle.anything_open
         self._channel.send("OPENED", topology=frame["topology"], body=json.dumps(body), blobs=blobs)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import pyspark.daemon
 
-from stagecrew.observability.error_summary import without_our_frames
+from stagecrew.observability.error_summary import remove_own_frames
 from stagecrew.worker import graceful_shutdown
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
 
@@ -120,7 +120,7 @@ def _hook_pyspark() -> None:
 
     def handle_worker_exception(error: BaseException, *args: Any, **kwargs: Any) -> None:
         if error is unbegun:  # an `open` or `decorate` raised: the frames between Spark's and the user's are ours
-            without_our_frames(error)
+            remove_own_frames(error)
         original_handle(error, *args, **kwargs)
 
     pyspark.worker.main = main

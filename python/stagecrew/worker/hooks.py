@@ -18,7 +18,7 @@ from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners.listener import Listener, ListenerContext, Scope
-from stagecrew.observability.error_summary import end_of, without_our_frames
+from stagecrew.observability.error_summary import remove_own_frames, shorten_error
 from stagecrew.wire.channel import Channel
 from stagecrew.worker import fork_safety
 from stagecrew.worker.lifecycle import Described, Leave, Registered
@@ -162,7 +162,7 @@ class CalledHooks:
         error: BaseException | None,
     ) -> None:
         if error is not None:
-            without_our_frames(error)
+            remove_own_frames(error)
         text = "" if error is None else "".join(traceback.format_exception(error))
         self._tell(
             "HOOK_DONE",
@@ -171,7 +171,7 @@ class CalledHooks:
             hook=hook,
             outcome=outcome,
             micros=int((time.monotonic() - started) * 1e6),
-            error=end_of(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8"),
+            error=shorten_error(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8"),
         )
 
     def _failed_decoration(self, topology: Described, registered: Registered, error: BaseException) -> None:

@@ -1,0 +1,172 @@
+"""Delivers the messages of evaluations to their coordinators, each once and in order, and returns the replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final
+
+from stagecrew.coordination.instance import Instance
+from stagecrew.coordination.live import LiveEvaluation
+from stagecrew.coordination.statistics import Statistics
+from stagecrew.coordination.transport import Transport
+from stagecrew.observability.logs import set_current_evaluation
+from stagecrew.wire.frames import encode
+from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, unpack
+
+__all__ = ["Delivery"]
+
+#: The number of replies to keep for each evaluation, so that a request that arrives twice gets the first reply. Of
+#: replies of `_LARGE_REPLY` bytes or more, only the last is kept.
+_MAX_REPLIES: Final = 64
+_LARGE_REPLY: Final = 1 << 16
+#: The longest time between two HANDLED frames while the coordinator handles messages, in seconds.
+_REPORT_PERIOD: Final = 1.0
+
+
+class Delivery:
+    """Numbers detect duplicates and gaps: a duplicate is dropped, and a gap fails the evaluation's attempt.
+
+    `fail` fails the attempt of a live evaluation for a reason.
+    """
+
+    def __init__(
+        self, transport: Transport, limit: int, clock: Callable[[], float], fail: Callable[[int, str], None]
+    ) -> None:
+        self._transport, self._limit, self._clock, self._fail = transport, limit, clock, fail
+
+    # -- On the thread that reads frames
+
+    def events(
+        self, instance: Instance, live: LiveEvaluation, first: int, payloads: list[bytes], counts: Statistics
+    ) -> None:
+        """Enqueues the new ones of these events; `first` is the sequence number of the first."""
+        if (new := self._without_duplicates(live, first, payloads)) is not None:
+            counts.events_in += len(new)
+            instance.enqueue(self._handle_events, instance, live, new)
+
+    def request(
+        self, instance: Instance, live: LiveEvaluation, sequence: int, payload: bytes, counts: Statistics
+    ) -> None:
+        """Enqueues a request. One that was handled before gets the first reply again, if that is still kept."""
+        if sequence < live.expected:
+            if (reply := live.replies.get(sequence)) is not None:
+                self._reply(live, sequence, *reply)
+            return  # the coordinator handles it now, or handled it long ago
+        if self._without_duplicates(live, sequence, [payload]) is not None:
+            live.replies[sequence] = None
+            if len(live.replies) > _MAX_REPLIES:
+                live.replies.pop(min(live.replies), None)
+            counts.requests += 1
+            instance.enqueue(self._handle_request, instance, live, sequence, payload, counts, self._clock())
+
+    def finish(self, live: LiveEvaluation, sequence: int) -> bool:
+        """Acknowledges the evaluation's last message. Returns False if messages before it are missing."""
+        if sequence > live.expected:
+            self._without_duplicates(live, sequence, [])
+            return False
+        self._reply(live, sequence, "ok", b"")
+        return True
+
+    def _without_duplicates(self, live: LiveEvaluation, first: int, payloads: list[bytes]) -> list[bytes] | None:
+        """The payloads that were not delivered before. None if there is a gap before the first: the attempt fails."""
+        if first > live.expected:
+            self._fail(live.evaluation.id, f"its messages {live.expected} to {first - 1} were lost in transit")
+            return None
+        new = payloads[live.expected - first :]
+        live.expected += len(new)
+        return new
+
+    # -- On the coordinator's thread
+
+    def _handle_events(self, instance: Instance, live: LiveEvaluation, payloads: list[bytes]) -> None:
+        context, coordinator = instance.context, instance.coordinator
+        if context.state == "closed" or coordinator is None:
+            return  # the coordinator was reset, which drops earlier messages
+        handle, evaluation = coordinator.handle_event, live.evaluation
+        set_current_evaluation(evaluation)
+        for payload in payloads:
+            if context.state == "closed":
+                return
+            handle(evaluation, unpack(payload))
+            self._count_handled(live, len(payload))
+
+    def _handle_request(
+        self,
+        instance: Instance,
+        live: LiveEvaluation,
+        sequence: int,
+        payload: bytes,
+        counts: Statistics,
+        received_at: float,
+    ) -> None:
+        if instance.context.state == "closed" or instance.coordinator is None:
+            return
+        set_current_evaluation(live.evaluation)
+        try:
+            reply = instance.coordinator.handle_request(live.evaluation, unpack(payload))
+            if isinstance(reply, Future):
+                reply.add_done_callback(
+                    lambda done: self._reply_later(instance, live, sequence, done, counts, received_at)
+                )
+            else:
+                self._reply(live, sequence, "ok", pack(reply, self._limit))
+                counts.replies.add(self._clock() - received_at)
+        except Exception as error:
+            self._reply_failure(live, sequence, error, counts, received_at)
+        self._count_handled(live, len(payload))
+
+    def _reply_later(
+        self,
+        instance: Instance,
+        live: LiveEvaluation,
+        sequence: int,
+        done: Future[Any],
+        counts: Statistics,
+        received_at: float,
+    ) -> None:
+        """Replies with the outcome of the future that `handle_request` returned; on any thread."""
+        try:
+            self._reply(live, sequence, "ok", pack(done.result(), self._limit))
+            counts.replies.add(self._clock() - received_at)
+        except BaseException as error:  # includes CancelledError
+            self._reply_failure(live, sequence, error, counts, received_at)
+        if not instance.loop.is_current:  # the loop flushes when it is idle, so that several replies travel together
+            self._transport.flush()
+
+    def _reply_failure(
+        self, live: LiveEvaluation, sequence: int, error: BaseException, counts: Statistics, received_at: float
+    ) -> None:
+        self._reply(live, sequence, "failed", failure(error, self._limit))
+        counts.raised(error, fails=False)
+        counts.replies.add(self._clock() - received_at)
+
+    def _reply(self, live: LiveEvaluation, sequence: int, outcome: str, payload: bytes) -> None:
+        if sequence in live.replies:
+            live.replies[sequence] = (outcome, payload)
+            if len(payload) >= _LARGE_REPLY:
+                live.replies.pop(live.large_reply, None)
+                live.large_reply = sequence
+        evaluation = live.evaluation
+        self._transport.send(
+            evaluation.executor,
+            encode("REPLY", evaluation=evaluation.id, sequence=sequence, outcome=outcome, payload=payload),
+        )
+
+    def _count_handled(self, live: LiveEvaluation, size: int) -> None:
+        """Counts a handled message of this many bytes, and reports to the task from time to time.
+
+        Reports are frequent enough that a window of small messages never fills up, and that a task whose messages take
+        long to handle sees progress.
+        """
+        live.handled += 1
+        live.unreported_bytes += size
+        is_large = live.handled - live.reported >= WINDOW // 4 or live.unreported_bytes >= WINDOW_BYTES // 4
+        if is_large or self._clock() - live.reported_at >= _REPORT_PERIOD:
+            self.report_handled(live)
+
+    def report_handled(self, live: LiveEvaluation) -> None:
+        """Reports to the task how many of its messages were handled, so that it may send more."""
+        live.reported, live.unreported_bytes, live.reported_at = live.handled, 0, self._clock()
+        evaluation = live.evaluation
+        self._transport.send(evaluation.executor, encode("HANDLED", evaluation=evaluation.id, sequence=live.handled))

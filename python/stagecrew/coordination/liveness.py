@@ -1,0 +1,202 @@
+"""Decides which evaluations are live, and calls coordinators' lifecycle methods in the promised order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from stagecrew.coordination.binding import Binding
+from stagecrew.coordination.contract import NO_CHECKPOINT
+from stagecrew.coordination.evaluation import Evaluation
+from stagecrew.coordination.gateway import Gateway
+from stagecrew.coordination.instance import Instance
+from stagecrew.coordination.live import LiveEvaluation
+from stagecrew.coordination.threads import Owner
+from stagecrew.coordination.transport import Transport
+from stagecrew.wire.frames import Frame, encode
+
+__all__ = ["Liveness"]
+
+#: The number of removed bindings and of ended evaluations to remember.
+_MAX_REMOVED: Final = 256
+_MAX_ENDED: Final = 4096
+
+
+class Liveness:
+    """Knows the bindings that are served, and their live evaluations.
+
+    `lock` is the host's; it guards this state and that of the bindings. While it is held, nothing foreign is called:
+    calls of coordinators and frames for executors are only enqueued.
+    """
+
+    def __init__(
+        self, transport: Transport, lock: threading.Lock, limit: int, ack_timeout: float, clock: Callable[[], float]
+    ) -> None:
+        self.bindings: dict[str, Binding] = {}
+        self._transport, self._lock, self._limit = transport, lock, limit
+        self._ack_timeout, self._clock = ack_timeout, clock
+        self._live: dict[int, tuple[Binding, LiveEvaluation]] = {}
+        #: Why bindings are no longer served, for the last ones that were removed.
+        self._removed: dict[str, str] = {}
+        self._ended: dict[int, None] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any evaluation is live."""
+        return bool(self._live)
+
+    def live_bindings(self, owner: Owner) -> list[Binding]:
+        """The owner's bindings that have a live evaluation."""
+        with self._lock:
+            return list(dict.fromkeys(binding for binding, _ in self._live.values() if binding.owner is owner))
+
+    def find(self, id_: int) -> tuple[Binding, Instance, LiveEvaluation] | None:
+        """A live evaluation, with its binding and the instance that serves it now; None if it is not live."""
+        with self._lock:
+            if (known := self._live.get(id_)) is None:
+                return None
+            binding, live = known
+            return binding, binding.instance, live
+
+    # -- Begin and end of evaluations
+
+    def begin(self, executor: str, frame: Frame) -> None:
+        """An evaluation begins. Its coordinator receives `ready`, after `subtask_reset` if its subtask begins again."""
+        with self._lock:
+            if frame["evaluation"] in self._live or frame["evaluation"] in self._ended:
+                return  # a duplicate, or a frame that arrived after the evaluation's end
+            binding = self.bindings.get(frame["binding"])
+            if binding is not None:
+                self._begin(binding, _evaluation(binding.operator, executor, frame))
+        if binding is None:
+            self.abort(executor, frame["evaluation"], self._removed.get(frame["binding"], "its topology has ended"))
+
+    def _begin(self, binding: Binding, evaluation: Evaluation) -> None:
+        gateway = Gateway(evaluation, self._limit, self._ack_deadline, self._transport.dirty)
+        if binding.held:
+            gateway.hold()
+        live = LiveEvaluation(evaluation, gateway, self._clock())
+        binding.statistics.began(gateway)
+        begins_again = False
+        if (subtask := evaluation.subtask) is not None:
+            begins_again = bool(binding.seen >> subtask & 1) and not any(
+                other.evaluation.subtask == subtask for other in binding.live.values()
+            )
+            binding.seen |= 1 << subtask
+        binding.live[evaluation.id] = live
+        self._live[evaluation.id] = (binding, live)
+        # The calls are enqueued under the lock, so that an instance receives only evaluations that began under it.
+        if begins_again:
+            binding.instance.call("subtask_reset", subtask, NO_CHECKPOINT)
+        binding.instance.ready(live)
+
+    def _ack_deadline(self) -> float:
+        return self._clock() + self._ack_timeout
+
+    def end(self, id_: int, outcome: str, reason: str) -> None:
+        """An evaluation has `finished`, `failed` or was `abandoned`; its coordinator receives that. Idempotent."""
+        with self._lock:
+            known = self._live.pop(id_, None)
+            _remember(self._ended, id_, None, _MAX_ENDED)
+            if known is None:
+                return
+            binding, live = known
+            binding.live.pop(id_, None)
+            binding.live = binding.live or {}  # a new dict: one that held entries stays large, and bindings stay long
+            binding.statistics.count(outcome)
+            binding.instance.end(live, outcome, *([reason] if outcome == "failed" else []))
+        live.gateway.end(reason or outcome)
+        binding.statistics.ended(live.gateway)
+
+    def fail(self, id_: int, reason: str) -> None:
+        """Fails the attempt of a live evaluation. Only then do both sides agree on which messages were delivered."""
+        with self._lock:
+            known = self._live.get(id_)
+        if known is not None:
+            self.abort(known[1].evaluation.executor, id_, reason)
+            self.end(id_, "failed", reason)
+
+    def end_executor(self, executor: str, reason: str) -> None:
+        """An executor is lost, and all evaluations on it have failed."""
+        with self._lock:
+            lost = [live.evaluation.id for _, live in self._live.values() if live.evaluation.executor == executor]
+        for id_ in lost:
+            self.end(id_, "failed", reason)
+
+    def abort(self, executor: str, id_: int, reason: str) -> None:
+        """Has the executor fail the attempt of an evaluation."""
+        self._transport.send(executor, encode("ABORT", evaluation=id_, reason=reason))
+
+    # -- Bindings
+
+    def stop_serving(self, binding: Binding, reason: str) -> bool:
+        """Serves no new evaluation of the binding. Returns whether it was served. The caller holds the lock."""
+        if self.bindings.pop(binding.id, None) is None:
+            return False
+        _remember(self._removed, binding.id, reason, _MAX_REMOVED)
+        return True
+
+    def detach(self, binding: Binding) -> list[LiveEvaluation]:
+        """Removes the binding's live evaluations, for `abort_detached`. The caller holds the lock."""
+        detached = list(binding.live.values())
+        binding.live.clear()
+        binding.statistics.count("failed", len(detached))
+        for live in detached:
+            self._live.pop(live.evaluation.id, None)
+            _remember(self._ended, live.evaluation.id, None, _MAX_ENDED)
+        return detached
+
+    def abort_detached(self, binding: Binding, detached: list[LiveEvaluation], reason: str) -> None:
+        """Aborts these evaluations. Their coordinator is not called."""
+        for live in detached:
+            self.abort(live.evaluation.executor, live.evaluation.id, reason)
+            live.gateway.end(reason)
+            binding.statistics.ended(live.gateway)
+
+    # -- Acknowledgement deadlines
+
+    def next_deadline(self) -> float | None:
+        """The next acknowledgement deadline, or None."""
+        with self._lock:
+            deadlines = [due for _, live in self._live.values() if (due := live.gateway.due) is not None]
+        return min(deadlines, default=None)
+
+    def expire(self) -> bool:
+        """Fails the attempts whose executor did not acknowledge an event in time. Returns whether there were any."""
+        now = self._clock()
+        with self._lock:
+            late = [
+                live.evaluation
+                for _, live in self._live.values()
+                if (due := live.gateway.due) is not None and due <= now
+            ]
+        for evaluation in late:
+            self.fail(
+                evaluation.id,
+                f"executor {evaluation.executor} did not acknowledge an event within {self._ack_timeout} s "
+                f"(spark.stagecrew.ack.timeout)",
+            )
+        return bool(late)
+
+
+def _evaluation(operator: str, executor: str, frame: Frame) -> Evaluation:
+    return Evaluation(
+        id=frame["evaluation"],
+        operator=operator,
+        subtask=None if frame["subtask"] < 0 else int(frame["subtask"]),
+        attempt=frame["attempt"],
+        attempt_number=frame["number"],
+        stage=frame["stage"],
+        partition=frame["partition"],
+        stage_attempt=frame["stage_attempt"],
+        partitions=frame["partitions"],
+        executor=executor,
+    )
+
+
+def _remember(entries: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
+    """Adds an entry, and drops the oldest beyond the limit."""
+    entries[key] = value
+    if len(entries) > limit:
+        del entries[next(iter(entries))]

@@ -1,0 +1,23 @@
+"""The connection to executors, as the host of coordinators uses it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.gateway import Gateway
+
+__all__ = ["Transport"]
+
+
+class Transport(Protocol):
+    """Sends frames to executors. `DriverChannel` implements it; tests have implementations without a socket."""
+
+    def send(self, executor: str, frame: bytes) -> None:
+        """Enqueues a frame for an executor."""
+
+    def dirty(self, gateway: Gateway) -> None:
+        """Notes that a gateway has events to send."""
+
+    def flush(self) -> None:
+        """Sends the frames that are enqueued."""
