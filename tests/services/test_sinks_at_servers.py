@@ -54,7 +54,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
-from stagecrew.operators.sinks import DatabaseSink, ObjectSink, database, read_committed
+from stagecrew.operators.sinks import DatabaseSink, ObjectSink, postgres, read_committed
 from zookeeper import Proxy
 
 
@@ -389,8 +389,8 @@ def test_a_catalogue_whose_answer_is_lost(catalogue, what):
 
 def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
     """A network that stands still while rows are sent, without a word: an error in bounded time, nothing visible, nothing left."""
-    monkeypatch.setattr(database, "_SILENCE", 1)
-    monkeypatch.setattr(database, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_SILENCE", 1)
+    monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, began = at_postgresql(server, tmp_path, 0), []
     with Proxy(server.port) as proxy:
         url = server.url.replace(f"127.0.0.1:{server.port}", proxy.hosts)
@@ -424,7 +424,7 @@ def test_a_server_that_takes_nothing_any_more(server, tmp_path, monkeypatch):
 @pytest.mark.parametrize("what", ["COMMIT", "SELECT pg_sleep(60)"])
 def test_a_server_whose_host_vanishes(server, tmp_path, monkeypatch, what):
     """Behind the question, or while it is at its answer, and nothing comes of it any more: an error in bounded time."""
-    monkeypatch.setattr(database, "_SILENCE", 2)
+    monkeypatch.setattr(postgres, "_SILENCE", 2)
     trial = at_postgresql(server, tmp_path, 0)
     table = trial.make_sink()._table
     with other_host(server.port) as host:
@@ -461,7 +461,7 @@ def test_a_server_that_vanishes_is_found_out(server, tmp_path, own):
 
 def test_a_task_that_holds_on_to_its_stage(server, tmp_path, monkeypatch):
     """One that stands still in a transaction when the commit is over: its connection is ended, and its rows are gone."""
-    monkeypatch.setattr(database, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, tasks = at_postgresql(server, tmp_path, 0), Tasks(1)
     zombie, slow, ended = Driver(), trial.make_sink(), []
     within = slow._within

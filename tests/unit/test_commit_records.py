@@ -77,7 +77,7 @@ def test_other_content_is_refused(trial, forgot):
         said = str(refused.value)
         assert f"content is {content!r}, there 'monday'" in said
         assert "commit 'c' was decided for other data, on 2026-11-22 17:14:27 UTC, with 40 rows" in said
-        assert "Give other data another commit id" in said
+        assert "Use another commit id for other data" in said
     assert sorted(trial.visible()) == before
     assert lands(trial, "monday", commit_log=commit_log).repeated
     assert trial.left() == []
@@ -163,7 +163,7 @@ def test_what_a_repeat_finishes_is_a_warning(tmp_path, caplog):
     assert warnings(caplog) == [
         (
             "commit 'c' was decided before, on 2026-11-22 17:14:27 UTC, with 40 rows, and is finished now. This call has written nothing "
-            "else. Give other data another commit id"
+            "else. Use another commit id for other data"
         )
     ]
 

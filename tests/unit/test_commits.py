@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import stagecrew.operators.commit_log
-import stagecrew.operators.commits
+import stagecrew.operators.commit_rollforward
 from schedules import (
     at_once,
     failing_at_each_moment,
@@ -689,7 +689,7 @@ def test_a_refusal_on_a_full_disk(tmp_path, monkeypatch):
     plain = trial.make_sink()
     refusing = Meanwhile(Refusing(plain), commit=lambda: Broken(monkeypatch, "open", 1, errno.ENOSPC))
     with pytest.raises(
-        CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
+        CommitPending, match="the sink refuses it: never. The refusal could not be recorded.*No space left"
     ):
         commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(plain, staging))
     assert trial.left() != []
@@ -1158,7 +1158,7 @@ def test_a_refusal_of_a_driver_that_lost_its_session(trial):
     """The record stays decided then, though it is said to be another's: what was staged stays, and whoever goes on brings all."""
     tasks = Tasks(1)
     lost = Silent(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
-    with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
+    with pytest.raises(CommitPending, match="the sink refuses it: never. The refusal could not be recorded: the session"):
         commit(Refusing(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging))
     assert trial.commit_log.read("c")[1]["state"] == "decided"
     assert trial.drive(Driver(), Tasks(2), "c").repeated
@@ -1248,7 +1248,7 @@ def test_a_sink_whose_host_is_gone_when_it_is_over(tmp_path, monkeypatch):
     """It is not asked again where it has taken long to say nothing."""
     trial, pauses = sqlite(tmp_path), []
     sink = Away(trial.make_sink(), 9)
-    monkeypatch.setattr(stagecrew.operators.commits, "_BRIEF", -1.0)
+    monkeypatch.setattr(stagecrew.operators.commit_rollforward, "_BRIEF", -1.0)
     commit(
         sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(trial.make_sink(), staging), sleep=pauses.append
     )  # fmt: skip

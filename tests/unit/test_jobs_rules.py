@@ -17,7 +17,7 @@ from stagecrew.errors import (
     StateCorrupt,
     StateStorageError,
 )
-from stagecrew.operators import commits
+from stagecrew.operators import commit_rollforward
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import run, writes
 from stagecrew.recovery.election import Fenced, fence
@@ -111,7 +111,7 @@ def test_an_abort_that_comes_behind_a_decision(two, monkeypatch):
 @pytest.mark.parametrize("away", ["the sink", "the storage", "for ever", "corrupt"])
 def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
     """What is decided is done by the run that finds its sink or its storage away, when that is back; what is corrupt is not waited for."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     waits = []
     monkeypatch.setattr(writes, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
@@ -174,7 +174,7 @@ def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
     state = two.other.get("c").data.decode()
     assert '"aborted"' in state
     assert (len(asked), len(two.sink.staged)) == ((5, 0) if back else (2, 2))
-    said = [record.getMessage() for record in caplog.records if "is aborted, and nobody" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is aborted, and will never" in record.getMessage()]
     assert len(said) == (not back)
     assert all(run in text for text in said for run in runs)
 
@@ -246,7 +246,7 @@ def test_a_run_sees_what_was_decided_before(monkeypatch):
 def test_an_end_behind_a_decision(monkeypatch, how):
     """A job whose decided commit cannot be done, as the sink is away, has no result, and nothing of it is deleted, though all its runs were
     lost, though its code raises, and though it returns; when the sink is back it ends, with its rows there."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = begun(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if how == "is given up" else 50))
     world.patience = 0.0
 
@@ -368,7 +368,7 @@ def looks(world, driver, seconds, how_often=5):
 def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
     """A cancel is done at once, also in a pause behind a run that was lost. What ends and cannot be finished, as the sink is away, is tried
     again with the pauses of any job, and not at each look; when the sink is back it is finished."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = begun(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
     world.patience = 0.0
     real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0

@@ -22,6 +22,7 @@ __all__ = [
     "States",
     "checked",
     "columns_of",
+    "encoded_schema",
     "file_of",
     "known_of",
     "mark_of",
@@ -140,6 +141,11 @@ def file_of(commit_id: str, message: dict[str, Any]) -> str:
             f"copy of the record in its place"
         )
     return name
+
+
+def encoded_schema(schema: pa.Schema) -> str:
+    """A schema as a record stores it."""
+    return base64.b64encode(schema.serialize()).decode("ascii")
 
 
 def schema_of(record: Record) -> pa.Schema:

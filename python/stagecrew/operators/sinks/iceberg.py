@@ -18,7 +18,7 @@ from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
 
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["IcebergSink"]
 

@@ -24,7 +24,7 @@ from stagecrew.operators.sinks.staged import (
 )
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["ObjectSink", "read_committed"]
 

@@ -40,7 +40,7 @@ from stagecrew.operators.sinks.staged import (
 )
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["ParquetSink"]
 

@@ -16,7 +16,7 @@ from stagecrew.errors import CommitFailed
 from stagecrew.files import exists, is_local, list_files, make_folder, read_whole, remove_file, remove_folder, sync
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = [
     "differing",
