@@ -235,8 +235,10 @@ def executors(spark: Any) -> set[str]:
         ),
         (
             lambda steps: steps.reduce(2, operator.add if steps.subtask else operator.mul),
-            r"in step 0 subtask (0 reduces with '_operator.mul', but subtask 1 with '_operator.add'|1 reduces with '_operator.add', "
-            r"but subtask 0 with '_operator.mul')",
+            (
+                r"in step 0 subtask (0 reduces with '_operator.mul', but subtask 1 with '_operator.add'|"
+                "1 reduces with '_operator.add', but subtask 0 with '_operator.mul')"
+            ),
         ),
         (
             lambda steps: steps.reduce(2, lambda a, b: a + b, name="add" if steps.subtask else "multiply"),

@@ -137,8 +137,8 @@ def test_a_repeat_is_a_warning(trial, forgot, caplog):
     assert lands(trial, "monday", commit_log=commit_log, clock=lambda: MONDAY + 86400).repeated
     assert warnings(caplog) == [
         (
-            "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has written nothing. Give other "
-            "data another commit id"
+            "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has written nothing. Use "
+            "another commit id for other data"
         )
     ]
 

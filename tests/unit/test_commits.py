@@ -576,7 +576,7 @@ def test_a_zombie_makes_no_folder(tmp_path):
     sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     sink.discard(staging, ())
-    with pytest.raises(CommitFailed, match="the commit that this task stages for is over"):
+    with pytest.raises(CommitFailed, match="the commit that this task stages for has ended"):
         sink.stage(staging, 0, 1, iter([pa.record_batch({"id": [1], "text": ["a"]}, schema=SCHEMA)]))
     assert files(tmp_path) == []
 
@@ -738,7 +738,7 @@ def test_decisions_in_a_folder_that_is_read_only(tmp_path, disk):
     assert trial.drive(Driver(), tasks, "c").repeated
     with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
         commit(trial.make_sink(), trial.commit_log, "d", SCHEMA, lambda staging: 1 / 0)
-    with pytest.raises(CommitFailed, match="the folder of decisions cannot be made.*Read-only file system"):
+    with pytest.raises(CommitFailed, match="the folder of the commit log cannot be made.*Read-only file system"):
         FileCommitLog(disk / "below")
 
 
@@ -746,7 +746,7 @@ def test_a_record_that_cannot_be_read(tmp_path):
     """What was decided is not known then: nothing runs, and the error names the file."""
     trial = sqlite(tmp_path)
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
-    with pytest.raises(CommitUnknown, match="about commit 'c' cannot be read from .*c.json: JSONDecodeError"):
+    with pytest.raises(CommitUnknown, match="record of commit 'c' cannot be read from .*c.json: JSONDecodeError"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
 
 

@@ -53,19 +53,3 @@ def test_importing_the_packages_is_light():
     )
     assert done.stderr == ""
     assert json.loads(done.stdout) == []
-
-
-def test_without_pyspark_the_error_says_what_to_install(tmp_path):
-    """A name that needs PySpark says so where PySpark is not installed."""
-    (tmp_path / "pyspark").mkdir()
-    (tmp_path / "pyspark" / "__init__.py").write_text("raise ModuleNotFoundError('no pyspark', name='pyspark')")
-    paths = [str(tmp_path), str(Path(stagecrew.__file__).parents[1])]
-    done = subprocess.run(
-        [sys.executable, "-c", "import stagecrew.operators as o\no.CommitLog, o.WatermarkGroup\no.Aligner"],
-        env={"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert "stagecrew.operators.Aligner needs PySpark: `pip install 'stagecrew[spark]'`" in done.stderr

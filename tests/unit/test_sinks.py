@@ -142,7 +142,7 @@ def test_a_driver_that_died_in_an_empty_table(tmp_path, make):
     make(tmp_path / "t").begin(dead)
     with pytest.raises(CommitFailed, match="commit 'of nobody', which is about to make") as told:
         land(make(tmp_path / "t"), "c")
-    folder = re.search(r"its driver is dead.* nobody repeats it.* delete (\S+)$", str(told.value))[1]
+    folder = re.search(r"its driver has ended and it is not repeated, delete (\S+)$", str(told.value))[1]
     assert files(tmp_path) == [f"{folder}/_open".removeprefix(f"{tmp_path}/")]
     shutil.rmtree(folder)
     land(make(tmp_path / "t"), "c")

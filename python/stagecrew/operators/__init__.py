@@ -1,7 +1,7 @@
-"""Ready-made operators: splits, commits, supersteps and event-time alignment, each with its coordinator and its task side.
+"""Ready-made operators: splits, commits, supersteps and event-time alignment, with their coordinators and task sides.
 
-The methods of a topology create them. This package has the objects that users pass to these methods or get from them. Sinks are in
-`stagecrew.operators.sinks`.
+The methods of a topology create them. This package has the objects that users pass to these methods or get from them.
+Sinks are in `stagecrew.operators.sinks`.
 """
 
 from __future__ import annotations
@@ -59,20 +59,12 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: most need pyarrow, and some need PySpark."""
+    """Imports a name when it is first used: most need pyarrow."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    try:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    except ModuleNotFoundError as error:
-        if error.name in ("pyspark", "py4j"):
-            raise ModuleNotFoundError(
-                f"{__name__}.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or add the PySpark of your SPARK_HOME to PYTHONPATH",
-                name=error.name,
-            ) from error
-        raise
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -33,8 +33,8 @@ _Source = tuple[int, Any]
 class AlignmentCoordinator(Coordinator):
     """Holds the watermarks of all sources, and the requests of sources that are too far ahead.
 
-    The watermarks are its only state. Every waiting request is checked again after each change, and periodically. So a lost or repeated
-    message changes nothing.
+    The watermarks are its only state. Every waiting request is checked again after each change, and periodically. So a
+    lost or repeated message changes nothing.
     """
 
     kind = "alignment"
@@ -94,8 +94,8 @@ class AlignmentCoordinator(Coordinator):
         source = "its source" if name is None else f"source {name!r}"
         number = len(self._waiting)
         return (
-            f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} other{'' if number == 1 else 's'} "
-            f"may not go on before"
+            f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} "
+            f"other{'' if number == 1 else 's'} may not go on before"
         )
 
     def _source_of(self, evaluation: Evaluation, name: Any) -> _Source:
@@ -111,7 +111,7 @@ class AlignmentCoordinator(Coordinator):
         self._release()
 
     def _release(self) -> None:
-        """Answers the requests of the sources that may read on."""
+        """Replies to the sources that may read on."""
         for source, (watermark, _) in self._waiting.items():
             self._group.report(source, watermark)  # a source that waits is not idle
         for source in [source for source, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
@@ -122,7 +122,8 @@ class AlignmentCoordinator(Coordinator):
 class Aligner:
     """A task's side of an alignment: `advance` returns when the source is not too far ahead of the slowest one.
 
-    `Alignment.map` passes it to the user's function. Several threads of a task may use it at the same time, each for its own sources.
+    `Alignment.map` passes it to the user's function. Several threads of a task may use it at the same time, each for
+    its own sources.
 
     Args:
         gateway: The task's connection to the coordinator.
@@ -153,20 +154,20 @@ class Aligner:
             timeout: How many seconds to wait, by default `spark.stagecrew.request.timeout`.
 
         Raises:
-            AlignmentFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be compared with
-                those of other sources.
+            AlignmentFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
+                compared with those of other sources.
         """
         try:
             self._gateway.request((source, watermark), timeout)
         except RequestTimeout as error:
             raise AlignmentFailed(
-                f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in time. Let a source "
-                f"that has no rows for now call idle(), or set idle_after"
+                f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in "
+                "time. Let a source that has no rows for now call idle(), or set idle_after"
             ) from error
         except RequestFailed as error:
             raise AlignmentFailed(
-                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' watermarks: "
-                f"{error.__cause__}. Let all sources report event times of one type"
+                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' "
+                f"watermarks: {error.__cause__}. Let all sources report event times of one type"
             ) from error
 
     def idle(self, source: Any = None) -> None:
@@ -242,6 +243,7 @@ def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alig
 
     if idle_after is not None and not idle_after > 0:
         raise OperatorMisused(
-            f"idle_after is after how many seconds a silent source holds back no other, a positive number, not {idle_after!r}"
+            "idle_after is after how many seconds a silent source holds back no other, a positive number, not "
+            f"{idle_after!r}"
         )
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))

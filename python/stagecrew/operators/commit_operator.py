@@ -33,7 +33,10 @@ _METHODS: Final = ("begin", "stage", "commit", "done", "discard")
 
 
 class CommitCoordinator(Coordinator):
-    """Follows the tasks that stage rows. Their offers are hints: the commit has exactly what the action's result rows name."""
+    """Follows the tasks that stage rows.
+
+    Their offers are hints: the commit has exactly the data that the action's result rows name.
+    """
 
     kind = "commit"
 
@@ -103,7 +106,10 @@ def commit_dataset(
     content: str | None = None,
     writer: tuple[str, int] | None = None,
 ) -> CommitReport:
-    """Implements `Topology.commit`. `patience` is how many seconds the driver waits for tasks whose rows are not needed."""
+    """Implements `Topology.commit`.
+
+    `patience` is how many seconds the driver waits for tasks whose rows are not needed.
+    """
     from pyspark.sql.pandas.types import to_arrow_schema
 
     from stagecrew.coordination.operator import Operator
@@ -138,7 +144,7 @@ def commit_dataset(
     def wait_for_tasks() -> None:
         if coordinators and not coordinators[-1].wait_for_tasks(patience):
             _log.warning(
-                "commit %r: after %g s, tasks whose rows are not needed are still staging; what they stage is deleted",
+                "commit %r: after %g s, tasks whose rows are not needed are still staging; their data is deleted",
                 commit_id, patience,
             )  # fmt: skip
 
@@ -158,6 +164,6 @@ def _check(dataset: Any, sink: Any) -> None:
     missing = [method for method in _METHODS if not callable(getattr(sink, method, None))]
     if missing:
         raise OperatorMisused(
-            f"{type(sink).__name__} is no Committer: it has no {', '.join(missing)}. Pass a sink of stagecrew.operators.sinks, or define "
-            f"these methods"
+            f"{type(sink).__name__} is no Committer: it has no {', '.join(missing)}. Pass a sink of "
+            "stagecrew.operators.sinks, or define these methods"
         )

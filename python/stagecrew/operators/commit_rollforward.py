@@ -1,4 +1,7 @@
-"""How a decided commit is applied, and how staged data is deleted. Both are retried, and both may be repeated by another driver."""
+"""How a decided commit is applied, and how staged data is deleted.
+
+Both are retried, and both may be repeated by another driver.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,26 @@ _log = logging.getLogger("stagecrew")
 _TRIES: Final = 4
 #: The seconds before the second try. The pause doubles before each further try.
 _PAUSE: Final = 0.2
-#: A deletion that took longer than this many seconds is not retried, so that a vanished host delays the caller only once.
+#: A deletion that took longer than this many seconds is not retried, so that a vanished host delays the caller only
+#: once.
 _BRIEF: Final = 10.0
 
-_LEFTOVER: Final = "commit %r has staged for %s more than was committed, and the rest of run %s could not be deleted. A repeat with its id deletes it"
+_LEFTOVER: Final = (
+    "commit %r has staged for %s more than was committed, and the rest of run %s could not be deleted. A repeat with "
+    "its id deletes it"
+)
 _ORPHANS: Final = (
-    "what commit %r has staged for %s could not be deleted. It stays in the folders or the table with %s in their names, and is never "
-    "committed. A repeat with the same id deletes it; if there will be no repeat, delete them when the sink is back"
+    "what commit %r has staged for %s could not be deleted. It stays in the folders or the table with %s in their "
+    "names, and is never committed. A repeat with the same id deletes it; if there will be no repeat, delete them when "
+    "the sink is back"
 )
 
 
 def read_record(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
-    """The version and the record of a commit, or None. Raises `CommitUnreadable` for a record that this version may not use."""
+    """The version and the record of a commit, or None.
+
+    Raises `CommitUnreadable` for a record that this version may not use.
+    """
     stored = commit_log.read(commit_id)
     return None if stored is None else (stored[0], checked(commit_id, stored[1]))
 
@@ -71,7 +82,7 @@ class RollForward:
         self._staging = staging_of(commit_id, self._record)
 
     def run(self) -> CommitReport:
-        """Applies the commit, unless it is already applied, and deletes what is not visible."""
+        """Applies the commit, unless it is already applied, and deletes the other staged data."""
         delete_earlier_runs(self._sink, self._commit_id, self._record)
         if "messages" not in self._record:  # found visible in the sink: nobody knows which staged data belongs to it
             return CommitReport(self._commit_id, 0, 0, 0, repeated=True)
@@ -109,7 +120,8 @@ class RollForward:
             return self._sink.done(self._commit_id)
         except CommitFailed as error:  # the commit is decided, so an unreadable sink does not mean that it failed
             raise CommitPending(
-                f"commit {self._commit_id!r} is decided, and the sink does not say whether it is done: {error}. {_COMMIT_AGAIN}"
+                f"commit {self._commit_id!r} is decided, and the sink does not say whether it is done: {error}. "
+                f"{_COMMIT_AGAIN}"
             ) from error
 
     def _refuse(self, conflict: CommitConflict) -> None:
@@ -118,8 +130,8 @@ class RollForward:
             try:
                 self._record_refusal(conflict)
             except CommitSuperseded as superseded:
-                # Another driver wrote first, or this one lost its session. In the second case the commit is still decided, and the next
-                # driver needs all staged data.
+                # Another driver wrote first, or this one lost its session. In the second case the commit is still
+                # decided, and the next driver needs all staged data.
                 if not self._is_ended():
                     raise self._pending_refusal(conflict, superseded) from conflict
                 discard(self._sink, self._staging, self._record["messages"], self._sleep)
@@ -137,8 +149,8 @@ class RollForward:
 
     def _pending_refusal(self, conflict: CommitConflict, unwritten: CommitFailed) -> CommitPending:
         return CommitPending(
-            f"commit {self._commit_id!r} is decided, and the sink refuses it: {conflict}. The refusal could not be recorded: {unwritten}. "
-            f"The staged data stays. {_COMMIT_AGAIN}"
+            f"commit {self._commit_id!r} is decided, and the sink refuses it: {conflict}. The refusal could not be "
+            f"recorded: {unwritten}. The staged data stays. {_COMMIT_AGAIN}"
         )
 
     def _check_other_drivers(self, error: Exception, is_last: bool) -> None:
@@ -146,8 +158,8 @@ class RollForward:
         if self._is_refused():
             discard(self._sink, self._staging, (), self._sleep)  # this try may have recreated something
             raise CommitSuperseded(
-                f"the sink refused commit {self._commit_id!r} to another driver meanwhile, and the staged data is deleted. This driver "
-                f"changed nothing. Commit with this id again to start over"
+                f"the sink refused commit {self._commit_id!r} to another driver meanwhile, and the staged data is "
+                "deleted. This driver changed nothing. Commit with this id again to start over"
             ) from error
         if not is_last:
             return
@@ -158,8 +170,8 @@ class RollForward:
                 f"{type(error).__name__}: {error}"
             ) from error
         raise CommitPending(
-            f"commit {self._commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. The staged data stays. "
-            f"{_COMMIT_AGAIN}"
+            f"commit {self._commit_id!r} is decided, but could not be done: {type(error).__name__}: {error}. The "
+            f"staged data stays. {_COMMIT_AGAIN}"
         ) from error
 
     def _is_refused(self) -> bool:
@@ -196,13 +208,19 @@ def record_applied(commit_log: CommitLog, commit_id: str, record: Record, versio
 
 
 def delete_earlier_runs(sink: Committer, commit_id: str, record: Record) -> None:
-    """Deletes what earlier runs left. Tries once: every repeat tries again, and the caller notices if the sink is unavailable."""
+    """Deletes what earlier runs left.
+
+    Tries once: every repeat tries again, and the caller notices if the sink is unavailable.
+    """
     for run in record["before"]:
         discard(sink, Staging(commit_id, run, schema_of(record)), (), None)
 
 
 def discard(sink: Committer, staging: Staging, kept: Sequence[Message], sleep: Callable[[float], None] | None) -> None:
-    """Deletes the staged data of a run, with retries if `sleep` is given. Logs a warning for data that it could not delete."""
+    """Deletes the staged data of a run, with retries if `sleep` is given.
+
+    Logs a warning for data that it could not delete.
+    """
     pause, due = _PAUSE, time.monotonic() + _BRIEF
     for tries_left in reversed(range(_TRIES if sleep else 1)):
         try:

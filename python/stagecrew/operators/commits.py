@@ -1,4 +1,4 @@
-"""The driver's side of a commit, without Spark: staged rows become visible all at once or not at all, whatever fails."""
+"""The driver's side of a commit, without Spark: staged rows become visible all at once, or not at all."""
 
 from __future__ import annotations
 
@@ -31,19 +31,23 @@ __all__ = ["abandon", "commit", "resume"]
 
 _log = logging.getLogger("stagecrew")
 
-_REPEATED: Final = "commit %r was done before: it was decided on %s, with %d rows. This call has written nothing. Use another commit id for other data"
+_REPEATED: Final = (
+    "commit %r was done before: it was decided on %s, with %d rows. This call has written nothing. Use another commit "
+    "id for other data"
+)
 _FINISHED_NOW: Final = (
-    "commit %r was decided before, on %s, with %d rows, and is finished now. This call has written nothing else. Use another commit id "
-    "for other data"
+    "commit %r was decided before, on %s, with %d rows, and is finished now. This call has written nothing else. Use "
+    "another commit id for other data"
 )
 _REPEATED_UNKNOWN: Final = (
-    "commit %r was done before: the sink shows it. When, with how many rows and for which content is not known. This call has written "
-    "nothing. Use another commit id for other data"
+    "commit %r was done before: the sink shows it. When, with how many rows and for which content is not known. This "
+    "call has written nothing. Use another commit id for other data"
 )
 _OTHER_RUN: Final = "an earlier run of this job has decided commit %r, and its rows stay. This run differs: %s"
 _NOT_DELETED: Final = (
-    "commit %r is aborted, and will never be finished. The data staged for %s stays, because the sink cannot say whether the commit is "
-    "visible: the folders or the tables with %s in their names. When the sink is back, delete them unless it shows this commit"
+    "commit %r is aborted, and will never be finished. The data staged for %s stays, because the sink cannot say "
+    "whether the commit is visible: the folders or the tables with %s in their names. When the sink is back, delete "
+    "them unless it shows this commit"
 )
 
 
@@ -62,7 +66,8 @@ def commit(
 ) -> CommitReport:
     """Commits what `execute` stages, once. A commit that was already decided is finished, and `execute` is not called.
 
-    The record in the commit log is the decision: before it is written, a new driver only aborts; after it, it only rolls forward.
+    The record in the commit log is the decision: before it is written, a new driver only aborts; after it, it only
+    rolls forward.
 
     Args:
         sink: Where the rows become visible.
@@ -77,7 +82,7 @@ def commit(
         clock: The time of the decision, in seconds since the epoch.
 
     Returns:
-        What was committed.
+        The size of the commit, and whether it is a repeat.
 
     Raises:
         OperatorMisused: If the id was used for another sink, other columns or another `content`.
@@ -88,7 +93,8 @@ def commit(
     """
     if content is not None and not isinstance(content, str):
         raise OperatorMisused(
-            f"the content of a commit is a text, such as a date or a snapshot id, not {content!r}: pass a str, or leave it out"
+            f"the content of a commit is a text, such as a date or a snapshot id, not {content!r}: pass a str, or "
+            "leave it out"
         )
     use = _Use(sink, commit_log, commit_id, schema, content, writer, sleep)
     stored = read_record(commit_log, commit_id)
@@ -99,7 +105,10 @@ def commit(
 
 
 def resume(sink: Committer, commit_log: CommitLog, commit_id: str, sleep: Callable[[float], None] = time.sleep) -> bool:
-    """Rolls a decided commit forward, from its record alone. Returns whether it is decided. Raises the same errors as `commit`."""
+    """Rolls a decided commit forward, from its record alone.
+
+    Returns whether it is decided. Raises the same errors as `commit`.
+    """
     stored = read_record(commit_log, commit_id)
     if stored is None or stored[1]["state"] not in (States.DECIDED, States.APPLIED):
         return False
@@ -114,10 +123,10 @@ def abandon(
     last: bool = True,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Aborts a commit that is not decided, permanently, and deletes what was staged. Raises the errors of writing the record.
+    """Aborts a commit that is not decided, permanently, and deletes its staged data. Raises the errors of `commit`.
 
-    Rows that the sink shows stay: the record is then a copy from before the decision. If the sink cannot say whether it shows them,
-    this raises `CommitPending`, or, if it is the `last` call, aborts and deletes nothing.
+    Rows that the sink shows stay: the record is then a copy from before the decision. If the sink cannot say whether it
+    shows them, this raises `CommitPending`, or, if it is the `last` call, aborts and deletes nothing.
     """
     stored = read_record(commit_log, commit_id)
     if stored is None or stored[1]["state"] not in (States.OPEN, States.ABORTED):
@@ -129,7 +138,8 @@ def abandon(
     except Exception as error:
         if not last:
             raise CommitPending(
-                f"the sink does not say whether commit {commit_id!r} is done: {type(error).__name__}: {error}. It is asked again"
+                f"the sink does not say whether commit {commit_id!r} is done: {type(error).__name__}: {error}. It is "
+                "asked again"
             ) from error
         runs = ", ".join([*record["before"], record["run"]])
         _log.warning(_NOT_DELETED, commit_id, named(sink), runs, exc_info=True)
@@ -146,7 +156,7 @@ def abandon(
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-    """One call of `commit`: its arguments, and what it does as a repeat or as the first one."""
+    """One call of `commit`: its arguments, and the steps of a repeat and of a first use."""
 
     sink: Committer
     commit_log: CommitLog
@@ -165,7 +175,8 @@ class _Use:
         is_anonymous = getattr(self.sink, "identity", None) is None
         if state == States.APPLIED and is_anonymous and not self.sink.done(self.commit_id):
             raise OperatorMisused(
-                f"commit {self.commit_id!r} is done, but not in this sink: give each sink ids of its own, such as with its name in front"
+                f"commit {self.commit_id!r} is done, but not in this sink: give each sink ids of its own, such as with "
+                "its name in front"
             )
         if state not in (States.DECIDED, States.APPLIED):
             return None
@@ -197,7 +208,8 @@ class _Use:
         """Opens the commit, runs the tasks, records the decision, and applies it."""
         staging = Staging(self.commit_id, uuid.uuid4().hex, self.schema)
         opened = self._opened(staging, None if stored is None else stored[1])
-        # After this write no earlier run can decide. A paused one may still stage, so its data is deleted by this run and each later one.
+        # After this write no earlier run can decide. A paused one may still stage, so its data is deleted by this run
+        # and each later one.
         version = self.commit_log.write(self.commit_id, opened, stored[0] if stored else 0)
         try:
             delete_earlier_runs(self.sink, self.commit_id, opened)
@@ -246,7 +258,8 @@ class _Use:
             pass  # another driver has the record, or none was written: no driver will decide for this run
         except Exception:
             _log.warning(
-                "it is unknown whether commit %r is aborted: the staged data stays. Commit with its id again to clean up",
+                "it is unknown whether commit %r is aborted: the staged data stays. Commit with its id again to clean "
+                "up",
                 self.commit_id, exc_info=True,
             )  # fmt: skip
             return
@@ -255,10 +268,10 @@ class _Use:
         discard(self.sink, staging, (), self.sleep)
 
     def _require_earlier_run(self, record: Record) -> None:
-        """Raises `OperatorMisused` for another sink's commit, unless an earlier run of the same job applied it: its rows then stay."""
+        """Raises `OperatorMisused` for another sink's commit, unless an earlier run of the same job applied it."""
         difference = (
-            f"commit {self.commit_id!r} is known for {record['sink']}, not for {named(self.sink)}: give each sink ids of its own, such as "
-            f"with its name in front"
+            f"commit {self.commit_id!r} is known for {record['sink']}, not for {named(self.sink)}: give each sink ids "
+            "of its own, such as with its name in front"
         )
         is_applied = record["state"] == States.APPLIED and "messages" in record
         if not (self._is_of_earlier_run(record) and is_applied):
@@ -266,20 +279,26 @@ class _Use:
         _log.warning(_OTHER_RUN, self.commit_id, difference)
 
     def _require_same_data(self, decided: Known | None, record: Record | None) -> None:
-        """Raises `OperatorMisused` if the commit was decided for other data. An earlier run of the same job decides for all runs."""
+        """Raises `OperatorMisused` if the commit was decided for other data.
+
+        An earlier run of the same job decides for all runs.
+        """
         difference = "" if decided is None else decided.difference(self.schema, self.content)
         if not difference or decided is None:
             return
         text = (
-            f"commit {self.commit_id!r} was decided for other data, on {decided.when}, with {decided.rows} rows: {difference}. Nothing was "
-            f"written. Use another commit id for other data"
+            f"commit {self.commit_id!r} was decided for other data, on {decided.when}, with {decided.rows} rows: "
+            f"{difference}. Nothing was written. Use another commit id for other data"
         )
         if record is None or not self._is_of_earlier_run(record):
             raise OperatorMisused(text)
         _log.warning(_OTHER_RUN, self.commit_id, text)
 
     def _is_of_earlier_run(self, record: Record) -> bool:
-        """Whether an earlier run of the same job wrote it. Each run computes its values again; some, such as a date, may differ."""
+        """Whether an earlier run of the same job wrote it.
+
+        Each run computes its values again; some, such as a date, may differ.
+        """
         return (
             self.writer is not None
             and record.get("job") == self.writer[0]
@@ -304,6 +323,9 @@ def _stored_mark(sink: Committer, commit_id: str) -> str | None:
 
 
 def _found_visible(record: Record, mark: str | None) -> Record:
-    """The record of a commit that the sink shows. Its run and messages are unknown; the sink's mark has the other facts."""
+    """The record of a commit that the sink shows.
+
+    Its run and messages are unknown; the sink's mark has the other facts.
+    """
     kept = ("format", "run", "before", "sink", "schema", "job", "attempt")
     return {name: record.get(name) for name in kept} | {"state": States.APPLIED, "mark": mark}

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 __all__ = ["CommitReport", "Committer", "Message", "Staging"]
 
-#: A task's description of what it staged, as JSON values. The report adds up `rows` and `bytes`.
+#: A task's description of the data that it staged, as JSON values. The report adds up `rows` and `bytes`.
 Message = dict[str, Any]
 
 
@@ -18,13 +18,15 @@ Message = dict[str, Any]
 class Staging:
     """One driver's run at a commit. Each run stages its data apart from all other runs.
 
-    Stagecrew makes these objects and passes them to the methods of a `Committer`. A repeat of a commit has the same id and another run.
+    Stagecrew makes these objects and passes them to the methods of a `Committer`. A repeat of a commit has the same id
+    and another run.
 
     Args:
         commit_id: The id of the commit.
         run: The id of the run, 32 hexadecimal digits. Sinks use it in names of folders and tables.
         schema: The Arrow schema of the dataset.
-        mark: A line of at most 400 characters, which the sink stores with the commit's id. It is empty until the commit is decided.
+        mark: A line of at most 400 characters, which the sink stores with the commit's id. It is empty until the commit
+            is decided.
 
     Example:
         >>> Staging("day-1", "0" * 32, pa.schema([("id", pa.int64())])).mark
@@ -65,16 +67,18 @@ class CommitReport:
 class Committer(Protocol):
     """A sink for `Topology.commit`: it stages rows where nobody reads them, and makes all of them visible at once.
 
-    The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be repeated, also
-    by another driver, and an earlier call may have stopped at any point. So each method must work when a part of its effect is already
-    there.
+    The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be
+    repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work when a
+    part of its effect is already there.
 
     A sink may have three more members:
 
-    * `identity`, a text without secrets that says where the sink writes. An id that was used for one identity is refused for another.
-    * `in_tasks()`, which returns the object that is pickled to tasks in place of the sink, such as a copy without passwords.
-    * `stored_mark(commit_id)`, which returns the `Staging.mark` that the sink stored with a visible commit, or None. A repeat is compared
-      with it when the commit log no longer has the record.
+    * `identity`, a text without secrets that says where the sink writes. An id that was used for one identity is
+      refused for another.
+    * `in_tasks()`, which returns the object that is pickled to tasks in place of the sink, such as a copy without
+      passwords.
+    * `stored_mark(commit_id)`, which returns the `Staging.mark` that the sink stored with a visible commit, or None. A
+      repeat is compared with it when the commit log no longer has the record.
 
     Example:
         >>> class Lists:
@@ -117,8 +121,9 @@ class Committer(Protocol):
     ) -> Message | None:
         """Writes the rows of one task where nobody reads them. Runs in the task.
 
-        Several attempts may write for one partition, even after the driver stopped waiting for them. Nothing that is written after
-        the run's `discard` may remain. So a sink checks last, after it has written, whether its run still goes on.
+        Several attempts may write for one partition, even after the driver stopped waiting for them. Nothing that is
+        written after the run's `discard` may remain. So a sink checks last, after it has written, whether its run still
+        goes on.
 
         Args:
             staging: The run that the task belongs to.
@@ -143,8 +148,8 @@ class Committer(Protocol):
             messages: The messages of the task attempts that Spark accepted.
 
         Raises:
-            CommitConflict: If the sink can never accept these rows. After that, no other driver may succeed with the same call, even
-                one that is in the middle of it.
+            CommitConflict: If the sink can never accept these rows. After that, no other driver may succeed with the
+                same call, even one that is in the middle of it.
         """
 
     def done(self, commit_id: str) -> bool:
@@ -161,7 +166,7 @@ class Committer(Protocol):
         """
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """Ends a run and deletes what it staged, except what the kept messages name, which is visible.
+        """Ends a run and deletes its staged data, except the data of the kept messages, which is visible.
 
         Args:
             staging: The run to end.

@@ -46,8 +46,8 @@ def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
 def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
     """A reducer as a task sends it, under `name` or its own name.
 
-    Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and for a function that
-    needs a `name` and has none.
+    Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and for
+    a function that needs a `name` and has none.
     """
     if isinstance(reducer, str):
         if reducer not in READY_MADE:
@@ -66,8 +66,8 @@ def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
     own_name = _checked_name(name) if name is not None else _importable_name(reducer)
     if own_name is None:
         raise OperatorMisused(
-            f"reduce() compares the reducers of all tasks by name, and no module has {_described(reducer)} under its name. Give it one, "
-            f"the same in all tasks: reduce(value, function, name='...')"
+            f"reduce() compares the reducers of all tasks by name, and no module has {_described(reducer)} under its "
+            "name. Give it one, the same in all tasks: reduce(value, function, name='...')"
         )
     return ReducerCall(own_name, _pickled(reducer))
 
@@ -105,21 +105,22 @@ def _pickled(reducer: Any) -> bytes:
         pickled: bytes = cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
     except Exception as error:  # a user's __reduce__ may raise anything
         raise OperatorMisused(
-            f"the driver reduces, and {_described(reducer)} cannot be sent there ({type(error).__name__}: {error}): let it hold only "
-            f"what can be pickled"
+            f"the driver reduces, and {_described(reducer)} cannot be sent there ({type(error).__name__}: {error}): "
+            "let it hold only what can be pickled"
         ) from error
     return pickled
 
 
 def _require_alike(name: str, values: Mapping[int, Any]) -> None:
-    """Raises `SuperstepsFailed` unless all values are of one kind, and of one shape if they are reduced element by element."""
+    """Raises `SuperstepsFailed` unless all values are of one kind, and of one shape unless they are concatenated."""
     found = {subtask: (_kind(value), _shape(value) if name != "concat" else None) for subtask, value in values.items()}
     first, *others = found
     for other in others:
         if found[other] != found[first]:
             raise SuperstepsFailed(
                 f"{name} of values that differ: {_kind_and_shape(found[first])} of subtask {first} and "
-                f"{_kind_and_shape(found[other])} of subtask {other}. Let all subtasks give values of one kind and shape"
+                f"{_kind_and_shape(found[other])} of subtask {other}. Let all subtasks give values of one kind and "
+                "shape"
             )
 
 
@@ -145,7 +146,7 @@ def _shape(value: Any) -> Any:
 
 
 def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) -> Callable[[Sequence[Any]], Any]:
-    """A reducer of numbers, of numpy arrays by the ufunc `arrays`, and of Arrow arrays by the compute function `arrow`."""
+    """A reducer of numbers, of numpy arrays with the ufunc `arrays`, and of Arrow arrays with the function `arrow`."""
 
     def reduce(values: Sequence[Any]) -> Any:
         if numbers is _add:
@@ -206,7 +207,8 @@ def _concat(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return functools.reduce(_add, values)
     raise SuperstepsFailed(
-        f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one; use a function"
+        f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one; use a "
+        "function"
     )
 
 

@@ -35,13 +35,17 @@ _WATCH: Final = 1.0
 _AHEAD: Final = 1.0
 #: The period, in seconds, of the check for idle evaluations, if splits have event times.
 _IDLE_CHECK: Final = 0.2
-#: After how many seconds a held request is answered with `HELD`, so that its task asks again: far below the request timeout.
+#: After how many seconds a held request is answered with `HELD`, so that its task asks again: far below the request
+#: timeout.
 _HOLD: Final = 5.0
 
 
 @dataclasses.dataclass
 class _HeldRequest:
-    """A request for a split that may not be given out yet. At `until`, the task gets the reply `HELD` and asks again."""
+    """A request for a split that may not be given out yet.
+
+    At `until`, the task gets the reply `HELD` and asks again.
+    """
 
     evaluation: Evaluation
     index: int
@@ -51,7 +55,10 @@ class _HeldRequest:
 
 
 class SplitCoordinator(Coordinator):
-    """Gives splits to subtasks, according to the split log. Reads the enumerator on its own thread, one split at a time."""
+    """Gives splits to subtasks, according to the split log.
+
+    Reads the enumerator on its own thread, one split at a time.
+    """
 
     kind = "splits"
 
@@ -66,7 +73,8 @@ class SplitCoordinator(Coordinator):
         #: While a request reads the enumerator: when the request began, and when the last split arrived.
         self._request_began = 0.0
         self._waiting_since: float | None = None
-        #: If splits have event times: the split that each evaluation reads, and the requests that wait for the slowest of them.
+        #: If splits have event times: the split that each evaluation reads, and the requests that wait for the slowest
+        #: of them.
         self._reading: WatermarkGroup[int] | None = None
         self._held: dict[int, _HeldRequest] = {}
         if hasattr(enumerator, "event_time"):
@@ -82,7 +90,10 @@ class SplitCoordinator(Coordinator):
             self.context.every(_IDLE_CHECK, self._release_held, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
-        """A task asks for the split at an index of its subtask's log, and has read the one before. The reply is None at the end."""
+        """A task asks for the split at an index of its subtask's log, and has read the one before.
+
+        The reply is None at the end.
+        """
         index, host = request
         assert evaluation.subtask is not None
         if index > self._read.get(evaluation.subtask, 0):
@@ -140,7 +151,7 @@ class SplitCoordinator(Coordinator):
         return now - self._request_began < min(_AHEAD, self._patience / 4)
 
     def _release_held(self) -> None:
-        """Answers the held requests whose split may be given out now, or that have been held for long enough."""
+        """Replies to held requests whose split may be given out now, or that have been held for long enough."""
         assert self._reading is not None
         now = time.monotonic()
         for id_, held in list(self._held.items()):
@@ -161,7 +172,10 @@ class SplitCoordinator(Coordinator):
         return f"the tasks that read the earliest splits: {_counted(len(self._held), 'subtask')} may not read on before"
 
     def progress(self) -> dict[str, Any]:
-        """See `Coordinator`. A split is done when its task asks for the next one. The number left is known if the splits are a list."""
+        """See `Coordinator`.
+
+        A split is done when its task asks for the next one. The number left is known if the splits are a list.
+        """
         given, done = self._log.given, sum(self._read.values())
         found = {"splits done": done, "splits in work": given - done}
         left = 0 if self._log.sealed else None if self._splits is None else self._splits - given
@@ -181,8 +195,8 @@ class SplitCoordinator(Coordinator):
         if since is not None and time.monotonic() - since > self._patience:
             self.context.fail(
                 SplitsFailed(
-                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it blocks, or is slow. "
-                    f"Make it faster, or raise spark.stagecrew.request.timeout"
+                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it "
+                    "blocks, or is slow. Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )
 
@@ -212,7 +226,8 @@ def read_splits(
     name = use or "splits"
     if not hasattr(enumerator, "splits") and not isinstance(enumerator, Iterable):
         raise OperatorMisused(
-            f"splits() takes an iterable of splits, or an object whose splits() returns one; {type(enumerator).__name__} is neither"
+            "splits() takes an iterable of splits, or an object whose splits() returns one; "
+            f"{type(enumerator).__name__} is neither"
         )
     if not callable(read):
         raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}: pass a function")
@@ -245,7 +260,8 @@ def read_subtask(
             packed = gateway.request((index, gateway.host))
         except RequestTimeout as error:
             raise SplitsFailed(
-                f"subtask {gateway.subtask} got no split in time: {error}. Raise spark.stagecrew.request.timeout if the driver is slow"
+                f"subtask {gateway.subtask} got no split in time: {error}. Raise spark.stagecrew.request.timeout if "
+                "the driver is slow"
             ) from error
         if packed is None:
             return

@@ -54,27 +54,27 @@ class SuperstepContext:
     def reduce(self, value: Any, op: Reducer = "sum", name: str | None = None) -> Any:
         """Combines the values of all tasks into one value, and returns it in every task. Waits for the other tasks.
 
-        The driver reduces the values in the order of subtasks, so a sum of floating point numbers is the same each time. It holds the
-        values of all tasks at once; tests reduce 64 MB of each task. A value of None is ignored.
+        The driver reduces the values in the order of subtasks, so a sum of floating point numbers is the same each
+        time. It holds the values of all tasks at once; tests reduce 64 MB of each task. A value of None is ignored.
 
-        All tasks must use the same reducer in a step. Tasks compare reducers by name. The name of a ready-made reducer is `op` itself. A
-        function that is imported from a module has its qualified name, such as `operator.mul`. Any other function, such as a lambda, a
-        nested function, a partial or a function of `__main__`, needs `name`.
+        All tasks must use the same reducer in a step. Tasks compare reducers by name. The name of a ready-made reducer
+        is `op` itself. A function that is imported from a module has its qualified name, such as `operator.mul`. Any
+        other function, such as a lambda, a nested function, a partial or a function of `__main__`, needs `name`.
 
         Args:
             value: This task's value. Any picklable object.
-            op: `"sum"`, `"min"` or `"max"` (of numbers; of numpy and Arrow arrays, element by element; a sum counts True as 1), `"concat"`
-                (of arrays, tables, lists, tuples, text and bytes), or a function of two values.
+            op: `"sum"`, `"min"` or `"max"` (of numbers; of numpy and Arrow arrays, element by element; a sum counts
+                True as 1), `"concat"` (of arrays, tables, lists, tuples, text and bytes), or a function of two values.
             name: The name of a function, the same in all tasks.
 
         Returns:
             The reduced value, or None if all values are None.
 
         Raises:
-            SuperstepsFailed: If another task uses another reducer or has ended, the values cannot be reduced together, or a task is
-                missing after `timeout` seconds.
-            OperatorMisused: If there is no such reducer, a function needs `name` and has none, `name` is that of a ready-made reducer, or
-                the function cannot be pickled.
+            SuperstepsFailed: If another task uses another reducer or has ended, the values cannot be reduced together,
+                or a task is missing after `timeout` seconds.
+            OperatorMisused: If there is no such reducer, a function needs `name` and has none, `name` is that of a
+                ready-made reducer, or the function cannot be pickled.
 
         Example:
             >>> def longest(steps, batches):
@@ -83,8 +83,9 @@ class SuperstepContext:
             ...     found = steps.reduce(mine, lambda a, b: max(a, b, key=len), name="longest")
             ...     yield pa.record_batch({"text": [found]})
 
-        Not promised: that two functions with the same name do the same. The driver uses the function of the task that arrives last; so do
-        not let it hold a value that differs between tasks, such as `steps.subtask`, and use the same modules on all executors.
+        Not promised: that two functions with the same name do the same. The driver uses the function of the task that
+        arrives last; so do not let it hold a value that differs between tasks, such as `steps.subtask`, and use the
+        same modules on all executors.
         """
         request = pickled(("reduce", self.step, self.subtasks, tuple(reducer_call(op, name)), value))
         if len(request) > self._piece:
@@ -108,7 +109,7 @@ class SuperstepContext:
             raise SuperstepsFailed(str(error.__cause__)) from error
         except RequestTimeout as error:
             raise SuperstepsFailed(
-                f"step {self.step} of subtask {self.subtask} got no result from the driver in time: {error}. Raise timeout= if steps take "
-                f"longer"
+                f"step {self.step} of subtask {self.subtask} got no result from the driver in time: {error}. Raise "
+                "timeout= if steps take longer"
             ) from error
         return reply

@@ -30,7 +30,10 @@ StopWhen = Callable[[int, Any], bool]
 
 
 class SuperstepCoordinator(Coordinator):
-    """Runs the supersteps of each stage attempt. A task that fails ends its attempt, and the next attempt begins at step 0."""
+    """Runs the supersteps of each stage attempt.
+
+    A task that fails ends its attempt, and the next attempt begins at step 0.
+    """
 
     kind = "supersteps"
 
@@ -70,7 +73,10 @@ class SuperstepCoordinator(Coordinator):
             del self._attempts[evaluation.stage, evaluation.stage_attempt]
 
     def abandoned(self, evaluation: Evaluation) -> None:
-        """See `Coordinator`. The shuffle after the stage reads all rows, so a task that was not read to its end has failed."""
+        """See `Coordinator`.
+
+        The shuffle after the stage reads all rows, so a task that was not read to its end has failed.
+        """
         self.failed(evaluation, "Spark stopped reading its rows")
 
     def handle_event(self, evaluation: Evaluation, event: bytes) -> None:
@@ -84,8 +90,8 @@ class SuperstepCoordinator(Coordinator):
         attempt = self._attempt_of(evaluation)
         if attempt is None or attempt.failure is not None:
             raise SuperstepsFailed(
-                f"operator {self.context.operator!r}: subtask {evaluation.subtask} belongs to an attempt at its stage that has ended"
-                + ("" if attempt is None else f": {attempt.failure}")
+                f"operator {self.context.operator!r}: subtask {evaluation.subtask} belongs to an attempt at its stage "
+                "that has ended" + ("" if attempt is None else f": {attempt.failure}")
             )
         kind, *details = pickle.loads(request)
         if kind == "piece":
@@ -99,7 +105,8 @@ class SuperstepCoordinator(Coordinator):
             # After a loss, Spark runs only the tasks whose output it lost (G23). If one of them fails, it runs all.
             raise SuperstepsFailed(
                 f"operator {self.context.operator!r}: Spark runs {members} of {attempt.group.subtasks} tasks of stage "
-                f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run again"
+                f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run "
+                "again"
             )
         reply: Future[Packed] = Future()
         if not attempt.waiting:
@@ -150,8 +157,8 @@ class SuperstepCoordinator(Coordinator):
             if missing and attempt.failure is None and time.monotonic() - attempt.since > self._timeout:
                 error = SuperstepsFailed(
                     f"operator {self.context.operator!r}, stage {stage}, attempt {number}: for {self._timeout:g} s "
-                    f"{len(attempt.waiting)} subtasks have waited in step {attempt.group.step} for these: {_listed(missing)}. Raise "
-                    f"timeout= if a step may take longer"
+                    f"{len(attempt.waiting)} subtasks have waited in step {attempt.group.step} for these: "
+                    f"{_listed(missing)}. Raise timeout= if a step may take longer"
                 )
                 self._fail_topology(attempt, error)
 
@@ -181,7 +188,10 @@ class _StageAttempt:
         self._pieces: list[Packed] = []
 
     def reply(self, result: bytes, piece: int) -> None:
-        """Gives all subtasks the result, or its number of pieces. One copy serves all of them, until the next result."""
+        """Gives all subtasks the result, or its number of pieces.
+
+        One copy serves all of them, until the next result.
+        """
         self._pieces = []
         reply = packed(WHOLE, result)
         if len(result) > piece:

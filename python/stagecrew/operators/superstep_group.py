@@ -1,4 +1,4 @@
-"""The subtasks of one superstep group and the values of their current step: a pure state machine, without Spark, threads or a clock."""
+"""The subtasks of one superstep group: a pure state machine, without Spark, threads or a clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ __all__ = ["SuperstepGroup"]
 class SuperstepGroup:
     """The subtasks of one stage attempt. They go through the steps together.
 
-    A step takes one value from every subtask, and all use the same reducer. When the last value arrives, `add` returns all values in the
-    order of subtasks, and the next step begins. Steps count from 0. The group keeps sets of subtasks, never counters.
+    A step takes one value from every subtask, and all use the same reducer. When the last value arrives, `add` returns
+    all values in the order of subtasks, and the next step begins. Steps count from 0. The group keeps sets of subtasks,
+    never counters.
 
-    A group that cannot finish raises an error at once, which names the subtasks that differ: a subtask ended while others wait, a subtask
-    entered a step after another one ended, or the subtasks use different reducers or are at different steps.
+    A group that cannot finish raises an error at once, which names the subtasks that differ: a subtask ended while
+    others wait, a subtask entered a step after another one ended, or the subtasks use different reducers or are at
+    different steps.
     """
 
     def __init__(self, name: str, subtasks: int) -> None:
@@ -33,7 +35,10 @@ class SuperstepGroup:
         self._ended: dict[int, int] = {}  # subtask -> in how many steps it took part
 
     def add(self, subtask: int, step: int, reducer: ReducerCall, value: Any) -> list[Any] | None:
-        """Adds a subtask's value to a step. Returns all values after the last one, else None. Raises `SuperstepsFailed`."""
+        """Adds a subtask's value to a step.
+
+        Returns all values after the last one, else None. Raises `SuperstepsFailed`.
+        """
         if subtask in self._values:
             raise SuperstepsFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
         if step != self.step:
@@ -43,8 +48,8 @@ class SuperstepGroup:
         if self._values and reducer.name != self._reducer[0].name:
             first, first_subtask = self._reducer
             raise SuperstepsFailed(
-                f"{self.name}: in step {step} subtask {subtask} reduces with {reducer.name!r}, but subtask {first_subtask} with "
-                f"{first.name!r}: all must call reduce() with the same reducer"
+                f"{self.name}: in step {step} subtask {subtask} reduces with {reducer.name!r}, but subtask "
+                f"{first_subtask} with {first.name!r}: all must call reduce() with the same reducer"
             )
         if not self._values:
             self._reducer = (reducer, subtask)
@@ -73,7 +78,8 @@ class SuperstepGroup:
             ended, steps = next(iter(self._ended.items()))
             waiting = min(self._values)
             raise SuperstepsFailed(
-                f"{self.name}: subtask {ended} ended after {steps} steps, but subtask {waiting} waits in step {self.step}: {_AS_OFTEN}"
+                f"{self.name}: subtask {ended} ended after {steps} steps, but subtask {waiting} waits in step "
+                f"{self.step}: {_AS_OFTEN}"
             )
 
 

@@ -68,8 +68,8 @@ def run_supersteps(
 
     result = cast(StructType, StructType.fromDDL(schema)) if isinstance(schema, str) else schema
     shuffled = StructType([*result.fields, StructField(_SUBTASK, LongType())])
-    # The shuffle makes the tasks a map stage. If one fails, Spark runs the stage again instead of failing the job, and an action that
-    # reads only some rows reads them from tasks that all ran (G5).
+    # The shuffle makes the tasks a map stage. If one fails, Spark runs the stage again instead of failing the job, and
+    # an action that reads only some rows reads them from tasks that all ran (G5).
     return dataset.mapInArrow(evaluate_subtask, shuffled, barrier=True).repartition(_SUBTASK).drop(_SUBTASK)
 
 
@@ -96,16 +96,16 @@ def _check(dataset: Any, work: Any, stop_when: Any, timeout: float) -> None:
 def _warn_of_few_slots(dataset: DataFrame, name: str, await_slots: Callable[[int], int]) -> None:
     """Waits for executors to register, and warns if the slots are too few.
 
-    Spark refuses a barrier stage at once, even if executors register a second later. Adaptive execution may reduce the number of
-    partitions, so too few slots are no reason to refuse here.
+    Spark refuses a barrier stage at once, even if executors register a second later. Adaptive execution may reduce the
+    number of partitions, so too few slots are no reason to refuse here.
     """
     plan = dataset._jdf.queryExecution().executedPlan()
     partitions = plan.outputPartitioning().numPartitions()
     slots = await_slots(partitions)
     if slots < partitions and plan.getClass().getSimpleName() != "AdaptiveSparkPlanExec":
         _log.warning(
-            "%s: the dataset has %d partitions, and %d tasks can run at once: Spark refuses to run it, as all tasks of a "
-            "superstep run at once. Use `dataset.repartition(%d)`, or give Spark more cores",
+            "%s: the dataset has %d partitions, and %d tasks can run at once: Spark refuses to run it, as all tasks of "
+            "a superstep run at once. Use `dataset.repartition(%d)`, or give Spark more cores",
             name, partitions, slots, max(1, slots),
         )  # fmt: skip
 
@@ -114,8 +114,8 @@ def note_remedy(error: BaseException, slots: Callable[[], int]) -> None:
     """Adds the remedy to Spark's error for supersteps that need more slots than Spark has."""
     if type(error).__module__.partition(".")[0] in ("pyspark", "py4j") and _TOO_FEW_SLOTS in str(error):
         error.add_note(
-            f"stagecrew: all tasks of a superstep run at once. Repartition the dataset of `topology.supersteps` to at most "
-            f"{max(1, slots())} partitions, or give Spark more cores"
+            "stagecrew: all tasks of a superstep run at once. Repartition the dataset of `topology.supersteps` to at "
+            f"most {max(1, slots())} partitions, or give Spark more cores"
         )
 
 

@@ -1,4 +1,4 @@
-"""The rule that decides how far sources may advance in event time: a pure state machine, without Spark, threads or a clock of its own."""
+"""The rule that limits how far sources advance in event time: a pure state machine, without Spark or threads."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class _Source:
 class WatermarkGroup(Generic[S]):
     """Sources that advance in event time together: none may be ahead of the slowest by more than the drift.
 
-    A source takes part from its first report until it finishes, is removed, or becomes idle. An idle source takes part again with its next
-    report. Watermarks only grow. So a report that arrives twice, late or out of order changes nothing, and the next report makes up for a
-    lost one.
+    A source takes part from its first report until it finishes, is removed, or becomes idle. An idle source takes part
+    again with its next report. Watermarks only grow. So a report that arrives twice, late or out of order changes
+    nothing, and the next report makes up for a lost one.
 
-    Event times may be of any type that can be compared and to which `drift` can be added: numbers, or `datetime` with a `timedelta`.
+    Event times may be of any type that can be compared and to which `drift` can be added: numbers, or `datetime` with a
+    `timedelta`.
 
     Args:
         drift: How far ahead of the slowest source a source may be.
@@ -39,8 +40,8 @@ class WatermarkGroup(Generic[S]):
         >>> group.limit, group.allows(111)
         (110, False)
 
-    Source: Flink's watermark alignment (FLIP-182), with its fixes: FLINK-31632 (overflow), FLINK-32420, FLINK-35933, FLINK-37670 (a
-    finished source holds back no other).
+    Source: Flink's watermark alignment (FLIP-182), with its fixes: FLINK-31632 (overflow), FLINK-32420, FLINK-35933,
+    FLINK-37670 (a finished source holds back no other).
     """
 
     def __init__(
@@ -59,8 +60,8 @@ class WatermarkGroup(Generic[S]):
             watermark: The event time.
 
         Raises:
-            TypeError: If the watermark cannot be compared with those of other sources, or the drift cannot be added to it. The group is
-                then unchanged.
+            TypeError: If the watermark cannot be compared with those of other sources, or the drift cannot be added to
+                it. The group is then unchanged.
         """
         if source in self._finished:
             return

@@ -1,6 +1,7 @@
-"""Enumerators of splits for `Topology.splits`: files, Parquet row groups, ranges of a key, the partitions of a Python DataSource.
+"""Enumerators for `Topology.splits`: files, Parquet row groups, key ranges, and partitions of a Python DataSource.
 
-An enumerator has a method `splits()`. An enumerator whose splits can be read without further code also has `read` and `schema`:
+An enumerator has a method `splits()`. An enumerator whose splits can be read without further code also has `read` and
+`schema`:
 
     groups = ParquetRowGroups("flights/")
     flights = topology.splits(groups, groups.read, groups.schema)
@@ -36,7 +37,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used: some need pyarrow or PySpark."""
+    """Imports a name when it is first used: most need pyarrow."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib

@@ -57,17 +57,22 @@ class _ArrowFiles:
 
     @functools.cached_property
     def _arrow_schema(self) -> pa.Schema:
-        """The Arrow schema that Spark expects. Spark takes the columns of a batch by position and checks neither names nor types."""
+        """The Arrow schema that Spark expects.
+
+        Spark takes the columns of a batch by position and checks neither names nor types.
+        """
         from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 
         found = self._dataset.schema
         if self.columns is not None:
             if unknown := [name for name in self.columns if name not in found.names]:
                 raise OperatorMisused(
-                    f"{self._described()} has no column {unknown[0]!r}: it has {', '.join(found.names)}. Name columns that it has"
+                    f"{self._described()} has no column {unknown[0]!r}: it has {', '.join(found.names)}. Name columns "
+                    "that it has"
                 )
             found = pa.schema([found.field(name) for name in self.columns])
-        # A column that has a value in every row of one file may have nulls in another. Spark would not look for nulls there.
+        # A column that has a value in every row of one file may have nulls in another. Spark would not look for nulls
+        # there.
         return to_arrow_schema(from_arrow_schema(found).toNullable(), timezone="UTC")
 
     @property
@@ -94,8 +99,8 @@ class _ArrowFiles:
             names = fragment.physical_schema.names
             if names and not set(names) & set(self._arrow_schema.names):
                 raise SplitsFailed(
-                    f"{path} has none of the columns of {self._described()}, {', '.join(self._arrow_schema.names)}: it has "
-                    f"{', '.join(names)}. Does it have a header, and the default delimiter?"
+                    f"{path} has none of the columns of {self._described()}, {', '.join(self._arrow_schema.names)}: it "
+                    f"has {', '.join(names)}. Does it have a header, and the default delimiter?"
                 )
             yield from fragment.to_batches(schema=self._arrow_schema)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
@@ -148,22 +153,23 @@ def _as_list(source: str | Sequence[str]) -> Sequence[str]:
 class ParquetRowGroups(_ArrowFiles):
     """The row groups of Parquet files as splits. All rows have one schema.
 
-    Columns are found by name. A column that a file does not have is null in its rows. If Arrow cannot cast a column safely, or a file has
-    none of the columns, the task fails with `SplitsFailed`, which names the file and the column.
+    Columns are found by name. A column that a file does not have is null in its rows. If Arrow cannot cast a column
+    safely, or a file has none of the columns, the task fails with `SplitsFailed`, which names the file and the column.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
         columns: The columns to read, by default all.
         filesystem: The `pyarrow.fs.FileSystem` of a path that is no URI, by default the local disk.
-        largest_first: Reads all footers first, and orders the row groups by size in bytes. The last splits are then small, so tasks end at
-            nearly the same time. If False, footers are read when they are needed.
+        largest_first: Reads all footers first, and orders the row groups by size in bytes. The last splits are then
+            small, so tasks end at nearly the same time. If False, footers are read when they are needed.
         schema: The Arrow schema of the rows, by default that of the first file.
 
     Attributes:
         schema: The schema of the rows, for `Topology.splits`.
 
     Raises:
-        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not have.
+        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
+            have.
 
     Example:
         >>> import tempfile, pyarrow.parquet as pq
@@ -221,7 +227,9 @@ class ParquetRowGroups(_ArrowFiles):
 
 
 class Files(_ArrowFiles):
-    """Whole files as splits, of any format that `pyarrow.dataset` reads. All rows have one schema, as with `ParquetRowGroups`.
+    r"""Whole files as splits, of any format that `pyarrow.dataset` reads. All rows have one schema.
+
+    Columns are found and cast as with `ParquetRowGroups`.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
@@ -234,12 +242,13 @@ class Files(_ArrowFiles):
         schema: The schema of the rows, for `Topology.splits`.
 
     Raises:
-        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not have.
+        OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
+            have.
 
     Example:
         >>> import pathlib, tempfile
         >>> folder = tempfile.TemporaryDirectory()
-        >>> _ = pathlib.Path(folder.name, "a.csv").write_text("n,name\\n1,one\\n")
+        >>> _ = pathlib.Path(folder.name, "a.csv").write_text("n,name\n1,one\n")
         >>> files = Files(folder.name, "csv")
         >>> [pathlib.Path(path).name for path in files.splits()]
         ['a.csv']

@@ -19,10 +19,10 @@ _ROWS: Final = 10_000
 
 
 class DataSourcePartitions:
-    """The partitions of a Python DataSource's reader. Spark gives each partition to its own task; here idle tasks pull them.
+    """The partitions of a Python DataSource's reader, which idle tasks pull. Spark runs one task for each.
 
-    The driver calls `source.reader(schema)` and asks the reader for its partitions. The reader reads in the tasks. It may yield tuples,
-    rows or Arrow record batches.
+    The driver calls `source.reader(schema)` and asks the reader for its partitions. The reader reads in the tasks. It
+    may yield tuples, rows or Arrow record batches.
 
     Args:
         source: An instance of a user's `pyspark.sql.datasource.DataSource`.

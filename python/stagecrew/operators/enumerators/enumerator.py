@@ -13,10 +13,11 @@ __all__ = ["Enumerator", "SinglePassEnumerator"]
 class Enumerator(Protocol):
     """A source of splits for `Topology.splits`. The driver reads it lazily, on its coordinator's thread.
 
-    An enumerator may also have `locations(split)`, which returns the host names on which a task reads the split best, as Spark names
-    hosts. Tasks on these hosts are preferred when that delays no other task.
+    An enumerator may also have `locations(split)`, which returns the host names on which a task reads the split best,
+    as Spark names hosts. Tasks on these hosts are preferred when that delays no other task.
 
-    A coordinator that is reset enumerates again, so each call of `splits()` must yield the same splits from the beginning.
+    A coordinator that is reset enumerates again, so each call of `splits()` must yield the same splits from the
+    beginning.
 
     Example:
         >>> class Days:
@@ -32,7 +33,8 @@ class Enumerator(Protocol):
         """Returns the splits, from the beginning each time it is called.
 
         Returns:
-            Picklable splits, each once, in the order in which tasks should begin them: the largest first, if their sizes are known.
+            Picklable splits, each once, in the order in which tasks should begin them: the largest first, if their
+            sizes are known.
         """
 
 
@@ -46,8 +48,8 @@ class SinglePassEnumerator:
         """The iterator, the first time. Raises `SplitsFailed` after that."""
         if self._is_read:
             raise SplitsFailed(
-                f"{self._name} came from an iterator, which cannot be read again, as after a reset: give a list, or an object whose "
-                f"splits() returns a new iterator"
+                f"{self._name} came from an iterator, which cannot be read again, as after a reset: give a list, or an "
+                "object whose splits() returns a new iterator"
             )
         self._is_read = True
         return self._iterator

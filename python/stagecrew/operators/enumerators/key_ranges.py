@@ -11,9 +11,10 @@ __all__ = ["KeyRanges"]
 
 
 class KeyRanges:
-    """The integers `lower <= key < upper`, as `count` ranges of nearly equal size: pairs of the first key and the key after the last.
+    """The integers `lower <= key < upper`, as `count` ranges of nearly equal size.
 
-    It serves to read a table of a database: `select … where key >= ? and key < ?`.
+    A range is a pair: the first key, and the key after the last. It serves to read a table of a database: `select …
+    where key >= ? and key < ?`.
 
     Args:
         lower: The first key.
@@ -31,7 +32,8 @@ class KeyRanges:
     def __init__(self, lower: int, upper: int, count: int) -> None:
         if upper < lower or count < 1:
             raise OperatorMisused(
-                f"no range of keys: {lower} <= key < {upper} in {count} parts. Give lower <= upper and a count of at least 1"
+                f"no range of keys: {lower} <= key < {upper} in {count} parts. Give lower <= upper and a count of at "
+                "least 1"
             )
         self.lower, self.upper, self.count = lower, upper, count
 

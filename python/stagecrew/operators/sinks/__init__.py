@@ -1,4 +1,4 @@
-"""Ready-made sinks for `Topology.commit`: Parquet files, Parquet objects with a manifest, database tables and Iceberg tables."""
+"""Ready-made sinks for `Topology.commit`: Parquet files, Parquet objects, database tables and Iceberg tables."""
 
 from __future__ import annotations
 

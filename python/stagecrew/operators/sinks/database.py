@@ -1,4 +1,7 @@
-"""A table of a database. Rows are staged in a table beside it; one transaction adds them and records the commit's id."""
+"""A table of a database.
+
+Rows are staged in a table beside it; one transaction adds them and records the commit's id.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,20 @@ _COMMITS: Final = "stagecrew_commits"
 class DatabaseSink:
     """A table that exists, in SQLite or PostgreSQL. Readers see all rows of a commit or none.
 
-    One transaction adds the rows to the table, and the commit's id to the table `stagecrew_commits`. Two commits to one table both
-    succeed. The dataset has the table's columns, in any order.
+    One transaction adds the rows to the table, and the commit's id to the table `stagecrew_commits`. Two commits to one
+    table both succeed. The dataset has the table's columns, in any order.
 
-    Tasks stage rows in a table `stagecrew_stage_…` of the run, which is deleted after the commit. If the table refuses the rows, the sink
-    adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no other driver can commit these rows.
+    Tasks stage rows in a table `stagecrew_stage_…` of the run, which is deleted after the commit. If the table refuses
+    the rows, the sink adds an entry to `stagecrew_commits` whose target ends with ` refused`. After that, no other
+    driver can commit these rows.
 
-    If the host of a server vanishes, the sink gives up after 60 seconds, unless the url has `tcp_user_timeout` or `keepalives…`. The sink
-    does not read these settings from a service file.
+    If the host of a server vanishes, the sink gives up after 60 seconds, unless the url has `tcp_user_timeout` or
+    `keepalives…`. The sink does not read these settings from a service file.
 
     Args:
-        url: `sqlite:///relative.db` (relative to the working directory when the sink is made), `sqlite:////absolute.db` (a file that all
-            executors see, on one host), or `postgresql://…` (needs `stagecrew[postgres]`). It is pickled to tasks and never logged. Keep
-            passwords in `PGPASSFILE` or a service file rather than in the url.
+        url: `sqlite:///relative.db` (relative to the working directory when the sink is made), `sqlite:////absolute.db`
+            (a file that all executors see, on one host), or `postgresql://…` (needs `stagecrew[postgres]`). It is
+            pickled to tasks and never logged. Keep passwords in `PGPASSFILE` or a service file rather than in the url.
         table: The name of the table, or `schema.table`.
 
     Raises:
@@ -85,7 +89,8 @@ class DatabaseSink:
                     self._add(database, staging, [{"attempt": 0, "rows": 0}])
         except self._dialect.errors() as error:
             raise CommitFailed(
-                f"table {self._table} cannot be written: {type(error).__name__}: {error}. Check the table and its permissions"
+                f"table {self._table} cannot be written: {type(error).__name__}: {error}. Check the table and its "
+                "permissions"
             ) from error
 
     def _require_columns(self, database: Any, staging: Staging) -> None:
@@ -96,7 +101,8 @@ class DatabaseSink:
             different = [f"{name} is not there" for name in sorted(ours - theirs)]
             different += [f"{name} is missing" for name in sorted(theirs - ours)]
             raise CommitFailed(
-                f"the dataset does not fit table {self._table}: {'; '.join(different)}. Select and cast its columns first"
+                f"the dataset does not fit table {self._table}: {'; '.join(different)}. Select and cast its columns "
+                "first"
             )
 
     def stage(
@@ -136,12 +142,14 @@ class DatabaseSink:
                 if not self._refuse(database, staging):
                     return  # another driver has committed the same rows
             raise CommitConflict(
-                f"table {self._table} does not take the rows: {type(error).__name__}: {error}. Fix the rows or the table, and commit again"
+                f"table {self._table} does not take the rows: {type(error).__name__}: {error}. Fix the rows or the "
+                "table, and commit again"
             ) from error
 
     def _refuse(self, database: Any, staging: Staging) -> bool:
         """Prevents every driver from committing this run. Returns False if one already has."""
-        # Each driver adds its own entry first, and then checks for the other's, on the primary key. So one of two waits for the other.
+        # Each driver adds its own entry first, and then checks for the other's, on the primary key. So one of two waits
+        # for the other.
         self._record(database, *self._refusal(staging))
         return self._is_free(database, staging.commit_id, self._table)
 
@@ -158,7 +166,10 @@ class DatabaseSink:
         return bool(added.rowcount)
 
     def _is_free(self, database: Any, id_: str, target: str) -> bool:
-        """Whether an entry does not exist: adds it and undoes that, since a transaction need not see what others have added."""
+        """Whether an entry does not exist.
+
+        Tries to add it, because a transaction need not see the entries of others.
+        """
         database.execute("SAVEPOINT looked")
         is_free = self._record(database, id_, target)
         database.execute("ROLLBACK TO SAVEPOINT looked")
@@ -170,7 +181,8 @@ class DatabaseSink:
             return
         if not self._is_free(database, *self._refusal(staging)):
             raise CommitConflict(
-                f"table {self._table} did not take the rows when another driver committed them. Fix the rows or the table, and commit again"
+                f"table {self._table} did not take the rows when another driver committed them. Fix the rows or the "
+                "table, and commit again"
             )
         if staging.mark:
             self._record(database, staging.commit_id, f"{self._mark_prefix}{staging.mark}")
@@ -184,7 +196,8 @@ class DatabaseSink:
             )
             if moved.rowcount != message["rows"]:
                 raise CommitFailed(
-                    f"{message['rows']} rows were staged for table {self._table}, and {moved.rowcount} of them are there"
+                    f"{message['rows']} rows were staged for table {self._table}, and {moved.rowcount} of them are "
+                    "there"
                 )
 
     def done(self, commit_id: str) -> bool:
@@ -214,8 +227,8 @@ class DatabaseSink:
                 return [target for (target,) in database.execute(text, (commit_id,)).fetchall()]
         except self._dialect.errors() as error:
             raise CommitFailed(
-                f"the database of table {self._table}{self._dialect.described} cannot be used: {type(error).__name__}: {error}. Check that "
-                f"it exists, and its permissions"
+                f"the database of table {self._table}{self._dialect.described} cannot be used: {type(error).__name__}: "
+                f"{error}. Check that it exists, and its permissions"
             ) from error
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:

@@ -65,7 +65,8 @@ class Postgres:
             reason = self._without_password(error)
         if reason is not None:  # raised outside of the handler, so that the original error is not its context
             raise CommitFailed(
-                f"the server of table {self._table} cannot be reached: {type(reason).__name__}: {reason}. Check the server and the url"
+                f"the server of table {self._table} cannot be reached: {type(reason).__name__}: {reason}. Check the "
+                "server and the url"
             ) from reason
         with connection as database:
             # A driver that is stopped in a transaction does not block the others for longer.
@@ -147,8 +148,8 @@ class Postgres:
                 connection.execute(drop)
         except errors.LockNotAvailable:
             connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> pg_backend_pid() "
-                "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> "
+                "pg_backend_pid() AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
                 (stage,),
             )
             with transaction():

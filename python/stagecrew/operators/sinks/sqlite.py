@@ -97,7 +97,7 @@ class Sqlite:
 
 
 def _strict_type(declared: str) -> str:
-    """The type of a strict table's column that takes the same values as a column of the declared type, by SQLite's affinity rules."""
+    """The column type of a strict table that takes the same values as the declared type, by SQLite's affinity rules."""
     declared = declared.upper()
     if "INT" in declared:
         return "INTEGER"
