@@ -86,12 +86,20 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
-    from stagecrew.operators.alignment import Aligner, Alignment, EventTimeSplits
-    from stagecrew.operators.commit_log import CommitLog, FileCommitLog, MemoryCommitLog
-    from stagecrew.operators.commits import CommitReport, Committer, Staging
-    from stagecrew.operators.sinks import read_committed
-    from stagecrew.operators.supersteps import SuperstepContext
-    from stagecrew.operators.watermarks import WatermarkGroup
+    from stagecrew.operators import (
+        Aligner,
+        Alignment,
+        CommitLog,
+        CommitReport,
+        Committer,
+        EventTimeSplits,
+        FileCommitLog,
+        MemoryCommitLog,
+        Staging,
+        SuperstepContext,
+        WatermarkGroup,
+        read_committed,
+    )
     from stagecrew.partitions.report import PartitionReport, Release
     from stagecrew.recovery.job import Job, current_job
     from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
@@ -227,12 +235,23 @@ _LAZY = {
     "Evaluation": "stagecrew.coordination.evaluation",
     "Gateway": "stagecrew.coordination.gateway",
     "Operator": "stagecrew.coordination.operator",
-    **dict.fromkeys(("Aligner", "Alignment", "EventTimeSplits"), "stagecrew.operators.alignment"),
-    **dict.fromkeys(("CommitReport", "Committer", "Staging"), "stagecrew.operators.commits"),
-    **dict.fromkeys(("CommitLog", "FileCommitLog", "MemoryCommitLog"), "stagecrew.operators.commit_log"),
-    "read_committed": "stagecrew.operators.sinks",
-    "SuperstepContext": "stagecrew.operators.supersteps",
-    "WatermarkGroup": "stagecrew.operators.watermarks",
+    **dict.fromkeys(
+        (
+            "Aligner",
+            "Alignment",
+            "CommitLog",
+            "CommitReport",
+            "Committer",
+            "EventTimeSplits",
+            "FileCommitLog",
+            "MemoryCommitLog",
+            "Staging",
+            "SuperstepContext",
+            "WatermarkGroup",
+            "read_committed",
+        ),
+        "stagecrew.operators",
+    ),
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
     **dict.fromkeys(("Job", "current_job"), "stagecrew.recovery.job"),

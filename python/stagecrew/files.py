@@ -1,4 +1,4 @@
-"""Files on this host, on HDFS and in object stores: what sinks and state storage share."""
+"""Files on this host, on HDFS and in object stores, for sinks and for state storage."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ _STORES: Final = tuple(
     for name in ("S3FileSystem", "GcsFileSystem", "AzureFileSystem")
     if hasattr(pyarrow.fs, name)
 )
-#: What fsspec calls them.
+#: The names of object stores in fsspec.
 _PROTOCOLS: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
-#: Where an Azure account is.
+#: The settings that locate an Azure account.
 _AZURE: Final = ("blob_storage_authority", "dfs_storage_authority")
 
 
 def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[pyarrow.fs.FileSystem, str]:
-    """The file system and the path on it, of a URI or a local path: as that file system writes it, and absolute on a disk of this host."""
+    """The file system of a URI or path, and the path as that file system writes it. A local path becomes absolute."""
     text = str(path)
     if filesystem is None:
         try:
             filesystem, text = (
                 pyarrow.fs.FileSystem.from_uri(text) if "://" in text else (pyarrow.fs.LocalFileSystem(), text)
             )
-        except pa.ArrowInvalid as error:  # its text has the URI with its secrets
+        except pa.ArrowInvalid as error:  # its text repeats the URI, which may have secrets
             raise pa.ArrowInvalid(str(error).replace(text, address(text))) from None
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pyarrow.fs.FSSpecHandler):
@@ -60,15 +60,15 @@ def file_system(path: Any, filesystem: pyarrow.fs.FileSystem | None) -> tuple[py
     elif isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
         text = text.lstrip("/")
     elif is_local(filesystem) and "://" not in text:
-        text = os.path.abspath(text)  # noqa: PTH100 (pathlib's would follow links)
+        text = os.path.abspath(text)  # noqa: PTH100 (pathlib would follow links)
         return filesystem, text.rstrip("/") or "/"
     return filesystem, text.rstrip("/")
 
 
 def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
-    """Where a path is, with its store or cluster: the same in each process that reaches it so, and without secrets."""
+    """The path with its store or cluster, without secrets. Processes with the same settings get the same text."""
     if is_local(filesystem):
-        return os.path.abspath(path)  # noqa: PTH100 (pathlib's would follow links)
+        return os.path.abspath(path)  # noqa: PTH100 (pathlib would follow links)
     if isinstance(filesystem, pyarrow.fs.SubTreeFileSystem):
         return place(filesystem.base_fs, posixpath.join(filesystem.base_path, path))
     handler = getattr(filesystem, "handler", None)
@@ -91,9 +91,10 @@ def place(filesystem: pyarrow.fs.FileSystem, path: str) -> str:
 
 
 def address(text: str) -> str:
-    """A URI without what may be secret in it: all up to the last @, for keys have slashes and question marks in them, and the query.
+    """A URI without its possible secrets: the text up to the last @, and the query.
 
-    A path on this host is shown as it is, for it holds no credentials; so is a name without an @.
+    Everything up to the last @ is removed because keys may contain slashes and question marks.
+    A local path and a name without an @ have no credentials, so they stay as they are.
 
     >>> address("s3://KEY:SEC/RET@bucket/folder?region=x")
     's3://bucket/folder'
@@ -107,24 +108,24 @@ def address(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """A commit's id as the name of a file, or as part of a URI."""
+    """A commit's id as the name of a file or as a part of a URI."""
     if _PLAIN.fullmatch(text):
         return text
     return f"{_UNFIT.sub('_', text)[:60]}-{hashlib.sha256(text.encode()).hexdigest()[:20]}"
 
 
 def exists(filesystem: pyarrow.fs.FileSystem, path: str) -> bool:
-    """Whether there is a file or a folder."""
+    """Whether a file or folder exists at the path."""
     return bool(filesystem.get_file_info(path).type != pyarrow.fs.FileType.NotFound)
 
 
 def is_local(filesystem: pyarrow.fs.FileSystem) -> bool:
-    """Whether it is the disk of this host."""
+    """Whether the file system is the disk of this host."""
     return isinstance(filesystem, pyarrow.fs.LocalFileSystem)
 
 
 def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
-    """Whether it is an object store, which has no folders to rename."""
+    """Whether the file system is an object store, which cannot rename folders."""
     if isinstance(filesystem, _STORES):
         return True
     handler = getattr(filesystem, "handler", None)
@@ -135,9 +136,9 @@ def is_store(filesystem: pyarrow.fs.FileSystem) -> bool:
 
 
 def make_folder(filesystem: pyarrow.fs.FileSystem, path: str, mode: int | None = None) -> None:
-    """Makes a folder and its parents. On a local disk those that were missing are durable when this returns.
+    """Creates a folder and its parents. On a local disk, new folders are durable when this returns.
 
-    `mode` is the mode of the folder itself, if this call makes it on a local disk.
+    `mode` is the mode of the folder itself, if this call creates it on a local disk.
     """
     folder = pathlib.Path(path)
     missing = [one for one in (folder, *folder.parents) if not one.exists()] if is_local(filesystem) else []
@@ -150,7 +151,7 @@ def make_folder(filesystem: pyarrow.fs.FileSystem, path: str, mode: int | None =
 
 
 def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Deletes a folder with all that is in it, also while somebody else does the same, or still writes there."""
+    """Deletes a folder with its contents, even while another process deletes it too or still writes there."""
     for _ in range(5):
         try:
             filesystem.delete_dir(path)
@@ -165,17 +166,17 @@ def remove_folder(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 
 def list_files(filesystem: pyarrow.fs.FileSystem, folder: str, hidden: bool = True) -> list[str]:
-    """The files of a folder, as the file system writes their paths; none when there is no such folder.
+    """The paths of all files in a folder, as the file system writes them. Empty if the folder does not exist.
 
-    Those of folders in it whose names begin with an underscore, which readers skip, only if `hidden`.
+    Files in subfolders whose names begin with an underscore, which readers skip, are listed only if `hidden` is True.
     """
     selector = pyarrow.fs.FileSelector(folder, recursive=True, allow_not_found=True)
     try:
         infos = filesystem.get_file_info(selector)
-    except NotADirectoryError:  # fsspec's handler looks twice: the folder came in between
+    except NotADirectoryError:  # fsspec's handler checks twice, and the folder was created in between
         infos = filesystem.get_file_info(selector)
     if not infos:
-        exists(filesystem, folder)  # fsspec's shows nothing, too, of what it cannot reach; this raises
+        exists(filesystem, folder)  # fsspec also lists nothing if it cannot reach the server; this call raises then
     found = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
     skipped = {
         pathlib.PurePosixPath(info.path)
@@ -186,19 +187,21 @@ def list_files(filesystem: pyarrow.fs.FileSystem, folder: str, hidden: bool = Tr
 
 
 def read_whole(filesystem: pyarrow.fs.FileSystem, path: str) -> bytes | None:
-    """The bytes of a small file; None when there is none."""
+    """The bytes of a small file, or None if it does not exist."""
     for _ in range(2):
         try:
             with filesystem.open_input_stream(path) as stream:
                 return bytes(stream.read())
         except FileNotFoundError:
-            if not exists(filesystem, path):  # which raises; fsspec says so, too, of what it cannot reach
+            if not exists(
+                filesystem, path
+            ):  # raises if fsspec cannot reach the server, which it also reports as not found
                 return None
-    raise OSError(f"{path} is there, and cannot be read")
+    raise OSError(f"{path} exists, but cannot be read")
 
 
 def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
-    """Deletes a file, also while somebody else does the same."""
+    """Deletes a file, even while another process deletes it too."""
     try:
         filesystem.delete_file(path)
     except OSError:
@@ -207,22 +210,22 @@ def remove_file(filesystem: pyarrow.fs.FileSystem, path: str) -> None:
 
 
 def move(filesystem: pyarrow.fs.FileSystem, source: str, destination: str) -> None:
-    """Moves a file or a folder to where nothing is. HDFS says nothing, to some, when it has not."""
+    """Moves a file or a folder to a path that does not exist. Raises `OSError` also where HDFS fails silently."""
     try:
         filesystem.move(source, destination)
-    except RuntimeError as error:  # fsspec's, for what the server says
+    except RuntimeError as error:  # fsspec raises it for errors of a server
         raise OSError(str(error)) from error
     if not is_local(filesystem) and (exists(filesystem, source) or not exists(filesystem, destination)):
         raise OSError(f"{source} could not be renamed to {destination}")
 
 
 def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes, drafts: str | None = None) -> None:
-    """A small file that is there with all of its bytes, or not: a draft, beside it or in the folder `drafts`, takes its name.
+    """Writes a small file atomically: writes a draft, beside the file or in the folder `drafts`, and renames it.
 
-    Object stores have no renames: there the draft is copied, and stays until its folder is deleted.
+    Object stores cannot rename. There the draft is copied, and stays until its folder is deleted.
     """
     draft = f"{path}.{uuid.uuid4().hex}" if drafts is None else f"{drafts}/draft-{uuid.uuid4().hex}"
-    # A stream to an object store that is given up, by an exception or the garbage collector, is uploaded with what it has got.
+    # An object store gets a partial file if its stream ends by an exception or the garbage collector: hence the draft.
     with filesystem.open_output_stream(draft) as stream:
         stream.write(data)
     if is_store(filesystem):
@@ -235,13 +238,13 @@ def write_whole(filesystem: pyarrow.fs.FileSystem, path: str, data: bytes, draft
     except OSError:
         if not exists(filesystem, path):
             raise
-        remove_file(filesystem, draft)  # HDFS puts nothing in the place of a file
+        remove_file(filesystem, draft)  # HDFS does not replace a file by a rename: another driver has written it
     if is_local(filesystem):
         sync(posixpath.dirname(path) or ".")
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """What is written of a local file or folder is on the disk."""
+    """Flushes a local file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

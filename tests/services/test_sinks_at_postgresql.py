@@ -23,7 +23,7 @@ from stagecrew.errors import (
 )
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, abandon, commit, resume
-from stagecrew.operators.sinks import DatabaseSink, database
+from stagecrew.operators.sinks import DatabaseSink, postgres
 from support.commit_schedules import disconnect, rows_appear_at_once
 from support.commit_trials import SCHEMA, Driver, Tasks
 from support.local_sinks import iceberg
@@ -152,8 +152,8 @@ def test_files_are_added_once_when_the_catalogs_reply_is_lost(catalog_behind_pro
 
 def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server, tmp_path, monkeypatch):
     """The network stalls silently while rows are sent: an error in bounded time, nothing visible, nothing left."""
-    monkeypatch.setattr(database, "_SILENCE", 1)
-    monkeypatch.setattr(database, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_SILENCE", 1)
+    monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, began = postgresql_trial(postgresql_server, tmp_path, 0), []
     with Proxy(postgresql_server.port) as proxy:
         url = postgresql_server.url.replace(f"127.0.0.1:{postgresql_server.port}", proxy.hosts)
@@ -189,7 +189,7 @@ def test_a_statement_fails_in_bounded_time_when_the_servers_host_vanishes(
     postgresql_server, tmp_path, monkeypatch, statement
 ):
     """The host vanishes before or during a statement and never responds: an error in bounded time."""
-    monkeypatch.setattr(database, "_SILENCE", 2)
+    monkeypatch.setattr(postgres, "_SILENCE", 2)
     trial = postgresql_trial(postgresql_server, tmp_path, 0)
     table = trial.make_sink()._table
     with other_host(postgresql_server.port) as host:
@@ -231,7 +231,7 @@ def test_connections_use_keepalives_and_the_urls_own_values(postgresql_server, t
 
 def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, tmp_path, monkeypatch):
     """A task is stuck in a transaction when the commit finishes: its connection is terminated and its rows are gone."""
-    monkeypatch.setattr(database, "_PATIENCE", 1)
+    monkeypatch.setattr(postgres, "_PATIENCE", 1)
     trial, tasks = postgresql_trial(postgresql_server, tmp_path, 0), Tasks(1)
     zombie, slow_sink, errors = Driver(), trial.make_sink(), []
     within = slow_sink._within

@@ -231,34 +231,34 @@ def executor_addresses(spark: Any) -> set[str]:
     return set(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().keySet().mkString(" ").split())
 
 
-ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
-
-
 @pytest.mark.parametrize(
     ("work", "message"),
     [
         (
             lambda steps: steps.reduce(1) if steps.subtask == 0 else None,
-            r"subtask 1 ended after 0 steps, but subtask 0 waits in step 0: each has to call reduce\(\) as often as the others",
+            r"subtask 1 ended after 0 steps, but subtask 0 waits in step 0: each must call reduce\(\) as often as the others",
         ),
         (
             lambda steps: steps.reduce(1, "sum" if steps.subtask else "max"),
-            r"in step 0 subtask (0 reduces by 'max', but subtask 1 by 'sum'|1 reduces by 'sum', but subtask 0 by 'max')",
+            r"in step 0 subtask (0 reduces with 'max', but subtask 1 with 'sum'|1 reduces with 'sum', but subtask 0 with 'max')",
         ),
         (
-            lambda steps: steps.reduce(2, (lambda a, b: a + b) if steps.subtask else (lambda a, b: a * b)),
-            rf"in step 0 {ONE_AND_OTHER.format('reduces by another function than')}: both are called '.*<lambda>'",
+            lambda steps: steps.reduce(2, operator.add if steps.subtask else operator.mul),
+            (
+                r"in step 0 subtask (0 reduces with '_operator.mul', but subtask 1 with '_operator.add'|"
+                "1 reduces with '_operator.add', but subtask 0 with '_operator.mul')"
+            ),
         ),
         (
-            lambda steps: steps.reduce(2, lambda a, b, mine=steps.subtask: a + b + mine),
-            rf"in step 0 {ONE_AND_OTHER.format('reduces by another function than')}: both are called '.*<lambda>'",
+            lambda steps: steps.reduce(2, lambda a, b: a + b, name="add" if steps.subtask else "multiply"),
+            r"in step 0 subtask (0 reduces with 'multiply', but subtask 1 with 'add'|1 reduces with 'add', but subtask 0 with 'multiply')",
         ),
         (
             lambda steps: steps.reduce(1 if steps.subtask == 0 else [1]),
             "sum of values that differ: number of subtask 0 and list of subtask 1",
         ),
     ],
-    ids=["less often", "another name", "another function", "other values in it", "another kind of value"],
+    ids=["less often", "another ready-made reducer", "another function", "another name", "another kind of value"],
 )
 def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, message):
     """A task reduces less often, with another reducer, or another kind of value: the error names it, and no task
@@ -272,8 +272,8 @@ def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, me
         topology.supersteps(cluster.range(0, 2, 1, 2), work_and_yield, SCHEMA).collect()
 
 
-def test_equal_reducers_of_different_tasks_are_recognized(cluster):
-    """Equal reducers that each task creates itself are recognized as the same: closures, partials, objects, sets."""
+def test_functions_of_the_user_reduce_by_their_name(cluster):
+    """Tasks on two executors make their own functions, and reduce with them by name: a lambda, a partial, an object, an importable one."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
@@ -288,14 +288,27 @@ def test_equal_reducers_of_different_tasks_are_recognized(cluster):
             value = float(steps.subtask + 2)
             total = 0.0
             for number in range(3):
-                total += steps.reduce(value, Product(number))
-                total += steps.reduce(value, lambda a, b, number=number: a + b + number + len(names))
-                total += steps.reduce(value, functools.partial(max))
+                total += steps.reduce(value, Product(number), name="product")
+                total += steps.reduce(value, lambda a, b, number=number: a + b + number + len(names), name="more")
+                total += steps.reduce(value, functools.partial(max), "largest")
                 total += steps.reduce(value, operator.add)
             yield row_batch(steps.subtask, total)
 
         rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert sorted(map(tuple, rows)) == [(subtask, 18.0 + 78.0 + 9.0 + 15.0) for subtask in range(2)]
+
+
+def test_a_lambda_without_a_name_fails_the_action(cluster):
+    """The task raises `OperatorMisused`, which asks for a name."""
+    with (
+        pytest.raises(Exception, match=r"OperatorMisused: .*<lambda> under its name. Give it one"),
+        stagecrew.crew(cluster).topology("t") as topology,
+    ):
+
+        def work(steps, batches):
+            yield row_batch(steps.subtask, steps.reduce(2, lambda a, b: a * b))
+
+        topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
 
 
 def example(name: str) -> dict[str, Any]:

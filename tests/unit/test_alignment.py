@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
-from stagecrew.operators.alignment import AlignmentCoordinator, EventTimeSplits
+from stagecrew.operators.alignment import AlignmentCoordinator
+from stagecrew.operators.enumerators import EventTimeSplits
 from stagecrew.operators.splitlog import HELD
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.watermarks import WatermarkGroup
@@ -233,7 +234,7 @@ def test_splits_of_several_sources_come_in_event_time_order():
     """An error names a source whose event times go backwards, an iterator that was used before, and unnamed sources."""
     merged = EventTimeSplits({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
-    with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 comes behind one of 5"):
+    with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 follows one of 5"):
         list(EventTimeSplits({"a": [5, 1]}, lambda split: split, 3).splits())
     once = EventTimeSplits({"a": iter([1])}, lambda split: split, 3)
     assert list(once.splits()) == [("a", 1)]

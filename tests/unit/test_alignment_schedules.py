@@ -264,7 +264,7 @@ class Schedules(RuleBasedStateMachine):
         self.deliver_all()
         assert self.readers == {}
         assert self.state() == ({}, set(), {}, {})
-        assert self.harness.coordinator._of == {}
+        assert self.harness.coordinator._sources == {}
         self.harness.close()
 
 

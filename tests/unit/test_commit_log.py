@@ -101,7 +101,7 @@ def test_an_unreadable_record_fails_the_commit(tmp_path):
     """The decision is unknown, so no task runs. The error names the file."""
     trial = sqlite(tmp_path)
     (tmp_path / "log" / "c.json").write_text('{"version": 1')
-    with pytest.raises(CommitUnknown, match="about commit 'c' cannot be read from .*c.json: JSONDecodeError"):
+    with pytest.raises(CommitUnknown, match="record of commit 'c' cannot be read from .*c.json: JSONDecodeError"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
 
 

@@ -78,7 +78,7 @@ def test_a_commit_id_with_different_content_is_refused(trial, log_lost):
         message = str(refused.value)
         assert f"content is {content!r}, there 'monday'" in message
         assert "commit 'c' was decided for other data, on 2026-11-22 17:14:27 UTC, with 40 rows" in message
-        assert "Give other data another commit id" in message
+        assert "Use another commit id for other data" in message
     assert sorted(trial.visible()) == before
     assert run_commit(trial, "monday", commit_log=commit_log).repeated
     assert trial.leftovers() == []
@@ -139,7 +139,7 @@ def test_a_repeated_commit_logs_a_warning(trial, log_lost, caplog):
     assert warnings(caplog) == [
         (
             "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has "
-            "written nothing. Give other data another commit id"
+            "written nothing. Use another commit id for other data"
         )
     ]
 
@@ -164,7 +164,7 @@ def test_a_repeat_that_finishes_a_pending_commit_logs_a_warning(tmp_path, caplog
     assert warnings(caplog) == [
         (
             "commit 'c' was decided before, on 2026-11-22 17:14:27 UTC, with 40 rows, and is finished now. This call "
-            "has written nothing else. Give other data another commit id"
+            "has written nothing else. Use another commit id for other data"
         )
     ]
 

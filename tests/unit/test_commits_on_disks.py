@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import stagecrew.operators.commit_log
-import stagecrew.operators.commits
+import stagecrew.operators.commit_rollforward
 from stagecrew.errors import CommitFailed, CommitPending, CommitUnknown
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commits import commit
@@ -123,7 +123,7 @@ def test_a_refusal_that_cannot_be_written_is_pending(tmp_path, monkeypatch):
     accepting = trial.make_sink()
     refusing = StepBefore(RefusingSink(accepting), commit=lambda: DiskFault(monkeypatch, "open", 1, errno.ENOSPC))
     with pytest.raises(
-        CommitPending, match="the sink refuses it: never. That could not be written down.*No space left"
+        CommitPending, match="the sink refuses it: never. The refusal could not be recorded.*No space left"
     ):
         commit(refusing, trial.commit_log, "c", SCHEMA, lambda staging: tasks.run(accepting, staging))
     assert trial.leftovers() != []
@@ -172,5 +172,5 @@ def test_a_commit_log_on_a_read_only_disk_fails_the_commit(tmp_path, disk):
     assert trial.drive(Driver(), tasks, "c").repeated
     with pytest.raises(CommitFailed, match="record of commit 'd' could not be written.*Read-only file system"):
         commit(trial.make_sink(), trial.commit_log, "d", SCHEMA, lambda staging: 1 / 0)
-    with pytest.raises(CommitFailed, match="the folder of decisions cannot be made.*Read-only file system"):
+    with pytest.raises(CommitFailed, match="the folder of the commit log cannot be made.*Read-only file system"):
         FileCommitLog(disk / "below")

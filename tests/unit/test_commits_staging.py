@@ -33,7 +33,7 @@ def test_a_late_task_creates_no_folder(tmp_path):
     sink, staging = ParquetSink(tmp_path / "t"), Staging("c", "r", SCHEMA)
     sink.begin(staging)
     sink.discard(staging, ())
-    with pytest.raises(CommitFailed, match="the commit that this task stages for is over"):
+    with pytest.raises(CommitFailed, match="the commit that this task stages for has ended"):
         sink.stage(staging, 0, 1, iter([pa.record_batch({"id": [1], "text": ["a"]}, schema=SCHEMA)]))
     assert files(tmp_path) == []
 

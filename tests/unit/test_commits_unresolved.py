@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import stagecrew.operators.commit_log
-import stagecrew.operators.commits
+import stagecrew.operators.commit_rollforward
 from stagecrew.errors import CommitConflict, CommitFailed, CommitPending, CommitSuperseded, CommitUnknown
 from stagecrew.operators.commits import abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink
@@ -115,7 +115,9 @@ def test_a_refusal_by_a_driver_without_a_session_is_pending(trial):
     """The record stays decided, so the staged rows stay and a repeat completes the commit."""
     tasks = Tasks(1)
     lost = FailingLog(trial.commit_log, CommitSuperseded("the session is lost"), "refused")
-    with pytest.raises(CommitPending, match="the sink refuses it: never. That could not be written down: the session"):
+    with pytest.raises(
+        CommitPending, match="the sink refuses it: never. The refusal could not be recorded: the session"
+    ):
         commit(
             RefusingSink(trial.make_sink()), lost, "c", SCHEMA, lambda staging: tasks.run(trial.make_sink(), staging)
         )
@@ -208,7 +210,7 @@ def test_cleanup_is_not_retried_after_a_long_call(tmp_path, monkeypatch):
     """A host that does not respond would delay the driver again."""
     trial, pauses = sqlite(tmp_path), []
     sink = FailingDiscard(trial.make_sink(), 9)
-    monkeypatch.setattr(stagecrew.operators.commits, "_BRIEF", -1.0)
+    monkeypatch.setattr(stagecrew.operators.commit_rollforward, "_BRIEF", -1.0)
 
     def run(staging):
         return Tasks(1).run(trial.make_sink(), staging)

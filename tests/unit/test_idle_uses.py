@@ -15,7 +15,7 @@ from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.pool import TIMERS
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.splits import SplitCoordinator
-from stagecrew.operators.supersteps import SuperstepCoordinator
+from stagecrew.operators.superstep_coordinator import SuperstepCoordinator
 from stagecrew.wire.frames import encode
 from support.operator_fakes import DroppingWire, FakeTopology
 from support.waiting import eventually

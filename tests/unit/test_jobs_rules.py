@@ -15,7 +15,7 @@ from stagecrew.errors import (
     StateCorrupt,
     StateStorageError,
 )
-from stagecrew.operators import commits
+from stagecrew.operators import commit_rollforward
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import run, writes
 from stagecrew.recovery.election import Fenced, fence
@@ -111,7 +111,7 @@ def test_an_abort_after_a_decision_is_refused(drivers, monkeypatch):
 @pytest.mark.parametrize("problem", ["sink away for a while", "storage away for a while", "sink away", "corrupt state"])
 def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
     """It applies the decided commit when they are available again. It does not wait for a corrupt state."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     waits = []
     monkeypatch.setattr(writes, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
@@ -175,7 +175,7 @@ def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
     state = drivers.other.get("c").data.decode()
     assert '"aborted"' in state
     assert (len(calls), len(drivers.sink.staged)) == ((5, 0) if recovers else (2, 2))
-    messages = [record.getMessage() for record in caplog.records if "is aborted, and nobody" in record.getMessage()]
+    messages = [record.getMessage() for record in caplog.records if "is aborted, and will never" in record.getMessage()]
     assert len(messages) == (not recovers)
     assert all(run in text for text in messages for run in runs)
 
@@ -247,7 +247,7 @@ def test_decided_commits_are_applied_before_a_run_begins(monkeypatch):
 def test_a_job_does_not_end_before_its_decided_commit_is_applied(monkeypatch, outcome):
     """The sink is unavailable. The job gets no result and none of its state is deleted, whether all its runs are lost,
     its code raises, or its code returns. When the sink recovers, the job ends and its rows are visible."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = started_job(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if outcome == "is given up" else 50))
     world.patience = 0.0
 
@@ -369,7 +369,7 @@ def poll(world, driver, seconds, polls_per_second=5):
 def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypatch):
     """A cancel takes effect at once, even in the pause after a lost run. While the sink is unavailable, finishing the
     job is retried with a job's usual pauses and not at each poll. When the sink recovers, the job is finished."""
-    monkeypatch.setattr(commits, "_TRIES", 1)
+    monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     world, driver = started_job(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
     world.patience = 0.0
     real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0

@@ -143,7 +143,7 @@ def test_a_driver_that_was_killed_in_an_empty_table(tmp_path, make):
     make(tmp_path / "t").begin(dead)
     with pytest.raises(CommitFailed, match="commit 'of nobody', which is about to make") as told:
         commit_rows(make(tmp_path / "t"), "c")
-    folder = re.search(r"its driver is dead.* nobody repeats it.* delete (\S+)$", str(told.value))[1]
+    folder = re.search(r"its driver has ended and it is not repeated, delete (\S+)$", str(told.value))[1]
     assert files(tmp_path) == [f"{folder}/_open".removeprefix(f"{tmp_path}/")]
     shutil.rmtree(folder)
     commit_rows(make(tmp_path / "t"), "c")

@@ -12,10 +12,11 @@ import stagecrew
 from stagecrew.coordination import statistics_reporter
 from stagecrew.errors import RequestFailed, RequestTimeout
 from stagecrew.operators.alignment import AlignmentCoordinator
-from stagecrew.operators.commits import CommitCoordinator
-from stagecrew.operators.reducers import described
+from stagecrew.operators.commit_operator import CommitCoordinator
+from stagecrew.operators.reducers import reducer_call
 from stagecrew.operators.splits import SplitCoordinator
-from stagecrew.operators.supersteps import SuperstepCoordinator, _pickled
+from stagecrew.operators.superstep_coordinator import SuperstepCoordinator
+from stagecrew.operators.superstep_messages import pickled
 from stagecrew.testing import CoordinatorHarness
 from stagecrew.wire.frames import decode
 
@@ -365,14 +366,14 @@ def test_supersteps_name_the_missing_subtasks():
 
         def comes(n, step):
             with pytest.raises(RequestTimeout):
-                tasks[n].request(_pickled(("reduce", step, 3, tuple(described("sum", {})), 1)))
+                tasks[n].request(pickled(("reduce", step, 3, tuple(reducer_call("sum")), 1)))
 
         comes(0, 0)
         found, _ = statistics_after(harness)
         assert found["kind"] == "supersteps"
         assert found["waitsFor"].startswith("subtask 1, 2, which 1 of 3 wait for in step 0, since ")
         comes(2, 0)
-        tasks[1].request(_pickled(("reduce", 0, 3, tuple(described("sum", {})), 1)))
+        tasks[1].request(pickled(("reduce", 0, 3, tuple(reducer_call("sum")), 1)))
         found, _ = statistics_after(harness)
         assert (found["waitsFor"], found["progress"]) == ("", {"step": "1"})
 

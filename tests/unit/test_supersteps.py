@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import pickle
 import threading
 import tracemalloc
-from typing import Any
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
-from stagecrew.operators.reducers import Described, described, reduced
-from stagecrew.operators.superstep_group import Gathering
-from stagecrew.operators.supersteps import SuperstepContext, SuperstepCoordinator
+from stagecrew.operators.reducers import ReducerCall, reduced, reducer_call
+from stagecrew.operators.superstep_context import SuperstepContext
+from stagecrew.operators.superstep_coordinator import SuperstepCoordinator
+from stagecrew.operators.superstep_group import SuperstepGroup
 from stagecrew.testing import CoordinatorHarness
 
-SUM = Described("sum")
+SUM = ReducerCall("sum")
 
 
 @settings(deadline=None)
@@ -28,14 +31,14 @@ SUM = Described("sum")
 def test_any_order(data):
     """In whatever order subtasks reach a step, the step has all values in the order of subtasks."""
     subtasks = data.draw(st.integers(1, 5))
-    gathering = Gathering("x", subtasks)
+    group = SuperstepGroup("x", subtasks)
     for step in range(data.draw(st.integers(0, 4))):
         order = data.draw(st.permutations(range(subtasks)))
-        results = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
+        results = [group.add(subtask, step, SUM, (step, subtask)) for subtask in order]
         assert results[:-1] == [None] * (subtasks - 1)
         assert results[-1] == [(step, subtask) for subtask in range(subtasks)]
     for subtask in data.draw(st.permutations(range(subtasks))):
-        last = gathering.end(subtask)
+        last = group.end(subtask)
     assert last
 
 
@@ -47,16 +50,16 @@ def test_a_different_number_of_calls(data):
     calls = data.draw(
         st.lists(st.integers(0, 3), min_size=subtasks, max_size=subtasks).filter(lambda c: len(set(c)) > 1)
     )
-    gathering, at, blocked, ended = Gathering("x", subtasks), [0] * subtasks, set(), set()
+    group, at, blocked, ended = SuperstepGroup("x", subtasks), [0] * subtasks, set(), set()
     with pytest.raises(SuperstepsFailed) as failed:
         while True:
             subtask = data.draw(st.sampled_from([s for s in range(subtasks) if s not in blocked and s not in ended]))
             if at[subtask] == calls[subtask]:
                 ended.add(subtask)
-                gathering.end(subtask)
+                group.end(subtask)
             else:
                 blocked.add(subtask)
-                if gathering.add(subtask, at[subtask], SUM, 1) is not None:
+                if group.add(subtask, at[subtask], SUM, 1) is not None:
                     at = [n + 1 for n in at]
                     blocked.clear()
     text = str(failed.value)
@@ -65,18 +68,18 @@ def test_a_different_number_of_calls(data):
 
 
 def test_other_differences():
-    """Another reducer, another step, a second call: each is an error that names the subtask."""
-    gathering = Gathering("operator 'x'", 3)
-    gathering.add(1, 0, SUM, 1)
+    """Another reducer, another step, a second time: each is an error that names the subtask."""
+    group = SuperstepGroup("operator 'x'", 3)
+    group.add(1, 0, SUM, 1)
     for subtask, step, reducer, words in (
-        (2, 0, ["max"], "subtask 2 reduces by 'max', but subtask 1 by 'sum'"),
-        (2, 0, ["sum", b"x"], "subtask 2 reduces by another function than subtask 1: both are called 'sum'"),
+        (2, 0, ["max"], "subtask 2 reduces with 'max', but subtask 1 with 'sum'"),
+        (2, 0, ["product", b"x"], "subtask 2 reduces with 'product', but subtask 1 with 'sum'"),
         (2, 1, ["sum"], "subtask 2 is at step 1, the others are at step 0"),
         (1, 0, ["sum"], "subtask 1 came to step 0 twice"),
     ):
         with pytest.raises(SuperstepsFailed, match=words):
-            gathering.add(subtask, step, Described(*reducer), 1)
-    assert gathering.missing == [0, 2]
+            group.add(subtask, step, ReducerCall(*reducer), 1)
+    assert group.missing == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -112,13 +115,13 @@ def test_other_differences():
         ("sum", [pa.chunked_array([[True]]), pa.chunked_array([[True]])], pa.chunked_array([[2]])),
         ("max", [np.False_, np.True_], True),
         ("max", [np.array([True, False]), np.array([False, False])], np.array([True, False])),
-        (lambda a, b: a * b, [2, None, 5], 10),
+        (operator.mul, [2, None, 5], 10),
     ],
 )
 def test_reducers(op, values, expected):
     """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, and functions. A value of None is left out."""
     before = copy.deepcopy(values)
-    result = reduced(described(op, {}), values)
+    result = reduced(reducer_call(op), values)
     assert pickle.dumps(values) == pickle.dumps(before)
     assert np.array_equal(result, expected) if isinstance(expected, np.ndarray) else result == expected
 
@@ -138,8 +141,8 @@ def test_sums_are_reproducible():
     for subtask in range(8):
         expected = values[subtask] if subtask == 0 else expected + values[subtask]
     for order in (range(8), reversed(range(8)), (3, 1, 7, 0, 6, 2, 5, 4)):
-        gathering = Gathering("x", 8)
-        last = [gathering.add(subtask, 0, SUM, values[subtask]) for subtask in order][-1]
+        group = SuperstepGroup("x", 8)
+        last = [group.add(subtask, 0, SUM, values[subtask]) for subtask in order][-1]
         assert reduced(SUM, last) == expected
 
 
@@ -157,18 +160,75 @@ def test_sums_are_reproducible():
 def test_values_that_cannot_be_reduced_together(op, values, words):
     """The error has their kinds and shapes."""
     with pytest.raises(SuperstepsFailed, match=words):
-        reduced(Described(op), values)
+        reduced(ReducerCall(op), values)
 
 
-def test_invalid_reducers():
-    """An unknown name, an object that cannot be called, and one that cannot be pickled."""
+def product(a, b):
+    return a * b
+
+
+class Product:
+    """A reducer with a state, whose instances have no importable name."""
+
+    def __call__(self, a, b):
+        return a * b
+
+    def method(self, a, b):
+        return a * b
+
+
+def test_an_unknown_reducer_is_misused():
+    """A name that no reducer has, an object that cannot be called, and a function that cannot be pickled are refused in the task."""
     lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
-        described("average", {})
+        reducer_call("average")
     with pytest.raises(OperatorMisused, match="not int"):
-        described(7, {})
+        reducer_call(7)
     with pytest.raises(OperatorMisused, match=r"<lambda> cannot be sent there \(TypeError"):
-        described(lambda a, b: lock, {})
+        reducer_call(lambda a, b: lock, "product")
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(operator.mul, "_operator.mul"), (max, "builtins.max"), (np.maximum, "numpy.maximum"), (copy.copy, "copy.copy")],
+)
+def test_an_importable_function_has_its_qualified_name(function, name):
+    """A function that every process imports under its qualified name needs no other name."""
+    assert reducer_call(function).name == name
+    assert reducer_call(function, "mine").name == "mine"
+
+
+def test_a_function_without_an_importable_name_needs_a_name():
+    """A lambda, a nested function, a partial, an object, a bound method and a function of `__main__` are refused without a name."""
+
+    def nested(a, b):
+        return a * b
+
+    main = types.FunctionType(product.__code__, {"__name__": "__main__"}, "product")
+    assert main.__module__ == "__main__"
+    for function, described in (
+        (lambda a, b: a * b, "<lambda>"),
+        (nested, "nested"),
+        (functools.partial(product), "a partial"),
+        (Product(), "a Product"),
+        (Product().method, "Product.method"),
+        (functools.wraps(product)(lambda a, b: a + b), "product"),
+        (main, "__main__.product"),
+    ):
+        with pytest.raises(OperatorMisused, match=rf"no module has .*{described} under its name. .*name='...'"):
+            reducer_call(function)
+        named = reducer_call(function, "mine")
+        assert named.name == "mine"
+        assert reduced(named, [2, None, 5]) in (10, 7)
+
+
+@pytest.mark.parametrize("name", ["", 7, "sum"])
+def test_a_name_that_does_not_fit_is_refused(name):
+    """A function's name is a text, and never that of a ready-made reducer; a ready-made reducer takes no name."""
+    with pytest.raises(OperatorMisused, match="name="):
+        reducer_call(product, name)
+    with pytest.raises(OperatorMisused, match="ready-made: leave name= out"):
+        reducer_call("sum", "mine")
 
 
 class Task:
@@ -185,10 +245,10 @@ class Task:
     def request(self, request, timeout):
         return self.evaluation.request(request)
 
-    def reduce_next(self, value, op="sum"):
-        """Calls reduce for the next step. Returns None while the step waits for other subtasks."""
+    def reduce_next(self, value, op="sum", name=None):
+        """Comes to the next step; answers nothing yet."""
         try:
-            return self.steps.reduce(value, op)
+            return self.steps.reduce(value, op, name)
         except SuperstepsFailed as error:
             if not isinstance(error.__cause__, RequestTimeout):
                 raise
@@ -268,10 +328,10 @@ def test_a_task_fails():
         with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
             one.receive()
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
-        with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
+        with pytest.raises(SuperstepsFailed, match="belongs to an attempt at its stage that has ended"):
             one.reduce_next(5)
-        with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
-            Task(harness, 0).reduce_next(5)  # a task of the previous attempt that starts late
+        with pytest.raises(SuperstepsFailed, match="belongs to an attempt at its stage that has ended"):
+            Task(harness, 0).reduce_next(5)  # one of the attempt before that begins late
         again[1].reduce_next(4)
         assert again[0].reduce_next(3) == 7
         assert harness.failure is None
@@ -318,48 +378,59 @@ def test_a_result_that_cannot_be_pickled():
     """A result that cannot be pickled fails the topology with a named error, and no task waits for it."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
-        one.reduce_next(1, lambda a, b: (n for n in (a, b)))
+        one.reduce_next(1, lambda a, b: (n for n in (a, b)), "pair")
         with pytest.raises(Exception, match="step 0 could not be reduced: TypeError"):
-            other.reduce_next(2, lambda a, b: (n for n in (a, b)))
+            other.reduce_next(2, lambda a, b: (n for n in (a, b)), "pair")
         with pytest.raises(Exception, match="step 0 could not be reduced"):
             one.receive()
         assert isinstance(harness.failure, SuperstepsFailed)
 
 
-def own_reducers(first: int) -> Any:
-    """Two reducers with the same name. If a new function is created for each, subtask 1 gets the second."""
-    return (lambda a, b: a + b) if first else (lambda a, b: a * b)
-
-
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.parametrize(
-    "reducers", [own_reducers, lambda subtask: lambda a, b: a + b + subtask], ids=["code", "closure"]
+    ("reducers", "names"),
+    [
+        ([(operator.add,), (operator.mul,)], ["_operator.add", "_operator.mul"]),
+        ([(lambda a, b: a + b, "add"), (lambda a, b: a * b, "multiply")], ["add", "multiply"]),
+        ([(operator.add,), (lambda a, b: a * b, "multiply")], ["_operator.add", "multiply"]),
+        ([(operator.add,), ("sum",)], ["_operator.add", "sum"]),
+    ],
+    ids=["importable", "named", "both", "ready-made"],
 )
-def test_different_reducers_of_one_name(order, reducers):
-    """In whatever order they arrive, different functions of one name fail the topology and name both subtasks."""
+def test_tasks_that_reduce_with_different_functions_fail(order, reducers, names):
+    """Whichever task comes last, the topology fails, and the error names both subtasks and both reducers."""
     with harness_of() as harness:
         tasks = [Task(harness, 0), Task(harness, 1)]
         first, last = order
-        tasks[first].reduce_next(3, reducers(first))
-        with pytest.raises(
-            SuperstepsFailed, match=f"subtask {last} reduces by another function than subtask {first}: both"
-        ):
-            tasks[last].reduce_next(4, reducers(last))
+        tasks[first].reduce_next(3, *reducers[first])
+        words = f"subtask {last} reduces with '{names[last]}', but subtask {first} with '{names[first]}'"
+        with pytest.raises(SuperstepsFailed, match=words):
+            tasks[last].reduce_next(4, *reducers[last])
         assert isinstance(harness.failure, SuperstepsFailed)
-        with pytest.raises(RequestFailed, match=f"in step 0 subtask {last} reduces by another function"):
+        with pytest.raises(RequestFailed, match=f"in step 0 {words}"):
             tasks[first].receive()
 
 
-def test_a_reducer_that_each_task_creates():
-    """A function that each task creates in each step counts as the same, including the values that it captures."""
+def test_a_named_function_may_be_made_again_in_each_step():
+    """A lambda that each task makes for itself in each step is the same reducer in all tasks, by its name."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
         for step in range(200):
-            one.reduce_next(step, lambda a, b, step=step: a + b + step)
-            assert other.reduce_next(10, lambda a, b, step=step: a + b + step) == 2 * step + 10
+            one.reduce_next(step, lambda a, b, step=step: a + b + step, f"add {step}")
+            assert other.reduce_next(10, lambda a, b, step=step: a + b + step, f"add {step}") == 2 * step + 10
             one.receive()
         assert harness.failure is None
-        assert 0 < len(one.steps._known) <= 64
+
+
+def test_an_unnamed_lambda_fails_its_task_before_it_sends_anything():
+    """The task gets `OperatorMisused`, and the step goes on when it gives a name."""
+    with harness_of() as harness:
+        one, other = Task(harness, 0), Task(harness, 1)
+        one.reduce_next(2, lambda a, b: a * b, "multiply")
+        with pytest.raises(OperatorMisused, match=r"<lambda> under its name. Give it one, the same in all tasks"):
+            other.reduce_next(5, lambda a, b: a * b)
+        assert other.reduce_next(5, lambda a, b: a * b, "multiply") == 10
+        assert harness.failure is None
 
 
 def test_a_reducer_that_raises():
@@ -376,6 +447,6 @@ def test_late_subtasks_are_named():
     with harness_of(timeout=0.05) as harness:
         tasks = [Task(harness, subtask, subtasks=3) for subtask in range(3)]
         tasks[1].reduce_next(1)
-        harness.coordinator._groups[0, 0].since -= 1
+        harness.coordinator._attempts[0, 0].since -= 1
         harness.advance(2)
         assert "1 subtasks have waited in step 0 for these: 0, 2" in str(harness.failure)

@@ -1,16 +1,14 @@
-"""Alignment in event time: tasks that are ahead wait for those that are behind, and splits are given in the order of events."""
+"""Alignment in event time: a source that is too far ahead waits for the slowest one."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
-from stagecrew.errors import AlignmentFailed, OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
-from stagecrew.operators.splits import Once
+from stagecrew.errors import AlignmentFailed, OperatorMisused, RequestFailed, RequestTimeout
 from stagecrew.operators.watermarks import WatermarkGroup
 
 if TYPE_CHECKING:
@@ -23,50 +21,52 @@ if TYPE_CHECKING:
     from stagecrew.coordination.operator import Operator, Scope
     from stagecrew.worker.evaluations import TaskGateway
 
-__all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "EventTimeSplits", "align"]
+__all__ = ["Aligner", "Alignment", "AlignmentCoordinator", "align"]
 
-#: How often it is looked who is idle, and whom that lets go on, in seconds.
-_LOOK: Final = 0.2
+#: The period, in seconds, of the check for idle sources.
+_IDLE_CHECK: Final = 0.2
+
+#: An evaluation, and one of its sources.
+_Source = tuple[int, Any]
 
 
 class AlignmentCoordinator(Coordinator):
-    """Knows the watermarks of all sources, and keeps those waiting that are ahead.
+    """Holds the watermarks of all sources, and the requests of sources that are too far ahead.
 
-    The one state are the watermarks; whoever waits is looked at again after each change, and from time to time.
+    The watermarks are its only state. Every waiting request is checked again after each change, and periodically. So a
+    lost or repeated message changes nothing.
     """
 
     kind = "alignment"
 
     def __init__(self, context: CoordinatorContext, drift: Any, idle_after: float | None) -> None:
         super().__init__(context)
-        self._group: WatermarkGroup[tuple[int, Any]] = WatermarkGroup(drift, idle_after)
-        self._waiting: dict[tuple[int, Any], tuple[Any, Future[None]]] = {}
-        self._of: dict[int, set[tuple[int, Any]]] = {}  # evaluation -> its sources
+        self._group: WatermarkGroup[_Source] = WatermarkGroup(drift, idle_after)
+        self._waiting: dict[_Source, tuple[Any, Future[None]]] = {}
+        self._sources: dict[int, set[_Source]] = {}  # by evaluation
         self._subtasks: dict[int, str] = {}
 
     def start(self) -> None:
         """See `Coordinator`."""
-        self.context.every(_LOOK, self._let_go, while_live=True)
+        self.context.every(_IDLE_CHECK, self._release, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> Future[None]:
-        """A task has come so far with one of its sources, and waits until it may read on."""
-        source, watermark = request
-        key = (evaluation.id, source)
-        self._of.setdefault(evaluation.id, set()).add(key)
-        self._group.report(key, watermark)
-        may: Future[None] = Future()
-        self._waiting[key] = (watermark, may)
-        self._let_go()
-        return may
+        """A source has reached a watermark. The reply is sent when it may read on."""
+        name, watermark = request
+        source = self._source_of(evaluation, name)
+        self._group.report(source, watermark)
+        permission: Future[None] = Future()
+        self._waiting[source] = (watermark, permission)
+        self._release()
+        return permission
 
     def handle_event(self, evaluation: Evaluation, event: Any) -> None:
-        """One of its sources has nothing more to give, or nothing for now."""
-        what, source = event
-        key = (evaluation.id, source)
-        self._of.setdefault(evaluation.id, set()).add(key)
-        self._waiting.pop(key, None)  # it has given up: nobody says so while it waits
-        (self._group.finish if what == "finish" else self._group.remove)(key)
-        self._let_go()
+        """A source has ended, or is idle."""
+        kind, name = event
+        source = self._source_of(evaluation, name)
+        self._waiting.pop(source, None)  # a source that waits sends no event, so its request has timed out
+        (self._group.finish if kind == "finish" else self._group.remove)(source)
+        self._release()
 
     def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
         """See `Coordinator`."""
@@ -75,7 +75,7 @@ class AlignmentCoordinator(Coordinator):
         )
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
-        """See `Coordinator`. Another attempt is a source of its own."""
+        """See `Coordinator`. The sources of the next attempt are new sources."""
         self._forget(evaluation)
 
     def finished(self, evaluation: Evaluation) -> None:
@@ -90,65 +90,100 @@ class AlignmentCoordinator(Coordinator):
         """See `Coordinator`."""
         if not self._waiting or (slowest := self._group.slowest_of) is None:
             return ""
-        (id_, source), watermark = slowest
-        name = "its source" if source is None else f"source {source!r}"
+        (id_, name), watermark = slowest
+        source = "its source" if name is None else f"source {name!r}"
         number = len(self._waiting)
         return (
-            f"{name} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} other{'' if number == 1 else 's'} "
-            f"may not go on before"
+            f"{source} of {self._subtasks.get(id_, 'a task')}, which is at {watermark}: {number} "
+            f"other{'' if number == 1 else 's'} may not go on before"
         )
+
+    def _source_of(self, evaluation: Evaluation, name: Any) -> _Source:
+        source = (evaluation.id, name)
+        self._sources.setdefault(evaluation.id, set()).add(source)
+        return source
 
     def _forget(self, evaluation: Evaluation) -> None:
         self._subtasks.pop(evaluation.id, None)
-        for key in self._of.pop(evaluation.id, ()):
-            self._group.forget(key)
-            self._waiting.pop(key, None)
-        self._let_go()
+        for source in self._sources.pop(evaluation.id, ()):
+            self._group.forget(source)
+            self._waiting.pop(source, None)
+        self._release()
 
-    def _let_go(self) -> None:
-        for key, (watermark, _) in self._waiting.items():
-            self._group.report(key, watermark)  # who waits is not idle
-        for key in [key for key, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
-            self._waiting.pop(key)[1].set_result(None)
+    def _release(self) -> None:
+        """Replies to the sources that may read on."""
+        for source, (watermark, _) in self._waiting.items():
+            self._group.report(source, watermark)  # a source that waits is not idle
+        for source in [source for source, (watermark, _) in self._waiting.items() if self._group.allows(watermark)]:
+            self._waiting.pop(source)[1].set_result(None)
         self.context.report(slowest=self._group.slowest, waiting=len(self._waiting))
 
 
 class Aligner:
-    """A task's side of an alignment. Usable from several threads of the task, each with sources of its own."""
+    """A task's side of an alignment: `advance` returns when the source is not too far ahead of the slowest one.
+
+    `Alignment.map` passes it to the user's function. Several threads of a task may use it at the same time, each for
+    its own sources.
+
+    Args:
+        gateway: The task's connection to the coordinator.
+
+    Example:
+        >>> def work(aligner, batches):
+        ...     for batch in batches:
+        ...         yield batch
+        ...         aligner.advance(max(batch.column("time").to_pylist()))
+        >>> with crew.topology("join") as topology:  # doctest: +SKIP
+        ...     topology.align("sources", drift=60).map(events, work, events.schema).collect()
+    """
 
     def __init__(self, gateway: TaskGateway) -> None:
         self._gateway = gateway
 
     @property
     def subtask(self) -> int | None:
-        """The partition of the dataset that is worked on."""
+        """The number of the dataset's partition, from 0."""
         return self._gateway.subtask
 
     def advance(self, watermark: Any, source: Any = None, timeout: float | None = None) -> None:
-        """The source has come so far; it returns when that is not too far ahead of the slowest any more.
+        """Reports that a source has reached a watermark, and waits until it is not too far ahead of the slowest source.
 
-        `source` names one of several in the task. Raises `AlignmentFailed` after `timeout` seconds, by default
-        `spark.stagecrew.request.timeout`: the slowest source stands still, and is not idle.
+        Args:
+            watermark: The event time that the source has reached. No row of the source before this time follows.
+            source: The name of the source, if the task has several. Any picklable, hashable value.
+            timeout: How many seconds to wait, by default `spark.stagecrew.request.timeout`.
+
+        Raises:
+            AlignmentFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
+                compared with those of other sources.
         """
         try:
             self._gateway.request((source, watermark), timeout)
         except RequestTimeout as error:
             raise AlignmentFailed(
-                f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in time; let a source "
-                f"that has nothing for now call idle(), or set idle_after"
+                f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in "
+                "time. Let a source that has no rows for now call idle(), or set idle_after"
             ) from error
         except RequestFailed as error:
             raise AlignmentFailed(
-                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' watermarks: "
-                f"{error.__cause__}"
+                f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' "
+                f"watermarks: {error.__cause__}. Let all sources report event times of one type"
             ) from error
 
     def idle(self, source: Any = None) -> None:
-        """The source has nothing for now, and holds nobody until it advances again."""
+        """Reports that a source has no rows for now. It holds back no other source until it advances again.
+
+        Args:
+            source: The name of the source, if the task has several.
+        """
         self._gateway.send(("idle", source))
 
     def finish(self, source: Any = None) -> None:
-        """The source has come to its end. Those of a task that ends need not say so."""
+        """Reports that a source has ended. The end of a task ends all of its sources without this call.
+
+        Args:
+            source: The name of the source, if the task has several.
+        """
         self._gateway.send(("finish", source))
 
     def _name(self, source: Any) -> str:
@@ -156,11 +191,19 @@ class Aligner:
 
 
 class Alignment:
-    """Tasks that advance in event time together. Made by `Topology.align`."""
+    """The alignment of the tasks of one dataset: they advance in event time together. `Topology.align` makes it.
+
+    Args:
+        operator: The operator that the tasks use.
+
+    Example:
+        >>> with crew.topology("join") as topology:  # doctest: +SKIP
+        ...     aligned = topology.align("sources", drift=60).map(events, work, events.schema)
+    """
 
     def __init__(self, operator: Operator) -> None:
         self._operator = operator
-        self._used = False
+        self._is_used = False
 
     def map(
         self,
@@ -168,82 +211,39 @@ class Alignment:
         work: Callable[[Aligner, Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
         schema: StructType | str,
     ) -> DataFrame:
-        """`dataset.mapInArrow` whose function gets an `Aligner` first: `work(aligner, batches)`.
+        """Maps a dataset as `DataFrame.mapInArrow` does, with an `Aligner` as the function's first argument.
 
-        Its tasks are aligned with each other. Raises `OperatorMisused` for a second dataset, which would not be.
+        Args:
+            dataset: The dataset whose tasks are aligned with each other.
+            work: Called as `work(aligner, batches)` for each partition. Yields batches of `schema`.
+            schema: The schema of the result.
+
+        Returns:
+            The mapped dataset.
+
+        Raises:
+            OperatorMisused: If this alignment has already mapped a dataset. Tasks of two datasets would not be aligned.
         """
-        if self._used:
+        if self._is_used:
             raise OperatorMisused(
                 "an alignment holds the tasks of one dataset together: union the datasets before, and map that once"
             )
         if not callable(work):
-            raise OperatorMisused(f"an alignment maps a function work(aligner, batches), not {type(work).__name__}")
+            raise OperatorMisused(
+                f"an alignment maps a function work(aligner, batches), not {type(work).__name__}: pass a function"
+            )
         mapped = self._operator.map(dataset, lambda gateway, batches: work(Aligner(gateway), batches), schema)
-        self._used = True  # a call that was refused has used nothing
+        self._is_used = True  # not before: a refused call leaves the alignment unused
         return mapped
 
 
 def align(scope: Scope, name: str, drift: Any, idle_after: float | None) -> Alignment:
-    """See `Topology.align`."""
+    """Implements `Topology.align`."""
     from stagecrew.coordination.operator import Operator
 
     if idle_after is not None and not idle_after > 0:
-        raise OperatorMisused(f"idle_after is after how many seconds a silent source holds nobody, not {idle_after!r}")
+        raise OperatorMisused(
+            "idle_after is after how many seconds a silent source holds back no other, a positive number, not "
+            f"{idle_after!r}"
+        )
     return Alignment(Operator(scope, name, lambda context: AlignmentCoordinator(context, drift, idle_after), name))
-
-
-class EventTimeSplits:
-    """An enumerator for `Topology.splits` that merges several: splits are given in the order of their event times.
-
-    `sources` are enumerators, or iterables, of splits in the order of their event times, by name; the rows of a split are at or
-    behind its event time, which `event_time(split)` tells. A split is given when all that are still being read lie at most `drift`
-    behind it. So a subtask's rows are in the order of events, but for the drift and what one split spans, and with
-    `parallelism=1` all rows are. Tasks that have ended hold nobody, nor does one that has read at a split for `idle_after` seconds.
-    Without `idle_after` one that hangs while it reads holds all others for ever: nothing times out then, and `waits_for` in the
-    topology's report says it. Give `idle_after`, or let `read` have a time-out of its own.
-
-    A task's splits are `(name, split)`. When a source goes back in time, the topology fails: the `with` raises `CoordinatorFailed`, whose
-    `__cause__` is `SplitsFailed`.
-    """
-
-    def __init__(
-        self,
-        sources: Mapping[str, Any],
-        event_time: Callable[[Any], Any],
-        drift: Any,
-        idle_after: float | None = None,
-    ) -> None:
-        if not isinstance(sources, Mapping) or not sources:
-            raise OperatorMisused("EventTimeSplits merges sources by their names: give a dict of at least one")
-        if not callable(event_time):
-            raise OperatorMisused(f"event_time is a function of a split, not {type(event_time).__name__}")
-        self._sources = {
-            name: Once(source, f"source {name!r} of EventTimeSplits") if isinstance(source, Iterator) else source
-            for name, source in sources.items()
-        }
-        self._event_time = event_time
-        self.drift, self.idle_after = drift, idle_after
-
-    def event_time(self, split: tuple[str, Any]) -> Any:
-        """The event time of a split."""
-        return self._event_time(split[1])
-
-    def splits(self) -> Iterator[tuple[str, Any]]:
-        """The splits of all sources, the earliest first."""
-
-        def of(name: str, source: Any) -> Iterator[tuple[Any, str, Any]]:
-            last: Any = None
-            splits: Iterable[Any] = source.splits() if hasattr(source, "splits") else source
-            for split in splits:
-                event_time = self._event_time(split)
-                if last is not None and event_time < last:
-                    raise SplitsFailed(
-                        f"source {name!r} goes back in time: a split of {event_time!r} comes behind one of {last!r}; a source gives "
-                        f"its splits in the order of their event times"
-                    )
-                last = event_time
-                yield event_time, name, split
-
-        merged = heapq.merge(*(of(name, source) for name, source in self._sources.items()), key=lambda one: one[:2])
-        for _, name, split in merged:
-            yield name, split

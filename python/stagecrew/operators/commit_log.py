@@ -1,4 +1,4 @@
-"""What was decided about commits: the record that is written ahead of them. An interface, and two stores behind it."""
+"""The commit log: it keeps the record that decides each commit. An interface and two implementations."""
 
 from __future__ import annotations
 
@@ -24,61 +24,133 @@ from stagecrew.operators.commit_records import Record
 
 __all__ = ["CommitLog", "FileCommitLog", "MemoryCommitLog", "commit_log_of"]
 
+#: The states of a record after which nothing is left to do.
+OVER: Final = frozenset({"applied", "aborted", "refused"})
+#: How many records of ended commits are kept in memory.
+_KEPT: Final = 100
+
+_SUFFIX: Final = ".json"
+#: The longest name of a file in bytes, and how much of a longer commit id its file's name has.
+_LONGEST: Final = 255
+_SHOWN: Final = 120
+#: The file of a record that is being written. Only the holder of the lock writes it.
+_DRAFT: Final = ".record.tmp"
+#: The errors after which a rename has certainly not happened.
+_NOT_RENAMED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
+#: How many seconds a writer waits for another one.
+_LOCK: Final = 60.0
+
 
 class CommitLog(Protocol):
-    """Keeps one record for each commit id, changed by compare-and-set alone.
+    """Keeps one record for each commit. Records change by compare-and-set only.
 
-    A write returns: the record is there, whatever fails from now on. Or it raises `CommitFailed`: it is not, and never will be;
-    `CommitSuperseded`: likewise, as another driver wrote meanwhile. Or `CommitUnknown`: nobody knows; nothing may be deleted, and
-    repeating the write tells.
+    A write has three outcomes. It returns: the record is stored, whatever fails from now on. It raises `CommitFailed`:
+    the record is not stored and never will be. It raises `CommitUnknown`: the outcome is unknown, nothing may be
+    deleted, and a repeated write finds out.
+
+    `FileCommitLog` and `MemoryCommitLog` implement it. In a job, the job's store does.
+
+    Example:
+        >>> log: CommitLog = MemoryCommitLog()
+        >>> version = log.write("day-1", {"state": "open"}, 0)
+        >>> log.read("day-1") == (version, {"state": "open"})
+        True
     """
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """The version and the record of a commit; None when there is none. Raises `CommitUnknown` when it cannot be read."""
+        """Reads the record of a commit.
+
+        Args:
+            key: The id of the commit.
+
+        Returns:
+            The version of the record and the record, or None if it does not exist.
+
+        Raises:
+            CommitUnknown: If the record cannot be read.
+        """
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """Puts a record in the place of that version (0: there was none), and answers its own."""
+        """Replaces the record of a commit, if it has the given version.
+
+        Args:
+            key: The id of the commit.
+            record: The new record, as JSON values.
+            version: The version that the record has now, or 0 if it does not exist.
+
+        Returns:
+            The version of the new record.
+
+        Raises:
+            CommitSuperseded: If the record has another version, because another driver wrote it.
+            CommitFailed: If the record is not stored and never will be.
+            CommitUnknown: If it is unknown whether the record is stored.
+        """
 
 
 class MemoryCommitLog:
-    """Lives as long as the driver: for commits that no other one repeats. Of those that are over it knows the last hundred."""
+    """A commit log in memory. It lives as long as the driver, and knows the last hundred commits that have ended.
+
+    Use it for commits that no other driver repeats.
+
+    Example:
+        >>> MemoryCommitLog().read("day-1") is None
+        True
+
+    Not promised: a repeat of a commit that ended before the last hundred is found only if the sink remembers it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions = itertools.count(1)  # of all records: none comes again when its record was forgotten
+        self._versions = itertools.count(1)  # shared by all records: a forgotten record's versions are never used again
         self._records: dict[str, tuple[int, str]] = {}
-        self._over: dict[str, None] = {}  # in the order in which they ended
+        self._ended: dict[str, None] = {}  # in the order in which they ended
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """See `CommitLog`."""
+        """See `CommitLog.read`."""
         with self._lock:
             version, text = self._records.get(key, (0, ""))
         return (version, json.loads(text)) if version else None
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """See `CommitLog`."""
+        """See `CommitLog.write`."""
         text = json.dumps(record)
         with self._lock:
             current, _ = self._records.get(key, (0, ""))
             if current != version:
                 raise CommitSuperseded(_superseded(key))
             self._records[key] = (next(self._versions), text)
-            self._over.pop(key, None)
+            self._ended.pop(key, None)
             if record.get("state") in OVER:
-                self._over[key] = None
-                if len(self._over) > _KEPT:
-                    forgotten = next(iter(self._over))
-                    del self._over[forgotten], self._records[forgotten]
+                self._ended[key] = None
+                if len(self._ended) > _KEPT:
+                    forgotten = next(iter(self._ended))
+                    del self._ended[forgotten], self._records[forgotten]
             return self._records[key][0]
 
 
 class FileCommitLog:
-    """A folder on a local disk, for drivers of one host. A record is whole and on the disk when its write returns.
+    """A commit log in a local folder, for the drivers of one host. A record is durable when its write returns.
 
-    Writers take turns by a lock of the operating system, which is free when its holder dies; what a writer that was killed has left is
-    taken away by the next. Not for network file systems.
+    Writers take turns with a lock of the operating system. The kernel frees it when its holder dies. The next writer
+    deletes the draft of a writer that was killed.
 
-    A folder that this makes has the mode 0700, and all files in it have the mode 0600.
+    A folder that this class creates has the mode 0700, and all its files have the mode 0600.
+
+    Args:
+        folder: The path of the folder. It is created if it does not exist.
+
+    Raises:
+        CommitFailed: If the folder cannot be created.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     version = FileCommitLog(folder).write("day-1", {"state": "open"}, 0)
+        ...     FileCommitLog(folder).read("day-1")
+        (1, {'state': 'open'})
+
+    Not promised: locks and durability on network file systems.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -86,84 +158,91 @@ class FileCommitLog:
         try:
             make_folder(pyarrow.fs.LocalFileSystem(), str(self._folder.absolute()), 0o700)
         except OSError as error:
-            raise CommitFailed(f"the folder of decisions cannot be made: {error}") from error
+            raise CommitFailed(
+                f"the folder of the commit log cannot be made: {error}. Use a folder that this user may write to"
+            ) from error
 
     def read(self, key: str) -> tuple[int, Record] | None:
-        """See `CommitLog`."""
+        """See `CommitLog.read`."""
         path = self._path(key)
         try:
             stored = json.loads(path.read_text(encoding="utf-8"))
-            version, record, of = stored["version"], stored["record"], stored.get("key", key)  # older ones do not say
+            version, record = stored["version"], stored["record"]
+            stored_key = stored.get("key", key)  # early versions did not store it
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CommitUnknown(
-                f"what was decided about commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}"
+                f"the record of commit {key!r} cannot be read from {path}: {type(error).__name__}: {error}. Restore "
+                "the file, or give the commit another id"
             ) from error
-        if of != key:
+        if stored_key != key:
             raise CommitUnknown(
-                f"what was decided about commit {key!r} is not known: {path} is the record of commit {of!r}. Give it another id"
+                f"the record of commit {key!r} cannot be read: {path} is the record of commit {stored_key!r}. Give it "
+                f"another id"
             )
         return version, record
 
     def write(self, key: str, record: Record, version: int) -> int:
-        """See `CommitLog`."""
-        with self._alone(key):
-            known = self.read(key)
-            if (known[0] if known else 0) != version:
-                if known and known[0] == version + 1 and known[1] == record:
-                    return version + 1  # our own write, whose outcome was not known
+        """See `CommitLog.write`."""
+        with self._locked(key):
+            stored = self.read(key)
+            if (stored[0] if stored else 0) != version:
+                if stored and stored[0] == version + 1 and stored[1] == record:
+                    return version + 1  # an earlier call of ours with an unknown outcome
                 raise CommitSuperseded(_superseded(key))
             self._put(key, json.dumps({"version": version + 1, "key": key, "record": record}))
         return version + 1
 
     def _put(self, key: str, text: str) -> None:
-        temporary = self._folder / _DRAFT
+        draft = self._folder / _DRAFT
         try:
-            temporary.unlink(missing_ok=True)  # one writes at a time: whoever wrote this one was killed
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            draft.unlink(missing_ok=True)  # this writer holds the lock, so the draft's writer was killed
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(handle, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         except BaseException as error:
-            _forget(temporary)
+            _delete(draft)
             if isinstance(error, OSError):
                 raise self._not_written(key, error) from error
             raise
         try:
-            os.replace(temporary, self._path(key))  # noqa: PTH105
+            os.replace(draft, self._path(key))  # noqa: PTH105
         except OSError as error:
-            _forget(temporary)
-            if error.errno in _REFUSED:
+            _delete(draft)
+            if error.errno in _NOT_RENAMED:
                 raise self._not_written(key, error) from error
-            raise CommitUnknown(f"nobody knows whether the record of commit {key!r} was written: {error}") from error
+            raise CommitUnknown(
+                f"it is unknown whether the record of commit {key!r} was written: {error}. {_COMMIT_AGAIN}"
+            ) from error
         try:
             sync(self._folder)
         except OSError as error:
             raise CommitUnknown(
-                f"the record of commit {key!r} was written, but may not be on the disk: {error}"
+                f"the record of commit {key!r} was written, but may not be on the disk: {error}. {_COMMIT_AGAIN}"
             ) from error
 
     def _not_written(self, key: str, error: OSError) -> CommitFailed:
         return CommitFailed(
-            f"the record of commit {key!r} could not be written to {self._folder}, so that nothing is decided: {error}. Make room, or "
-            f"keep decisions elsewhere, and commit again"
+            f"the record of commit {key!r} could not be written to {self._folder}, so nothing is decided: {error}. "
+            "Make room, or use another folder for the commit log, and commit again"
         )
 
     def _path(self, key: str) -> pathlib.Path:
         name = urllib.parse.quote(key, safe="")
         if len(name) + len(_SUFFIX) > _LONGEST:
-            name = f"{name[:_SHOWN]}={hashlib.sha256(key.encode()).hexdigest()}"  # no other name has a = in it
+            name = f"{name[:_SHOWN]}={hashlib.sha256(key.encode()).hexdigest()}"  # quoted names have no "="
         return self._folder / f"{name}{_SUFFIX}"
 
     @contextlib.contextmanager
-    def _alone(self, key: str) -> Iterator[None]:
+    def _locked(self, key: str) -> Iterator[None]:
         try:
             handle = os.open(self._folder / ".lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             lock = open(handle, "wb")  # noqa: PTH123, SIM115 (a descriptor, which is locked)
-            with contextlib.suppress(PermissionError):  # it is another user's
-                os.fchmod(handle, 0o600)  # an earlier version has made it for all to lock
+            with contextlib.suppress(PermissionError):  # another user's file
+                os.fchmod(handle, 0o600)  # early versions created it with a mode that let all users lock it
         except OSError as error:
             raise self._not_written(key, error) from error
         with lock:
@@ -175,47 +254,40 @@ class FileCommitLog:
                 except BlockingIOError:
                     if time.monotonic() > due:
                         raise CommitFailed(
-                            f"nothing is decided about commit {key!r}: for {_LOCK:g} s another process has held "
-                            f"{self._folder / '.lock'}; is it stopped?"
+                            f"nothing is decided about commit {key!r}: another process has held "
+                            f"{self._folder / '.lock'} for {_LOCK:g} s. End that process if it is stopped, and commit "
+                            "again"
                         ) from None
                     time.sleep(0.01)
             yield
 
 
+_COMMIT_AGAIN: Final = "Commit with the same id again to find out"
+
+
 def commit_log_of(given: Any) -> CommitLog:
-    """The decisions that a caller gives: an object that keeps records, or the path of a folder. Raises `OperatorMisused`."""
+    """The commit log that a user passes as an object, or as the path of a folder.
+
+    Raises `OperatorMisused` for anything else.
+    """
     if isinstance(given, (str, os.PathLike)) and os.fspath(given) and "://" not in os.fsdecode(given):
         return FileCommitLog(os.fsdecode(given))
     if isinstance(given, type) or not all(callable(getattr(given, name, None)) for name in ("read", "write")):
         raise OperatorMisused(
-            f"commit_log={given!r} is no folder on a local disk and keeps no records: give a path, FileCommitLog(path), or an "
-            f"object with read and write"
+            f"commit_log={given!r} is no folder on a local disk and keeps no records: give a path, "
+            "FileCommitLog(path), or an object with read and write"
         )
     found: CommitLog = given
     return found
 
 
-_SUFFIX: Final = ".json"
-#: How long the name of a file may be, in bytes, and how much of a name is shown that is longer.
-_LONGEST: Final = 255
-_SHOWN: Final = 120
-#: A record that is being written, by whoever holds the lock.
-_DRAFT: Final = ".record.tmp"
-#: The states of a record behind which nothing is left to do, and how many of them are kept in memory.
-OVER: Final = frozenset({"applied", "aborted", "refused"})
-_KEPT: Final = 100
-#: What a system says that has renamed nothing.
-_REFUSED: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-#: How long one waits for another's write, in seconds.
-_LOCK: Final = 60.0
-
-
-def _forget(temporary: pathlib.Path) -> None:
+def _delete(draft: pathlib.Path) -> None:
     with contextlib.suppress(OSError):
-        temporary.unlink()
+        draft.unlink()
 
 
 def _superseded(key: str) -> str:
     return (
-        f"another driver has written the record of commit {key!r} meanwhile: that one goes on, this one changes nothing"
+        f"another driver has written the record of commit {key!r} meanwhile: that driver continues, and this one "
+        f"changes nothing"
     )

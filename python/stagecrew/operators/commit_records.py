@@ -1,4 +1,4 @@
-"""The record of a commit: its format, the checks before it is used, and the comparison of two uses of one id."""
+"""The record of a commit: its format, its validation, and the comparison of two uses of one id."""
 
 from __future__ import annotations
 
@@ -22,36 +22,39 @@ __all__ = [
     "States",
     "checked",
     "columns_of",
+    "encoded_schema",
     "file_of",
     "known_of",
     "mark_of",
     "schema_of",
 ]
 
-#: A record: what JSON can say.
+#: A record, as JSON values.
 Record = dict[str, Any]
 
-#: Of records. Those of earlier versions have no number.
+#: The format of records. Records of early versions have no number.
 FORMAT: Final = 2
-#: Of the mark that a sink keeps beside a commit's id.
+#: The format of the mark that a sink stores with a commit's id.
 _MARK_FORMAT: Final = 1
 
 _RUN: Final = re.compile(r"[0-9a-f]{32}")
 _FILE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
-#: How long a text of a mark may be, and how much of a longer one is kept. A mark then fits in 400 characters, and a column of 512.
+#: The longest text in a mark, and how much of a longer one is kept. So a mark fits in 400 characters, and in a database
+#: column of 512.
 _LONGEST: Final = 60
 _KEPT: Final = 40
 
 
 class States:
-    """The states of a commit's record.
+    r"""The states of a commit's record.
 
         open(run) --decide--> decided(run, messages) --> applied
-           |   \\--another driver: open(its run)     \\--> refused (it can never be)
-           \\--> aborted
+           |   \--another driver: open(its run)     \--> refused (it can never be)
+           \--> aborted
 
-    `open` names the one run that may decide: whoever takes over, or aborts, writes first and deletes after. What the sink shows though
-    its record says otherwise (that is a copy, from before the decision) becomes applied, without messages.
+    An `open` record names the only run that may decide. A driver that takes over or aborts first writes the record and
+    then deletes. If the sink shows a commit whose record is not decided (a copy from before the decision), the record
+    becomes applied, without messages.
     """
 
     OPEN = "open"
@@ -63,22 +66,23 @@ class States:
 
 
 def checked(commit_id: str, record: Any) -> Record:
-    """The record, when it is one that this version writes. Run ids become the names of folders and tables: nothing else is let through.
+    """The record, if this version writes such records. Raises `CommitUnreadable` for any other.
 
-    Raises `CommitUnreadable`.
+    Run ids become names of folders and tables, so they are checked strictly.
     """
     if not isinstance(record, dict):
         raise _not_ours(commit_id, f"it is a {type(record).__name__}")
     format_ = record.get("format")
     if format_ is None:
         raise CommitUnreadable(
-            f"an earlier version of stagecrew wrote the record of commit {commit_id!r}, and this version does not read it. Nothing was "
-            f"changed or deleted. Finish the commit with the version that wrote it, or give this one another id"
+            f"an earlier version of stagecrew wrote the record of commit {commit_id!r}, and this version does not read "
+            "it. Nothing was changed or deleted. Finish the commit with the version that wrote it, or give this one "
+            "another id"
         )
     if format_ != FORMAT:
         raise CommitUnreadable(
-            f"the record of commit {commit_id!r} has format {format_!r}, and this version of stagecrew reads {FORMAT}. Nothing was "
-            f"changed or deleted. Finish the commit with the version that wrote it"
+            f"the record of commit {commit_id!r} has format {format_!r}, and this version of stagecrew reads {FORMAT}. "
+            f"Nothing was changed or deleted. Finish the commit with the version that wrote it"
         )
     problem = _problem(record)
     if problem:
@@ -88,13 +92,13 @@ def checked(commit_id: str, record: Any) -> Record:
 
 def _not_ours(commit_id: str, problem: str) -> CommitUnreadable:
     return CommitUnreadable(
-        f"the record of commit {commit_id!r} is not as stagecrew writes it: {problem}. Nothing was changed or deleted. Put a copy of the "
-        f"record in its place"
+        f"the record of commit {commit_id!r} is not as stagecrew writes it: {problem}. Nothing was changed or deleted. "
+        f"Put a copy of the record in its place"
     )
 
 
 def _problem(record: Record) -> str:
-    """The first problem of a record of this format; empty when it has none."""
+    """The first problem of a record of this format, or an empty text."""
     if record.get("state") not in States.ALL:
         return f"its state is {record.get('state')!r}"
     before = record.get("before")
@@ -116,7 +120,7 @@ def _problem(record: Record) -> str:
         return "it is decided, and names nothing to commit"
     try:
         schema_of(record)
-    except (KeyError, TypeError, ValueError, OSError) as error:  # pyarrow's are of the last two kinds
+    except (KeyError, TypeError, ValueError, OSError) as error:  # pyarrow raises the last two
         return f"its schema cannot be read ({type(error).__name__})"
     return ""
 
@@ -132,14 +136,19 @@ _OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 
 
 def file_of(commit_id: str, message: dict[str, Any]) -> str:
-    """The file that a message names: a plain name, as sinks give them. Raises `CommitUnreadable` for any other, such as a path."""
+    """The name of the file in a message. Raises `CommitUnreadable` for a name that no sink gives, such as a path."""
     name = message.get("file")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         raise CommitUnreadable(
-            f"the record of commit {commit_id!r} names {name!r}, which is no name of a staged file. Nothing was moved or deleted. Put a "
-            f"copy of the record in its place"
+            f"the record of commit {commit_id!r} names {name!r}, which is no name of a staged file. Nothing was moved "
+            "or deleted. Put a copy of the record in its place"
         )
     return name
+
+
+def encoded_schema(schema: pa.Schema) -> str:
+    """A schema as a record stores it."""
+    return base64.b64encode(schema.serialize()).decode("ascii")
 
 
 def schema_of(record: Record) -> pa.Schema:
@@ -148,10 +157,10 @@ def schema_of(record: Record) -> pa.Schema:
 
 
 def columns_of(schema: pa.Schema) -> list[str]:
-    """The names and types of a schema's columns, sorted: they must be the same in a repeat.
+    """The names and types of a schema's columns, sorted. A repeat must have the same.
 
-    Their order does not count, for sinks take columns in any order. Nullability and metadata do not count either, here and in nested types:
-    Spark derives them from its plan, and they change without a change of the data.
+    Sinks take columns in any order, so the order is ignored. Nullability and metadata are ignored too, also in nested
+    types: Spark derives them from its plan, so they may change when the data does not.
     """
     return sorted(f"{field.name}: {_type_of(field.type)}" for field in schema)
 
@@ -169,17 +178,17 @@ def _type_of(type_: pa.DataType) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """The facts about a commit that was decided before."""
+    """The facts about a commit that was already decided."""
 
     content: str | None
     columns: Sequence[str]
     rows: int
     time: float
-    #: Of a sink's mark, which keeps the beginning and a digest of long texts.
+    #: Whether the facts are those of a sink's mark, which has only the beginning and a digest of long texts.
     short: bool = False
 
     def difference(self, schema: pa.Schema, content: str | None) -> str:
-        """How a dataset differs from the committed one, with both values; empty when it does not."""
+        """How a dataset differs from the committed one, with both values, or an empty text."""
         columns = columns_of(schema)
         if self.short:
             content, columns = None if content is None else _shortened(content), [_shortened(", ".join(columns))]
@@ -194,12 +203,12 @@ class Known:
 
     @property
     def when(self) -> str:
-        """The time for people."""
+        """The time of the decision, for messages."""
         return dt.datetime.fromtimestamp(self.time, dt.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def known_of(commit_id: str, record: Record) -> Known | None:
-    """The facts in the record of a commit that is decided or done; None when the record has none."""
+    """The facts in the record of a commit that is decided or applied, or None if the record has none."""
     if "messages" not in record:
         return read_mark(commit_id, record.get("mark"))
     rows = sum(message.get("rows", 0) for message in record["messages"])
@@ -207,7 +216,7 @@ def known_of(commit_id: str, record: Record) -> Known | None:
 
 
 def mark_of(record: Record) -> str:
-    """The text of at most 400 characters that a sink stores with the id of a commit that is decided."""
+    """The text of at most 400 characters that a sink stores with the id of a decided commit."""
     content = record["content"]
     mark = {
         "format": _MARK_FORMAT,
@@ -220,7 +229,7 @@ def mark_of(record: Record) -> str:
 
 
 def read_mark(commit_id: str, text: str | None) -> Known | None:
-    """The inverse of `mark_of`; None without a mark: commits of earlier versions have none. Raises `CommitUnreadable`."""
+    """The inverse of `mark_of`. None without a mark, as in commits of early versions. Raises `CommitUnreadable`."""
     if not text:
         return None
     try:
@@ -229,17 +238,17 @@ def read_mark(commit_id: str, text: str | None) -> Known | None:
             return Known(mark["content"], [mark["columns"]], int(mark["rows"]), float(mark["time"]), short=True)
     except (ValueError, KeyError, TypeError) as error:
         raise CommitUnreadable(
-            f"the sink's mark of commit {commit_id!r} is not as stagecrew writes it ({type(error).__name__}). Nothing was changed. "
-            f"Give this commit another id"
+            f"the sink's mark of commit {commit_id!r} is not as stagecrew writes it ({type(error).__name__}). Nothing "
+            "was changed. Give this commit another id"
         ) from error
     raise CommitUnreadable(
-        f"the sink's mark of commit {commit_id!r} has format {mark['format']!r}, and this version of stagecrew reads {_MARK_FORMAT}. "
-        f"Nothing was changed. Use the version that wrote it, or give this commit another id"
+        f"the sink's mark of commit {commit_id!r} has format {mark['format']!r}, and this version of stagecrew reads "
+        f"{_MARK_FORMAT}. Nothing was changed. Use the version that wrote it, or give this commit another id"
     )
 
 
 def _shortened(text: str) -> str:
-    """The text; of one that is long, or cannot be shown, its beginning and a digest."""
+    """The text, or the beginning and a digest of a text that is long or not printable."""
     if len(text) <= _LONGEST and text.isprintable():
         return text
     begin = "".join(one if one.isprintable() else "?" for one in text[:_KEPT])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -15,90 +15,118 @@ from stagecrew.errors import OperatorMisused, SuperstepsFailed
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Described", "Reducer", "described", "reduced"]
+__all__ = ["Reducer", "ReducerCall", "reduced", "reducer_call"]
 
-#: The name of one that is ready-made, or a function of two values.
+#: The name of a ready-made reducer, or a function of two values.
 Reducer = str | Callable[[Any, Any], Any]
 
-#: Of how many functions a task remembers that it has looked into them.
-_KNOWN: Final = 64
 
-
-class Described(NamedTuple):
-    """A reducer as it travels, as a plain tuple. An own one comes with its pickled function."""
+class ReducerCall(NamedTuple):
+    """A reducer as a task sends it. Tasks use the same reducer if the names are equal."""
 
     name: str
-    #: Of an own one: by what tasks compare theirs.
-    fingerprint: bytes = b""
+    #: The user's own function, pickled. None for a ready-made reducer.
     function: bytes | None = None
 
-    def is_like(self, other: Described) -> bool:
-        """Whether both are the same function."""
-        return self[:2] == other[:2]
 
+def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
+    """Reduces the values, which are in the order of subtasks. Ignores None; the result is None if all values are.
 
-def reduced(reducer: Described, values: Sequence[Any]) -> Any:
-    """One value of these, which are in the order of subtasks; None is left out, and is the result where all are None.
-
-    Raises `SuperstepsFailed` for values that do not go together.
+    Raises `SuperstepsFailed` for values that cannot be reduced together.
     """
     present = {subtask: value for subtask, value in enumerate(values) if value is not None}
     if not present:
         return None
     if reducer.function is not None:
         return functools.reduce(pickle.loads(reducer.function), present.values())
-    _alike(reducer.name, present)
-    return NAMES[reducer.name](list(present.values()))
+    _require_alike(reducer.name, present)
+    return READY_MADE[reducer.name](list(present.values()))
 
 
-def described(reducer: Reducer, known: dict[bytes, bytes]) -> Described:
-    """A reducer as it travels. `known` is the caller's, for all its calls: what was pickled alike is looked into once.
+def reducer_call(reducer: Reducer, name: str | None = None) -> ReducerCall:
+    """A reducer as a task sends it, under `name` or its own name.
 
-    Raises `OperatorMisused` for a name that is none, for what cannot be called, and for a function that cannot be pickled.
+    Raises `OperatorMisused` for an unknown ready-made reducer, for an object that cannot be called or pickled, and for
+    a function that needs a `name` and has none.
     """
     if isinstance(reducer, str):
-        if reducer not in NAMES:
+        if reducer not in READY_MADE:
             raise OperatorMisused(
-                f"reduce() knows {', '.join(NAMES)}, and functions of two values; {reducer!r} is none of them"
+                f"reduce() knows {', '.join(READY_MADE)}, and functions of two values; {reducer!r} is none of them"
             )
-        return Described(reducer)
+        if name is not None:
+            raise OperatorMisused(
+                f"name={name!r} names a function of your own, and {reducer!r} is ready-made: leave name= out"
+            )
+        return ReducerCall(reducer)
     if not callable(reducer):
         raise OperatorMisused(
             f"reduce() takes the name of a reducer or a function of two values, not {type(reducer).__name__}"
         )
+    own_name = _checked_name(name) if name is not None else _importable_name(reducer)
+    if own_name is None:
+        raise OperatorMisused(
+            f"reduce() compares the reducers of all tasks by name, and no module has {_described(reducer)} under its "
+            "name. Give it one, the same in all tasks: reduce(value, function, name='...')"
+        )
+    return ReducerCall(own_name, _pickled(reducer))
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not name:
+        raise OperatorMisused(f"name= is the name of a reducer, a text that is not empty, not {name!r}")
+    if name in READY_MADE:
+        raise OperatorMisused(f"name={name!r} is the name of a ready-made reducer: give your function another one")
+    return name
+
+
+def _importable_name(reducer: Any) -> str | None:
+    """The name under which every process can import the function. None if there is no such name, as for a lambda."""
+    module = getattr(reducer, "__module__", None)
+    path = getattr(reducer, "__qualname__", None) or getattr(reducer, "__name__", None)
+    if not isinstance(module, str) or not isinstance(path, str) or module == "__main__":
+        return None
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return f"{module}.{path}" if found is reducer else None
+
+
+def _described(reducer: Any) -> str:
+    path = getattr(reducer, "__qualname__", None)
+    module = getattr(reducer, "__module__", None)
+    return f"a {type(reducer).__qualname__}" if path is None else f"{module}.{path}" if module else str(path)
+
+
+def _pickled(reducer: Any) -> bytes:
     from pyspark import cloudpickle
 
-    from stagecrew.listeners.fingerprints import fingerprint
-
-    name = f"{getattr(reducer, '__module__', '')}.{getattr(reducer, '__qualname__', type(reducer).__qualname__)}"
     try:
         pickled: bytes = cloudpickle.dumps(reducer)  # type: ignore[no-untyped-call]
-    except Exception as error:  # of anybody's __reduce__
+    except Exception as error:  # a user's __reduce__ may raise anything
         raise OperatorMisused(
-            f"the driver reduces, and {name} cannot be sent there ({type(error).__name__}: {error}): give it only what can be pickled"
+            f"the driver reduces, and {_described(reducer)} cannot be sent there ({type(error).__name__}: {error}): "
+            "let it hold only what can be pickled"
         ) from error
-    key = hashlib.blake2b(pickled).digest()
-    if key not in known:
-        if len(known) >= _KNOWN:
-            known.clear()
-        known[key] = fingerprint(reducer, pickled)
-    return Described(name, known[key], pickled)
+    return pickled
 
 
-def _alike(name: str, values: Mapping[int, Any]) -> None:
-    """Whether the subtasks' values can be one: of one kind, and where it is done element by element, of one shape."""
+def _require_alike(name: str, values: Mapping[int, Any]) -> None:
+    """Raises `SuperstepsFailed` unless all values are of one kind, and of one shape unless they are concatenated."""
     found = {subtask: (_kind(value), _shape(value) if name != "concat" else None) for subtask, value in values.items()}
     first, *others = found
     for other in others:
         if found[other] != found[first]:
             raise SuperstepsFailed(
-                f"{name} of values that differ: {_words(found[first])} of subtask {first} and {_words(found[other])} of "
-                f"subtask {other}"
+                f"{name} of values that differ: {_kind_and_shape(found[first])} of subtask {first} and "
+                f"{_kind_and_shape(found[other])} of subtask {other}. Let all subtasks give values of one kind and "
+                "shape"
             )
 
 
-def _words(of: tuple[str, Any]) -> str:
-    return of[0] if of[1] is None else f"{of[0]} of shape {of[1]}"
+def _kind_and_shape(found: tuple[str, Any]) -> str:
+    kind, shape = found
+    return kind if shape is None else f"{kind} of shape {shape}"
 
 
 def _kind(value: Any) -> str:
@@ -118,26 +146,28 @@ def _shape(value: Any) -> Any:
 
 
 def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) -> Callable[[Sequence[Any]], Any]:
+    """A reducer of numbers, of numpy arrays with the ufunc `arrays`, and of Arrow arrays with the function `arrow`."""
+
     def reduce(values: Sequence[Any]) -> Any:
         if numbers is _add:
-            values = [_counted(value) for value in values]
+            values = [_booleans_as_numbers(value) for value in values]
         if isinstance(values[0], pa.Array | pa.ChunkedArray):
             import pyarrow.compute as pc
 
             return functools.reduce(getattr(pc, arrow), values)
         if _kind(values[0]) == "numpy array":
-            return _folded(getattr(_numpy(), arrays), values)
+            return _reduced_in_place(getattr(_numpy(), arrays), values)
         if _kind(values[0]) != "number" and numbers is _add:
             raise SuperstepsFailed(
-                f"no sum of {_kind(values[0])}: numbers, numpy and Arrow arrays have one; see concat"
+                f"no sum of {_kind(values[0])}: numbers, numpy and Arrow arrays have one; use 'concat' or a function"
             )
         return functools.reduce(numbers, values)
 
     return reduce
 
 
-def _counted(value: Any) -> Any:
-    """A boolean, or an array of them, as numbers: numpy's sum of two is their "or", and Arrow has none."""
+def _booleans_as_numbers(value: Any) -> Any:
+    """A boolean, or an array of booleans, as numbers. numpy adds two booleans as "or", and Arrow does not add them."""
     if isinstance(value, pa.Array | pa.ChunkedArray):
         return value.cast(pa.int64()) if pa.types.is_boolean(value.type) else value
     if type(value).__module__ == "numpy" and _numpy().asarray(value).dtype.kind == "b":
@@ -145,12 +175,12 @@ def _counted(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def _folded(of_two: Any, values: Sequence[Any]) -> Any:
-    """As `functools.reduce`, but what is made of the first two takes the others in, where it is of a type that can."""
+def _reduced_in_place(ufunc: Any, values: Sequence[Any]) -> Any:
+    """Like `functools.reduce`, but reuses the first intermediate array for further results of the same type."""
     result, *others = values
     for number, other in enumerate(others):
         fits = number > 0 and _numpy().result_type(result, other) == result.dtype
-        result = of_two(result, other, out=result) if fits else of_two(result, other)
+        result = ufunc(result, other, out=result) if fits else ufunc(result, other)
     return result
 
 
@@ -177,7 +207,8 @@ def _concat(values: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return functools.reduce(_add, values)
     raise SuperstepsFailed(
-        f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one"
+        f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one; use a "
+        "function"
     )
 
 
@@ -187,7 +218,7 @@ def _numpy() -> ModuleType:
     return np
 
 
-NAMES: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
+READY_MADE: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {
     "sum": _elementwise(_add, "add", "add_checked"),
     "min": _elementwise(min, "minimum", "min_element_wise"),
     "max": _elementwise(max, "maximum", "max_element_wise"),

@@ -1,4 +1,4 @@
-"""Which splits each subtask was given: what makes a dynamic source deterministic. No Spark, no thread."""
+"""The split log: which splits each subtask got. It makes a dynamic source deterministic. Without Spark and threads."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 __all__ = ["HELD", "SplitLog"]
 
-#: There is a split, which may not be given yet.
+#: The reply for a split that may not be given out yet.
 HELD: Final = b""
 
-#: How many splits are read ahead where the enumerator knows locations, so that there is something to choose from.
+#: How many splits are read ahead if the enumerator knows locations, so that the log can choose one near the task.
 _AHEAD: Final = 64
 
 
 class SplitLog:
-    """A log of splits per subtask. Whoever evaluates a subtask reads its log from the beginning, and then lengthens it.
+    """A log of splits for each subtask. An evaluation of a subtask reads the log from the beginning, then extends it.
 
-    So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When the
-    enumerator has no more, all logs are sealed. Splits are pickled once, and known again by those bytes, and by equality
-    where they can be hashed.
+    So two evaluations of a subtask see the same splits in the same order, and each split is in exactly one log. When
+    the enumerator is exhausted, all logs are sealed. A split is pickled once. Two splits are the same if their pickled
+    bytes are equal, or if they are hashable and equal.
 
-    The enumerator (see `Enumerator`), or the iterable that stands for it, is begun when the first split is taken. `came` is
-    called for each split that it gives, and says whether there is time to read ahead.
+    The enumerator is an `Enumerator` or an iterable. It is read from the first request on. `on_split` is called for
+    each split that it yields, and returns whether there is time to read ahead.
     """
 
-    def __init__(self, enumerator: Any, name: str, came: Callable[[], bool] = lambda: True) -> None:
-        #: For messages.
+    def __init__(self, enumerator: Any, name: str, on_split: Callable[[], bool] = lambda: True) -> None:
+        #: The name in messages.
         self.name = name
-        self._enumerator, self._came = enumerator, came
+        self._enumerator, self._on_split = enumerator, on_split
         self._has_time = True
         self._splits: Iterator[Any] | None = None
         self._event_time: Callable[[Any], Any] | None = getattr(enumerator, "event_time", None)
@@ -47,24 +47,25 @@ class SplitLog:
         self._logs: dict[int, list[bytes]] = {}
         self._ahead: collections.deque[tuple[bytes, frozenset[str]]] = collections.deque()
         self._seen: set[Any] = set()
-        #: Digests of what is in restored logs, and was not enumerated again yet.
+        #: Digests of the splits in restored logs that the enumerator has not yielded again yet.
         self._restored: set[bytes] = set()
         self._exhausted = False
         self._failure: BaseException | None = None
 
     def at(self, subtask: int, index: int, host: str, reading: WatermarkGroup[Any] | None = None) -> bytes | None:
-        """The split at this place of the subtask's log, pickled; None at its end, when there are no more.
+        """The pickled split at an index of the subtask's log, or None if the log is sealed and has no more.
 
-        Where splits have event times, `reading` says whether one that was given to nobody may be given now: `HELD` when not.
-        Raises `SplitsFailed` from what the enumerator raised, and ever after, and for a place beyond the log's end.
+        If splits have event times, `reading` decides whether a new split may be given out now. If not, the result is
+        `HELD`. Raises `SplitsFailed` for an error of the enumerator, now and in all later calls, and for an index
+        beyond the log.
         """
         log = self._logs.setdefault(subtask, [])
         if index < len(log):
             return log[index]
         if index > len(log):
             raise SplitsFailed(
-                f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)}: another coordinator "
-                f"gave it the others"
+                f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)}: another "
+                f"coordinator gave it the others"
             )
         if self._failure is not None:
             raise SplitsFailed(str(self._failure)) from self._failure
@@ -74,17 +75,17 @@ class SplitLog:
         return split
 
     def event_time(self, split: bytes) -> Any:
-        """The event time of a pickled split, where the enumerator knows it."""
+        """The event time of a pickled split, or None if the enumerator knows no event times."""
         return None if self._event_time is None else self._event_time(pickle.loads(split))
 
     @property
     def given(self) -> int:
-        """How many splits are in logs."""
+        """The number of splits in all logs."""
         return sum(map(len, self._logs.values()))
 
     @property
     def sealed(self) -> bool:
-        """Whether there are no more."""
+        """Whether all splits are in logs."""
         return self._exhausted and not self._ahead
 
     def state(self) -> bytes:
@@ -92,7 +93,10 @@ class SplitLog:
         return pickle.dumps({"logs": self._logs})
 
     def restore(self, state: bytes) -> None:
-        """Goes on as of a checkpoint. What the enumerator gives again is known by its bytes, and skipped."""
+        """Continues from a checkpoint.
+
+        Splits that the enumerator yields again are recognized by their bytes, and skipped.
+        """
         self._logs = pickle.loads(state)["logs"]
         self._restored = {_digest(split) for split in itertools.chain.from_iterable(self._logs.values())}
 
@@ -100,7 +104,7 @@ class SplitLog:
         wanted = 1 if self._locations is None else _AHEAD
         while len(self._ahead) < wanted and (found := self._next()) is not None:
             self._ahead.append(found)
-            if not self._has_time:  # a task waits
+            if not self._has_time:  # the task has waited for long enough
                 break
         if not self._ahead:
             return None
@@ -129,14 +133,14 @@ class SplitLog:
                     self._exhausted = True
                     if self._restored:
                         raise SplitsFailed(
-                            f"{len(self._restored)} splits that tasks of {self.name} had read before the checkpoint were not "
-                            f"enumerated again; an enumerator has to give the same splits again"
+                            f"{len(self._restored)} splits that tasks of {self.name} had read before the checkpoint "
+                            "were not enumerated again: an enumerator must give the same splits again"
                         )
                     return None
                 packed: bytes = cloudpickle.dumps(split)  # type: ignore[no-untyped-call]
                 hosts = frozenset(self._locations(split)) if self._locations is not None else frozenset()
                 if self._is_new(split, packed):
-                    self._has_time = self._came()
+                    self._has_time = self._on_split()
                     return packed, hosts
             except BaseException as error:
                 if isinstance(error, SplitsFailed):
@@ -155,18 +159,18 @@ class SplitLog:
             self._restored.discard(digest)
             self._seen.add(digest)
             return False
-        marks = [digest]
+        keys = [digest]
         try:
             hash(split)
-            marks.append(split)
+            keys.append(split)
         except TypeError:
             pass
-        if any(mark in self._seen for mark in marks):
+        if any(key in self._seen for key in keys):
             raise SplitsFailed(
-                f"the enumerator of {self.name} gave one split twice: {_short(split)}. Its rows would be read twice; give each once, "
-                f"or make them differ"
+                f"the enumerator of {self.name} gave one split twice: {_short(split)}. Its rows would be read twice: "
+                "give each split once, or make them differ"
             )
-        self._seen.update(marks)
+        self._seen.update(keys)
         return True
 
 

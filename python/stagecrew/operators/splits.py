@@ -1,4 +1,4 @@
-"""Splits: a dynamic source whose idle tasks pull what they read next."""
+"""Splits: a dynamic source. A task that has read its split pulls the next one from the coordinator."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.errors import OperatorMisused, RequestTimeout, SplitsFailed
+from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
 from stagecrew.operators.splitlog import HELD, SplitLog
 from stagecrew.operators.watermarks import WatermarkGroup
 
@@ -26,108 +27,111 @@ if TYPE_CHECKING:
     from stagecrew.coordination.operator import Scope
     from stagecrew.worker.evaluations import TaskGateway
 
-__all__ = ["Enumerator", "SplitCoordinator", "read_splits"]
+__all__ = ["SplitCoordinator", "read_splits"]
 
-#: How often it is looked whether the enumerator is late, in seconds.
+#: The period, in seconds, of the check that the enumerator is not late.
 _WATCH: Final = 1.0
-#: How long one request reads ahead where the enumerator knows locations, in seconds.
+#: For how many seconds one request may read ahead, if the enumerator knows locations.
 _AHEAD: Final = 1.0
-#: How often it is looked who is idle, where splits have event times.
-_LOOK: Final = 0.2
-#: How long a request for a split that may not be given yet is held before its task asks again: far below its time-out.
+#: The period, in seconds, of the check for idle evaluations, if splits have event times.
+_IDLE_CHECK: Final = 0.2
+#: After how many seconds a held request is answered with `HELD`, so that its task asks again: far below the request
+#: timeout.
 _HOLD: Final = 5.0
 
 
-class Enumerator(Protocol):
-    """What has splits: `splits()` is read lazily, from the beginning each time it is called.
-
-    It may also have `locations(split)`: the hosts on which the split is read best, as Spark names them.
-    """
-
-    def splits(self) -> Iterable[Any]:
-        """Picklable splits, each once, in the order in which they should be begun: the largest first, if that is known."""
-
-
 @dataclasses.dataclass
-class _Held:
-    """Who waits for a split that may not be given yet; after a while it is told to ask again."""
+class _HeldRequest:
+    """A request for a split that may not be given out yet.
+
+    At `until`, the task gets the reply `HELD` and asks again.
+    """
 
     evaluation: Evaluation
     index: int
     host: str
     until: float
-    later: Future[bytes | None]
+    reply: Future[bytes | None]
 
 
 class SplitCoordinator(Coordinator):
-    """Gives splits to subtasks by their logs. Its enumerator is read on its thread, one split at a time."""
+    """Gives splits to subtasks, according to the split log.
+
+    Reads the enumerator on its own thread, one split at a time.
+    """
 
     kind = "splits"
 
     def __init__(self, context: CoordinatorContext, enumerator: Any, patience: float) -> None:
         super().__init__(context)
+        #: How many seconds the enumerator may take for one split.
         self._patience = patience
-        self._is_there = isinstance(enumerator, Sequence)
-        self._splits = len(enumerator) if self._is_there else None
-        self._read: dict[int, int] = {}  # subtask -> how many splits of its log were read
-        self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._came)
-        #: While a split is looked for: when that began, and since when none has come.
-        self._asked = 0.0
-        self._since: float | None = None
-        #: Where splits have event times: what evaluations are reading, and those that wait for the slowest of them.
+        self._is_list = isinstance(enumerator, Sequence)
+        self._splits = len(enumerator) if self._is_list else None
+        self._read: dict[int, int] = {}  # subtask -> how many splits of its log it has read
+        self._log = SplitLog(enumerator, f"operator {context.operator!r}", self._on_split)
+        #: While a request reads the enumerator: when the request began, and when the last split arrived.
+        self._request_began = 0.0
+        self._waiting_since: float | None = None
+        #: If splits have event times: the split that each evaluation reads, and the requests that wait for the slowest
+        #: of them.
         self._reading: WatermarkGroup[int] | None = None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, _HeldRequest] = {}
         if hasattr(enumerator, "event_time"):
             self._reading = WatermarkGroup(enumerator.drift, enumerator.idle_after)
 
     def start(self) -> None:
         """See `Coordinator`."""
-        if not self._is_there:
-            self.context.call_async(self._watch, _nothing, period=min(_WATCH, self._patience / 4), while_live=True)
+        if not self._is_list:
+            self.context.call_async(
+                self._check_enumerator, _ignore, period=min(_WATCH, self._patience / 4), while_live=True
+            )
         if self._reading is not None:
-            self.context.every(_LOOK, self._let_go, while_live=True)
+            self.context.every(_IDLE_CHECK, self._release_held, while_live=True)
 
     def handle_request(self, evaluation: Evaluation, request: Any) -> bytes | Future[bytes | None] | None:
-        """A task asks for the split at a place of its subtask's log; None at its end. It has read the one before."""
+        """A task asks for the split at an index of its subtask's log, and has read the one before.
+
+        The reply is None at the end.
+        """
         index, host = request
         assert evaluation.subtask is not None
         if index > self._read.get(evaluation.subtask, 0):
             self._read[evaluation.subtask] = index
         if self._reading is None:
-            return self._at(evaluation, index, host)
+            return self._split_at(evaluation, index, host)
         self._reading.remove(evaluation.id)
-        split = self._at(evaluation, index, host, self._reading)
+        split = self._split_at(evaluation, index, host, self._reading)
         if split != HELD:
-            self._let_go()
+            self._release_held()
             return split
-        held = self._held[evaluation.id] = _Held(
-            evaluation, index, host, time.monotonic() + min(_HOLD, self._patience / 4), Future()
-        )
-        return held.later
+        until = time.monotonic() + min(_HOLD, self._patience / 4)
+        held = self._held[evaluation.id] = _HeldRequest(evaluation, index, host, until, Future())
+        return held.reply
 
     def failed(self, evaluation: Evaluation, reason: str) -> None:
         """See `Coordinator`."""
-        self._over(evaluation)
+        self._remove(evaluation)
 
     def finished(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
-        self._over(evaluation)
+        self._remove(evaluation)
 
     def abandoned(self, evaluation: Evaluation) -> None:
         """See `Coordinator`."""
-        self._over(evaluation)
+        self._remove(evaluation)
 
-    def _over(self, evaluation: Evaluation) -> None:
+    def _remove(self, evaluation: Evaluation) -> None:
         if self._reading is not None:
             self._reading.remove(evaluation.id)
             self._held.pop(evaluation.id, None)
-            self._let_go()
+            self._release_held()
 
-    def _at(
+    def _split_at(
         self, evaluation: Evaluation, index: int, host: str, reading: WatermarkGroup[int] | None = None
     ) -> bytes | None:
         assert evaluation.subtask is not None
-        self._asked = self._since = time.monotonic()
+        self._request_began = self._waiting_since = time.monotonic()
         try:
             if reading is None:
                 return self._log.at(evaluation.subtask, index, host)
@@ -139,35 +143,39 @@ class SplitCoordinator(Coordinator):
             self.context.fail(error)
             raise
         finally:
-            self._since = None
+            self._waiting_since = None
 
-    def _came(self) -> bool:
-        self._since = now = time.monotonic()
-        return now - self._asked < min(_AHEAD, self._patience / 4)
+    def _on_split(self) -> bool:
+        """The enumerator has yielded a split. Returns whether the request has time to read ahead."""
+        self._waiting_since = now = time.monotonic()
+        return now - self._request_began < min(_AHEAD, self._patience / 4)
 
-    def _let_go(self) -> None:
-        """Gives those that wait what they may have now."""
+    def _release_held(self) -> None:
+        """Replies to held requests whose split may be given out now, or that have been held for long enough."""
         assert self._reading is not None
         now = time.monotonic()
         for id_, held in list(self._held.items()):
             try:
-                split = self._at(held.evaluation, held.index, held.host, self._reading)
+                split = self._split_at(held.evaluation, held.index, held.host, self._reading)
             except SplitsFailed as error:
-                held.later.set_exception(error)
+                held.reply.set_exception(error)
             else:
                 if split == HELD and now < held.until:
                     continue
-                held.later.set_result(split)
+                held.reply.set_result(split)
             del self._held[id_]
 
     def waits_for(self) -> str:
         """See `Coordinator`."""
         if not self._held:
             return ""
-        return f"those who read the earliest splits: {_counted(len(self._held), 'subtask')} may not read on before"
+        return f"the tasks that read the earliest splits: {_counted(len(self._held), 'subtask')} may not read on before"
 
     def progress(self) -> dict[str, Any]:
-        """See `Coordinator`. Those are done after which a task has asked for the next; how many are left is known of a list."""
+        """See `Coordinator`.
+
+        A split is done when its task asks for the next one. The number left is known if the splits are a list.
+        """
         given, done = self._log.given, sum(self._read.values())
         found = {"splits done": done, "splits in work": given - done}
         left = 0 if self._log.sealed else None if self._splits is None else self._splits - given
@@ -182,23 +190,23 @@ class SplitCoordinator(Coordinator):
         if state is not None:
             self._log.restore(state)
 
-    def _watch(self) -> None:
-        since = self._since
+    def _check_enumerator(self) -> None:
+        since = self._waiting_since
         if since is not None and time.monotonic() - since > self._patience:
             self.context.fail(
                 SplitsFailed(
-                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it blocks, or is slow. "
-                    f"Make it faster, or raise spark.stagecrew.request.timeout"
+                    f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it "
+                    "blocks, or is slow. Make it faster, or raise spark.stagecrew.request.timeout"
                 )
             )
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _nothing(_result: Any, _error: BaseException | None) -> None:
-    """What was watched has been told."""
+def _ignore(_result: Any, _error: BaseException | None) -> None:
+    """`_check_enumerator` reports a late enumerator itself."""
 
 
 def read_splits(
@@ -210,7 +218,7 @@ def read_splits(
     parallelism: int | None,
     use: str | None,
 ) -> DataFrame:
-    """See `Topology.splits`."""
+    """Implements `Topology.splits`."""
     from pyspark.sql import SparkSession
 
     from stagecrew.coordination.operator import Operator
@@ -218,16 +226,19 @@ def read_splits(
     name = use or "splits"
     if not hasattr(enumerator, "splits") and not isinstance(enumerator, Iterable):
         raise OperatorMisused(
-            f"splits() takes an iterable of splits, or an object whose splits() answers one; {type(enumerator).__name__} is neither"
+            "splits() takes an iterable of splits, or an object whose splits() returns one; "
+            f"{type(enumerator).__name__} is neither"
         )
     if not callable(read):
-        raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}")
+        raise OperatorMisused(f"splits() reads with a function read(split), not {type(read).__name__}: pass a function")
     if isinstance(enumerator, Iterator):
-        enumerator = Once(enumerator, f"the splits of operator {name!r}")
+        enumerator = SinglePassEnumerator(enumerator, f"the splits of operator {name!r}")
     tasks = context.defaultParallelism if parallelism is None else parallelism
     if not isinstance(tasks, int) or tasks < 1:
-        raise OperatorMisused(f"parallelism is the number of tasks, at least 1, not {tasks!r}")
-    patience = 0.9 * scope.request_timeout
+        raise OperatorMisused(f"parallelism is the number of tasks, a whole number of at least 1, not {tasks!r}")
+    patience = (
+        0.9 * scope.request_timeout
+    )  # the coordinator names the late enumerator before the task's request times out
     operator = Operator(scope, name, lambda made_for: SplitCoordinator(made_for, enumerator, patience), use)
     session = SparkSession.getActiveSession() or SparkSession(context)
 
@@ -237,35 +248,21 @@ def read_splits(
     return operator.map(session.range(0, tasks, 1, tasks), work, schema)
 
 
-class Once:
-    """An iterator, which can be read once: a coordinator that begins anew cannot begin it anew."""
-
-    def __init__(self, iterator: Iterator[Any], name: str) -> None:
-        self._iterator, self._name, self._begun = iterator, name, False
-
-    def splits(self) -> Iterator[Any]:
-        """The iterator, the first time."""
-        if self._begun:
-            raise SplitsFailed(
-                f"{self._name} came from an iterator, which cannot be read again, as after a reset; give a list, or an object whose "
-                f"splits() begins anew"
-            )
-        self._begun = True
-        return self._iterator
-
-
 def read_subtask(
     gateway: TaskGateway, batches: Iterator[pa.RecordBatch], read: Callable[[Any], Iterable[pa.RecordBatch]]
 ) -> Iterator[pa.RecordBatch]:
-    """The task's side: reads the splits of its subtask's log, and then those that it is given."""
-    for _ in batches:  # the one row that makes it a subtask
+    """The task's side: reads the splits in its subtask's log, then asks for more."""
+    for _ in batches:  # the one row of this subtask carries no data
         pass
     index = 0
     while True:
         try:
             packed = gateway.request((index, gateway.host))
         except RequestTimeout as error:
-            raise SplitsFailed(f"no split came: {error}") from error
+            raise SplitsFailed(
+                f"subtask {gateway.subtask} got no split in time: {error}. Raise spark.stagecrew.request.timeout if "
+                "the driver is slow"
+            ) from error
         if packed is None:
             return
         if packed == HELD:

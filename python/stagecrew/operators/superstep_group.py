@@ -1,56 +1,60 @@
-"""Who has come to a superstep: a pure state machine, without Spark, threads or a clock."""
+"""The subtasks of one superstep group: a pure state machine, without Spark, threads or a clock."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from stagecrew.errors import SuperstepsFailed
-from stagecrew.operators.reducers import Described
+from stagecrew.operators.reducers import ReducerCall
 
-__all__ = ["Gathering"]
+__all__ = ["SuperstepGroup"]
 
 
-class Gathering:
-    """The subtasks of one attempt at a stage, which go from step to step together.
+class SuperstepGroup:
+    """The subtasks of one stage attempt. They go through the steps together.
 
-    Each step takes one value of every subtask, with the same reducer; when the last has come, the values are answered in the
-    order of subtasks, and the next step begins. Steps count from 0. Sets of subtasks, never counters.
+    A step takes one value from every subtask, and all use the same reducer. When the last value arrives, `add` returns
+    all values in the order of subtasks, and the next step begins. Steps count from 0. The group keeps sets of subtasks,
+    never counters.
 
-    Whatever cannot come to an end is an error at once, with the names of those that differ: a subtask that ends while others
-    wait, or comes to a step behind the end of another; another reducer; another step.
+    A group that cannot finish raises an error at once, which names the subtasks that differ: a subtask ended while
+    others wait, a subtask entered a step after another one ended, or the subtasks use different reducers or are at
+    different steps.
     """
 
     def __init__(self, name: str, subtasks: int) -> None:
-        #: For messages.
+        #: The name in messages.
         self.name = name
         self.subtasks = subtasks
         self.step = 0
         self._values: dict[int, Any] = {}
-        self._reducer: tuple[Described, int] = (Described(""), 0)  # and whose it was first
-        self._ended: dict[int, int] = {}  # subtask -> how many steps it took part in
+        self._reducer: tuple[ReducerCall, int] = (
+            ReducerCall(""),
+            0,
+        )  # of this step, and the first subtask that gave it
+        self._ended: dict[int, int] = {}  # subtask -> in how many steps it took part
 
-    def add(self, subtask: int, step: int, reducer: Described, value: Any) -> list[Any] | None:
-        """A subtask has come to a step. Answers all values when it was the last, else None. Raises `SuperstepsFailed`."""
+    def add(self, subtask: int, step: int, reducer: ReducerCall, value: Any) -> list[Any] | None:
+        """Adds a subtask's value to a step.
+
+        Returns all values after the last one, else None. Raises `SuperstepsFailed`.
+        """
         if subtask in self._values:
             raise SuperstepsFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
         if step != self.step:
             raise SuperstepsFailed(
-                f"{self.name}: subtask {subtask} is at step {step}, the others are at step {self.step}: each has to call "
-                f"reduce() as often as the others"
+                f"{self.name}: subtask {subtask} is at step {step}, the others are at step {self.step}: {_AS_OFTEN}"
             )
-        if self._values and not reducer.is_like(self._reducer[0]):
-            other, whose = self._reducer
-            difference = (
-                f"by {reducer.name!r}, but subtask {whose} by {other.name!r}"
-                if reducer.name != other.name
-                else f"by another function than subtask {whose}: both are called {reducer.name!r}, but their code, or a value "
-                f"that they hold, is not the same"
+        if self._values and reducer.name != self._reducer[0].name:
+            first, first_subtask = self._reducer
+            raise SuperstepsFailed(
+                f"{self.name}: in step {step} subtask {subtask} reduces with {reducer.name!r}, but subtask "
+                f"{first_subtask} with {first.name!r}: all must call reduce() with the same reducer"
             )
-            raise SuperstepsFailed(f"{self.name}: in step {step} subtask {subtask} reduces {difference}")
         if not self._values:
             self._reducer = (reducer, subtask)
         self._values[subtask] = value
-        self._compare()
+        self._require_progress()
         if len(self._values) < self.subtasks:
             return None
         values = [self._values[one] for one in sorted(self._values)]
@@ -59,21 +63,24 @@ class Gathering:
         return values
 
     def end(self, subtask: int) -> bool:
-        """A subtask has come to its end. Answers whether all have. Raises `SuperstepsFailed` when others wait for it."""
+        """Ends a subtask. Returns whether all have ended. Raises `SuperstepsFailed` if others wait for it."""
         self._ended[subtask] = self.step
-        self._compare()
+        self._require_progress()
         return len(self._ended) >= self.subtasks
 
     @property
     def missing(self) -> list[int]:
-        """The subtasks that others wait for."""
+        """The subtasks for which others wait."""
         return [one for one in range(self.subtasks) if one not in self._values] if self._values else []
 
-    def _compare(self) -> None:
+    def _require_progress(self) -> None:
         if self._values and self._ended:
             ended, steps = next(iter(self._ended.items()))
             waiting = min(self._values)
             raise SuperstepsFailed(
-                f"{self.name}: subtask {ended} ended after {steps} steps, but subtask {waiting} waits in step {self.step}: each has "
-                f"to call reduce() as often as the others"
+                f"{self.name}: subtask {ended} ended after {steps} steps, but subtask {waiting} waits in step "
+                f"{self.step}: {_AS_OFTEN}"
             )
+
+
+_AS_OFTEN = "each must call reduce() as often as the others"

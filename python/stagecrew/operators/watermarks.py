@@ -1,4 +1,4 @@
-"""Who is ahead of whom in event time: a pure state machine, without Spark, threads or a clock of its own."""
+"""The rule that limits how far sources advance in event time: a pure state machine, without Spark or threads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,27 @@ class _Source:
 class WatermarkGroup(Generic[S]):
     """Sources that advance in event time together: none may be ahead of the slowest by more than the drift.
 
-    A source takes part from its first report until it finishes, is taken out, or is idle: has not reported for `idle_after`
-    seconds. Whoever is idle takes part again with its next report. Watermarks only grow: a report that comes twice, late, or out
-    of order changes nothing, and one that is lost is made good by the next.
+    A source takes part from its first report until it finishes, is removed, or becomes idle. An idle source takes part
+    again with its next report. Watermarks only grow. So a report that arrives twice, late or out of order changes
+    nothing, and the next report makes up for a lost one.
 
-    Event times are of any type that can be compared, and to which `drift` can be added: numbers, or `datetime` and `timedelta`.
+    Event times may be of any type that can be compared and to which `drift` can be added: numbers, or `datetime` with a
+    `timedelta`.
 
-    Source: Flink's watermark alignment (FLIP-182), with its mends: FLINK-31632 (overflow), FLINK-32420, FLINK-35933, FLINK-37670
-    (who has finished holds nobody).
+    Args:
+        drift: How far ahead of the slowest source a source may be.
+        idle_after: After how many seconds without a report a source is idle. None means never.
+        clock: Returns the current time in seconds.
+
+    Example:
+        >>> group = WatermarkGroup(drift=10)
+        >>> group.report("a", 100)
+        >>> group.report("b", 105)
+        >>> group.limit, group.allows(111)
+        (110, False)
+
+    Source: Flink's watermark alignment (FLIP-182), with its fixes: FLINK-31632 (overflow), FLINK-32420, FLINK-35933,
+    FLINK-37670 (a finished source holds back no other).
     """
 
     def __init__(
@@ -40,17 +53,23 @@ class WatermarkGroup(Generic[S]):
         self._finished: set[S] = set()
 
     def report(self, source: S, watermark: Any) -> None:
-        """The source has come so far: nothing of before this event time will follow.
+        """Records that a source has reached a watermark: no earlier event time of it will follow.
 
-        Raises `TypeError` for what cannot be compared with the others' watermarks, or has no sum with the drift; it changes nothing.
+        Args:
+            source: The source. A report of a finished source is ignored.
+            watermark: The event time.
+
+        Raises:
+            TypeError: If the watermark cannot be compared with those of other sources, or the drift cannot be added to
+                it. The group is then unchanged.
         """
         if source in self._finished:
             return
-        limit = self._sum(watermark)
-        if watermark != watermark or (limit is not None and not limit >= watermark):  # noqa: PLR0124 (what is no number)
+        limit = self._plus_drift(watermark)
+        if watermark != watermark or (limit is not None and not limit >= watermark):  # noqa: PLR0124 (not a number)
             raise TypeError(f"{watermark!r} with a drift of {self.drift!r} is no event time that others can be held to")
         for other in self._sources.values():
-            watermark < other.watermark  # noqa: B015 (whether it can be compared)
+            watermark < other.watermark  # noqa: B015 (raises if they cannot be compared)
             break
         known = self._sources.get(source)
         if known is None:
@@ -60,28 +79,40 @@ class WatermarkGroup(Generic[S]):
             known.reported = self._clock()
 
     def remove(self, source: S) -> None:
-        """It takes no part until it reports again: its task failed, and another will begin anew."""
+        """Removes a source until it reports again, for example because its task failed and another will start over.
+
+        Args:
+            source: The source. An unknown one is ignored.
+        """
         self._sources.pop(source, None)
 
     def forget(self, source: S) -> None:
-        """It is gone, and its name will not come again."""
+        """Removes all that is known of a source that will never report again.
+
+        Args:
+            source: The source. An unknown one is ignored.
+        """
         self._sources.pop(source, None)
         self._finished.discard(source)
 
     def finish(self, source: S) -> None:
-        """Nothing follows: it takes no part any more, whatever still comes of it."""
+        """Ends a source: it takes no part from now on, and its late reports are ignored.
+
+        Args:
+            source: The source.
+        """
         self._sources.pop(source, None)
         self._finished.add(source)
 
     @property
     def slowest(self) -> Any:
-        """The event time up to which all have come that are not idle; None when there is none."""
+        """The event time that all sources have reached, except idle ones. None if no source takes part."""
         return min((source.watermark for _, source in self._awake()), default=None)
 
     @property
     def slowest_of(self) -> tuple[S, Any] | None:
-        """Who that is, and its event time; None when there is none."""
-        found = min(self._awake(), key=lambda one: one[1].watermark, default=None)
+        """The slowest source and its event time. None if no source takes part."""
+        found = min(self._awake(), key=lambda named: named[1].watermark, default=None)
         return None if found is None else (found[0], found[1].watermark)
 
     def _awake(self) -> Iterator[tuple[S, _Source]]:
@@ -94,17 +125,25 @@ class WatermarkGroup(Generic[S]):
 
     @property
     def limit(self) -> Any:
-        """The latest event time that may be read now; None when there is no limit."""
+        """The latest event time that may be read now. None if there is no limit."""
         slowest = self.slowest
-        return None if slowest is None else self._sum(slowest)
+        return None if slowest is None else self._plus_drift(slowest)
 
-    def _sum(self, watermark: Any) -> Any:
+    def _plus_drift(self, watermark: Any) -> Any:
         try:
             return watermark + self.drift
-        except OverflowError:  # near the end of time
+        except OverflowError:  # near the largest datetime
             return None
 
     def allows(self, event_time: Any, beside: Any = None) -> bool:
-        """Whether that event time may be read now, and while another is still to be read, if that is given."""
-        limits = [self.limit, None if beside is None else self._sum(beside)]
+        """Returns whether an event time may be read now.
+
+        Args:
+            event_time: The event time.
+            beside: Another event time that is still to be read. It limits as a source with this watermark would.
+
+        Returns:
+            True if the event time is within the drift of the slowest source, and of `beside`.
+        """
+        limits = [self.limit, None if beside is None else self._plus_drift(beside)]
         return all(limit is None or bool(event_time <= limit) for limit in limits)

@@ -24,7 +24,7 @@ from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
-    from stagecrew.operators.commits import Committer
+    from stagecrew.operators.committer import Committer
     from stagecrew.recovery.handles import StateHandleStore
     from stagecrew.session.active_topologies import ActiveTopologies
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from stagecrew.operators.commit_records import Record
-    from stagecrew.operators.commits import Committer
+    from stagecrew.operators.committer import Committer
     from stagecrew.recovery.handles import StateHandleStore
 
 __all__ = ["StoredCommitLog", "finish_commits", "is_over", "require_readable"]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from stagecrew.operators.commit_log import CommitLog
-    from stagecrew.operators.commits import Committer
+    from stagecrew.operators.committer import Committer
 
 __all__ = ["RunningJob", "running_job", "set_running_job"]
 

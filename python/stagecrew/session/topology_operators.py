@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from stagecrew.coordination.operator import Operator
     from stagecrew.operators.alignment import Alignment
     from stagecrew.operators.commit_log import CommitLog
-    from stagecrew.operators.commits import CommitReport, Committer
-    from stagecrew.operators.supersteps import SuperstepContext
+    from stagecrew.operators.committer import CommitReport, Committer
+    from stagecrew.operators.superstep_context import SuperstepContext
     from stagecrew.session.connection import PluginConnection
 
 __all__ = ["TopologyOperators"]
@@ -229,7 +229,7 @@ class TopologyOperators(TopologyNode):
         Source: Flink's two-phase commit sinks (FLIP-143). Here the result of Spark's action decides.
         """
         from stagecrew.operators.commit_log import commit_log_of
-        from stagecrew.operators.commits import commit_dataset
+        from stagecrew.operators.commit_operator import commit_dataset
 
         self._require_active("commit datasets")
         job = running_job()

@@ -1,4 +1,4 @@
-"""Ready-made sinks for `Topology.commit`."""
+"""Ready-made sinks for `Topology.commit`: Parquet files, Parquet objects, database tables and Iceberg tables."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Each needs packages of its own."""
+    """Imports a name when it is first used: each sink needs other packages."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

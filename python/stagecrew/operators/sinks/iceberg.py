@@ -1,4 +1,4 @@
-"""An Iceberg table: files are staged in the table's own folder, and added by one snapshot that carries the commit's id."""
+"""An Iceberg table. Files are staged in the table's folder; one snapshot adds them and has the commit's id."""
 
 from __future__ import annotations
 
@@ -18,34 +18,44 @@ from stagecrew.operators.sinks.staged import differing, keep_only, open_folder, 
 if TYPE_CHECKING:
     from pyiceberg.table import Table
 
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["IcebergSink"]
 
-#: The property of a snapshot that says which commit it is.
+#: The property of a snapshot that has the commit's id.
 _PROPERTY: Final = "stagecrew.commit-id"
 #: The property of the same snapshot that holds the mark.
 _MARK: Final = "stagecrew.commit-mark"
-#: That of one without files that says which run will never be committed.
+#: The property of a snapshot without files that names a run which will never be committed.
 _REFUSED: Final = "stagecrew.refused-run"
-#: The properties of a catalogue that say which one it is.
+#: The properties that identify a catalogue.
 _WHERE: Final = ("type", "uri", "warehouse", "glue.id", "glue.region", "glue.endpoint", "client.region")
 
 
 class IcebergSink:
-    """Rows of an Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`).
+    """An Iceberg table that exists, through pyiceberg (`stagecrew[iceberg]`). Readers see all rows of a commit or none.
 
-    Readers see all rows of a commit or none: one snapshot adds its files, with the commit's id in its properties. Two commits at once
-    both land. A commit is known as long as its snapshot is, or the table shows files of it. One that the table refuses leaves a snapshot
-    without files, behind which no other driver can add them.
+    One snapshot adds the files of a commit, with the commit's id in its properties. Two commits at the same time both
+    succeed. A commit is known while its snapshot exists, or the table shows files of it. If the table refuses the
+    files, the sink adds a snapshot without files, after which no other driver can add them.
 
-    Not promised: a repeat knows a commit whose snapshot has expired and whose files were rewritten since: do not expire snapshots of
-    commits that may be repeated. A driver that is killed, or loses its catalogue, before the catalogue's update leaves what pyiceberg
-    wrote for it in the table's `metadata` folder: a manifest, a manifest list, perhaps a `metadata.json`, which nothing names. Readers
-    never see them, a repeat writes its own, and what removes orphan files of Iceberg tables removes them.
+    Args:
+        identifier: The identifier of the table, such as `db.flights`.
+        catalog: The name of its catalogue.
+        properties: How to reach the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to tasks.
+        options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
-    `identifier` is the table's, `catalog` its catalogue's name, and `properties` how to reach it, as in `pyiceberg.catalog.
-    load_catalog`; they are pickled to no task. `options` are those of `pyarrow.parquet.ParquetWriter`.
+    Example:
+        >>> IcebergSink("db.flights", catalog="prod")
+        <Iceberg table db.flights>
+        >>> topology.commit(dataset, IcebergSink("db.flights"))  # doctest: +SKIP
+
+    Not promised: a repeat does not recognize a commit whose snapshot has expired and whose files were rewritten. Do not
+    expire snapshots of commits that may be repeated. A driver that is killed, or loses its catalogue, before the
+    catalogue's update leaves a manifest, a manifest list and perhaps a `metadata.json` in the table's `metadata`
+    folder. Nothing refers to them, readers never see them, and Iceberg's removal of orphan files deletes them.
+
+    Source: Flink's two-phase sinks (FLIP-143).
     """
 
     def __init__(
@@ -60,7 +70,7 @@ class IcebergSink:
 
     @property
     def identity(self) -> str:
-        """See `Committer`."""
+        """The table and its catalogue, without secrets."""
         from pyiceberg.utils.config import Config
 
         known = {**(Config().get_catalog_config(self._catalog) or {}), **self._properties}
@@ -68,38 +78,44 @@ class IcebergSink:
         return f"{self!r} in {' '.join([self._catalog, *where])}"
 
     def in_tasks(self) -> IcebergSink:
-        """See `Committer`. Tasks write files, and need no catalogue."""
+        """Returns a copy without the catalogue's properties: tasks only write files. See `Committer`."""
         sent = copy.copy(self)
         sent._properties = {}
         return sent
 
     def begin(self, staging: Staging) -> None:
-        """See `Committer`."""
+        """See `Committer.begin`."""
         with self._table() as table:
-            what = f"table {self._identifier}"
-            if (error := differing(staging.schema, table.schema().as_arrow(), what, required=True)) is not None:
+            name = f"table {self._identifier}"
+            if (error := differing(staging.schema, table.schema().as_arrow(), name, required=True)) is not None:
                 raise error
             if table.spec().fields:
                 raise CommitFailed(
-                    f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: Spark's own writer "
-                    f"for Iceberg knows where rows belong"
+                    f"table {self._identifier} is partitioned, and files are added to unpartitioned tables only: "
+                    "Spark's own writer for Iceberg partitions rows"
                 )
         location = self._location(staging)
         try:
             filesystem, path = file_system(location, None)
             open_folder(filesystem, path, staging)
-        except (OSError, RuntimeError, pa.ArrowInvalid) as error:  # the last of what is no URI: one with a space
-            raise CommitFailed(f"{location} cannot be written: {error}") from error
+        except (
+            OSError,
+            RuntimeError,
+            pa.ArrowInvalid,
+        ) as error:  # pyarrow raises ArrowInvalid for a path that is no URI, such as one with a space
+            raise CommitFailed(
+                f"{location} cannot be written: {error}. Check the table's location and its permissions"
+            ) from error
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
     ) -> Message | None:
-        """See `Committer`."""
+        """See `Committer.stage`."""
         filesystem, path = file_system(self._location(staging), None)
         return write_part(filesystem, path, partition, attempt, batches, staging.schema, self._options)
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
-        """See `Committer`."""
+        """See `Committer.commit`."""
         from pyiceberg.exceptions import CommitFailedException
 
         location = self._location(staging)
@@ -111,40 +127,50 @@ class IcebergSink:
                 return
             except CommitFailedException:
                 if number == _TRIES:
-                    raise  # who changes the table again and again is no reason to give it up
+                    raise  # the table changes all the time: that is no conflict, so the commit stays decided
 
     def _add(self, table: Table, staging: Staging, files: list[str]) -> None:
         if _snapshot(table, _PROPERTY, staging.commit_id):
             return
         if _snapshot(table, _REFUSED, staging.run):
-            raise CommitConflict(f"table {self._identifier} did not take the rows, as another driver found")
-        # pyiceberg would try again by itself, behind whatever another driver has added meanwhile: this commit too.
+            raise CommitConflict(
+                f"table {self._identifier} did not take the rows when another driver committed them. Fix the rows or "
+                "the table, and commit again"
+            )
+        # pyiceberg's own retry would not check what another driver has added meanwhile, which may be this commit.
         table.metadata.properties["commit.retry.num-retries"] = "0"
         transaction = table.transaction()
         try:
             transaction.add_files(files, snapshot_properties={_PROPERTY: staging.commit_id, _MARK: staging.mark})
         except ValueError as error:
             if _shown(table, files):
-                return  # by this commit, whose snapshot has expired
+                return  # this commit added them, and its snapshot has expired
             if not _misfit(table, files):
                 raise
             _refuse(table, staging)
-            raise CommitConflict(f"table {self._identifier} does not take the rows: {error}") from error
-        transaction.commit_transaction()  # a catalogue whose answer is no answer raises a ValueError too: nobody knows then
+            raise CommitConflict(
+                f"table {self._identifier} does not take the rows: {error}. Fix the rows or the table, and commit again"
+            ) from error
+        # Outside of the handler above: a damaged reply of the catalogue is a ValueError too, and leaves the outcome
+        # unknown.
+        transaction.commit_transaction()
 
     def done(self, commit_id: str) -> bool:
-        """See `Committer`."""
+        """See `Committer.done`."""
         with self._table() as table:
             return _snapshot(table, _PROPERTY, commit_id) is not None
 
     def stored_mark(self, commit_id: str) -> str | None:
-        """See `Committer`. None of a commit whose snapshot has expired."""
+        """Returns the mark of a visible commit, or None if its snapshot has expired. See `Committer`."""
         with self._table() as table:
             found = _snapshot(table, _PROPERTY, commit_id)
             return None if found is None else found.get(_MARK)
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer`. What the table shows stays in any case, also where its snapshot has expired and nobody knows of the commit."""
+        """See `Committer.discard`.
+
+        Files that the table shows always stay, even if the snapshot has expired and the commit is unknown.
+        """
         location = self._location(staging)
         filesystem, path = file_system(location, None)
         stay: Sequence[str] = [file_of(staging.commit_id, message) for message in kept]
@@ -172,24 +198,25 @@ class IcebergSink:
                 table = catalog.load_table(self._identifier)
             except Exception as error:
                 raise CommitFailed(
-                    f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}"
+                    f"table {self._identifier} cannot be loaded: {type(error).__name__}: {error}. Check the catalogue "
+                    f"{self._catalog!r}"
                 ) from error
             yield table
 
 
-#: How often a commit is tried that others came before.
+#: How often a commit is tried while other commits to the table succeed.
 _TRIES: Final = 20
 
 
 def _snapshot(table: Table, name: str, value: str) -> dict[str, str] | None:
-    """The properties of the snapshot of which one has this value; None when there is no such snapshot."""
+    """The properties of the snapshot that has this property, or None."""
     summaries = (snapshot.summary for snapshot in table.snapshots())
     known = (summary.additional_properties for summary in summaries if summary is not None)
     return next((properties for properties in known if properties.get(name) == value), None)
 
 
 def _shown(table: Table, files: Sequence[str]) -> set[str]:
-    """Those of these files that readers of the table see."""
+    """The files of these that readers of the table see."""
     if (snapshot := table.current_snapshot()) is None:
         return set()
     entries = (entry for manifest in snapshot.manifests(table.io) for entry in manifest.fetch_manifest_entry(table.io))
@@ -197,18 +224,21 @@ def _shown(table: Table, files: Sequence[str]) -> set[str]:
 
 
 def _misfit(table: Table, files: Sequence[str]) -> bool:
-    """Whether it is a file that the table, as it is, does not take. Nothing but the files is asked."""
+    """Whether a file does not fit the current table. Reads only the files."""
     from pyiceberg.io.pyarrow import parquet_files_to_data_files
 
     try:
         list(parquet_files_to_data_files(table.io, table.metadata, iter(files)))
     except ValueError as error:
-        return type(error) is ValueError  # and none of those that say that something could not be read
+        return type(error) is ValueError  # a subclass says that a file could not be read
     return False
 
 
 def _refuse(table: Table, staging: Staging) -> None:
-    """Another driver may be about to add the same files, which will be deleted: behind this snapshot the catalogue refuses its own."""
+    """Adds a snapshot without files.
+
+    The catalogue then refuses the snapshot of another driver that is about to add the same files.
+    """
     with (
         table.transaction() as transaction,
         transaction.update_snapshot(snapshot_properties={_REFUSED: staging.run}).fast_append(),

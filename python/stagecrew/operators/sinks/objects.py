@@ -24,24 +24,36 @@ from stagecrew.operators.sinks.staged import (
 )
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["ObjectSink", "read_committed"]
 
 _MANIFESTS: Final = "_stagecrew"
-#: A file that a manifest names: below the folder of all commits.
+#: A file that a manifest may name, relative to the folder of all commits.
 _FILE: Final = re.compile(r"data(/(?!\.{1,2}(/|$))[A-Za-z0-9._-]+)+")
 
 
 class ObjectSink:
-    """Parquet objects, each commit's named by a manifest that is written at once: for object stores, where nothing is renamed.
+    """Parquet objects with a manifest for each commit. `read_committed` reads all of a commit or nothing.
 
-    Readers that use `read_committed(path)` see all of a commit or nothing of it. Others, which list objects, may see part of one,
-    and what failed attempts left until it is deleted. A `path` holds many commits.
+    It serves object stores, which cannot rename. One write creates the manifest. A `path` holds many commits: objects
+    are below `data/<commit id>/<run>/`, manifests below `_stagecrew/`.
 
-    Objects lie below `data/<commit id>/<run>/`, manifests below `_stagecrew/`. `path` is a URI for `pyarrow.fs`, or comes with a
-    `filesystem`; `options` are those of `pyarrow.parquet.ParquetWriter`. The credentials are those of `pyarrow.fs` in each process:
-    what is in a URI travels with tasks.
+    Args:
+        path: A URI for `pyarrow.fs`, or a path on `filesystem`. Each process uses its own credentials for `pyarrow.fs`;
+            credentials in a URI are pickled to tasks.
+        filesystem: The file system of the path, by default that of the URI, or the local disk.
+        options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
+
+    Example:
+        >>> ObjectSink("/data/flights")
+        <objects in /data/flights>
+        >>> topology.commit(dataset, ObjectSink("s3://bucket/flights"))  # doctest: +SKIP
+
+    Not promised: readers that list objects may see a part of a commit, and objects of failed attempts until they are
+    deleted.
+
+    Source: Flink's two-phase sinks (FLIP-143).
     """
 
     def __init__(self, path: Any, filesystem: pyarrow.fs.FileSystem | None = None, **options: Any) -> None:
@@ -53,29 +65,31 @@ class ObjectSink:
 
     @property
     def identity(self) -> str:
-        """See `Committer`."""
+        """The path and its store, without secrets."""
         return f"<objects in {place(self._filesystem, self._path)}>"
 
     def begin(self, staging: Staging) -> None:
-        """See `Committer`."""
+        """See `Committer.begin`."""
         try:
             folder, below = self._folder(staging), f"{self._path}/data"
             open_first(
                 self._filesystem, folder, staging, self._path, below, lambda: _schema(self._filesystem, self._path)
             )
             make_folder(self._filesystem, f"{self._path}/{_MANIFESTS}")
-        except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
-            raise CommitFailed(f"{self._path} cannot be written: {error}") from error
+        except (OSError, RuntimeError) as error:  # fsspec raises RuntimeError for errors of a server
+            raise CommitFailed(
+                f"{self._path} cannot be written: {error}. Check the path and its permissions"
+            ) from error
 
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
     ) -> Message | None:
-        """See `Committer`."""
+        """See `Committer.stage`."""
         folder = self._folder(staging)
         return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
-        """See `Committer`. Each run that decided writes the same manifest."""
+        """See `Committer.commit`. Every driver that rolls this commit forward writes the same manifest."""
         if self.done(staging.commit_id):
             return
         folder = self._folder(staging)
@@ -85,25 +99,25 @@ class ObjectSink:
         write_whole(self._filesystem, self._manifest(staging.commit_id), manifest, drafts=folder)
 
     def done(self, commit_id: str) -> bool:
-        """See `Committer`."""
-        return self._known(commit_id) is not None
+        """See `Committer.done`."""
+        return self._stored(commit_id) is not None
 
     def stored_mark(self, commit_id: str) -> str | None:
-        """See `Committer`."""
-        return (self._known(commit_id) or {}).get("mark")
+        """Returns the mark of a visible commit. See `Committer`."""
+        return (self._stored(commit_id) or {}).get("mark")
 
-    def _known(self, commit_id: str) -> dict[str, Any] | None:
-        """The manifest of a commit, if it is there."""
+    def _stored(self, commit_id: str) -> dict[str, Any] | None:
+        """The manifest of a commit, if it exists."""
         path = self._manifest(commit_id)
         try:
             data = read_whole(self._filesystem, path)
         except (OSError, RuntimeError) as error:
-            raise CommitFailed(f"{self._path} cannot be read: {error}") from error
+            raise CommitFailed(f"{self._path} cannot be read: {error}. Check the path and its permissions") from error
         fields = None if data is None else fields_of(data, path)
         return fields if fields is not None and fields["commit"] == commit_id else None
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer`."""
+        """See `Committer.discard`."""
         keep_only(self._filesystem, self._folder(staging), [file_of(staging.commit_id, message) for message in kept])
 
     def _folder(self, staging: Staging) -> str:
@@ -114,15 +128,39 @@ class ObjectSink:
 
 
 def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -> pyarrow.dataset.Dataset:
-    """What is committed at a path, as an Arrow dataset; of commits that end meanwhile all or nothing.
+    """Reads the commits of an `ObjectSink` as an Arrow dataset: all of each commit, or nothing of it.
 
-    Raises `FileNotFoundError` when nothing was ever committed there; `CommitFailed` for a manifest that stagecrew did not write, or of the
-    format of a later version.
+    A commit that ends while this call runs is in the dataset completely or not at all.
+
+    Args:
+        path: The path of the sink.
+        filesystem: The file system of the path, by default that of the URI, or the local disk.
+
+    Returns:
+        The rows of all commits at the path.
+
+    Raises:
+        FileNotFoundError: If nothing was ever committed there.
+        CommitFailed: If a manifest was not written by stagecrew, or by a later version of it.
+
+    Example:
+        >>> import tempfile
+        >>> from stagecrew.operators import Staging
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> sink, run = ObjectSink(folder.name), Staging("day-1", "0" * 32, pa.schema([("id", pa.int64())]))
+        >>> sink.begin(run)
+        >>> message = sink.stage(run, 0, 0, iter([pa.record_batch({"id": [1, 2]})]))
+        >>> sink.commit(run, [message])
+        >>> read_committed(folder.name).to_table().num_rows
+        2
+        >>> folder.cleanup()
     """
     found, inner = file_system(path, filesystem)
     manifests = list(_manifests(found, inner))
     if not manifests:
-        raise FileNotFoundError(f"{inner}: nothing is committed there")
+        raise FileNotFoundError(
+            f"{inner}: nothing is committed there. Check the path, or commit with an ObjectSink first"
+        )
     schema = schema_of(manifests[0]["schema"])
     files = [f"{inner}/{file}" for manifest in manifests for file in manifest["files"]]
     return pyarrow.dataset.dataset(files, schema=schema, filesystem=found, format="parquet")
@@ -134,7 +172,7 @@ def _schema(filesystem: pyarrow.fs.FileSystem, path: str) -> pa.Schema | None:
 
 def _manifests(filesystem: pyarrow.fs.FileSystem, path: str) -> Iterator[dict[str, Any]]:
     for file in sorted(list_files(filesystem, f"{path}/{_MANIFESTS}")):
-        if not file.endswith(".json"):  # one that is being written
+        if not file.endswith(".json"):  # a manifest that is being written
             continue
         with filesystem.open_input_stream(file) as stream:
             manifest = fields_of(stream.read(), file)

@@ -1,4 +1,4 @@
-"""Parquet files in a folder that appears by one rename."""
+"""Parquet files in a folder that one rename makes visible."""
 
 from __future__ import annotations
 
@@ -40,34 +40,46 @@ from stagecrew.operators.sinks.staged import (
 )
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = ["ParquetSink"]
 
-#: In a committed folder: which commit it is. Readers skip names that begin so.
+#: The file in a committed folder that names the commit. Readers skip names that begin with an underscore.
 _MARK: Final = "_stagecrew.json"
-#: Of a commit without rows.
+#: The file of a commit without rows.
 _EMPTY: Final = "part-empty.parquet"
 
 
 class ParquetSink:
-    """Parquet files on a file system that renames folders at once: local disks, and HDFS through `pyarrow.fs`.
+    """Parquet files on a local disk or HDFS. Readers see all files of a commit or none.
 
-    Readers see all files of a commit or none: its folder appears by one rename, with the commit's id in it.
+    The file system must rename folders atomically. The folder of a commit appears by one rename, with the commit's id
+    in it. On a local disk, committed files are durable.
 
-    * `mode="create"`: `path` is that folder. It must not be there yet, or be an empty folder that is neither a mount point nor a
-      symbolic link: else `CommitConflict`.
-    * `mode="append"`: `path` is a table of many commits, each in a folder `stagecrew_commit=<id>` of its own, which Spark and Arrow
-      read as a partition column.
+    * `mode="create"`: `path` is that folder. It must not exist, or be an empty folder that is no mount point and no
+      symbolic link. Otherwise the commit raises `CommitConflict`.
+    * `mode="append"`: `path` is a table of many commits. Each has its own folder `stagecrew_commit=<id>`, which Spark
+      and Arrow read as a partition column.
 
-    Tasks stage beside the folder, in `_stagecrew-…`, which readers skip and which is gone behind the commit. On a local disk what
-    is committed has reached the disk.
+    Tasks stage beside the folder, in a folder `_stagecrew-…`. Readers skip it, and it is deleted after the commit.
 
-    `path` is a path, or a URI for `pyarrow.fs`; `filesystem` says where, if it is not in the URI: for HDFS without its native
-    library, `pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host=…, port=…)))`. `options` are those
-    of `pyarrow.parquet.ParquetWriter`, such as `compression`. Raises `OperatorMisused` for another mode, and an object store.
+    Args:
+        path: A path, or a URI for `pyarrow.fs`.
+        mode: `"create"` or `"append"`.
+        filesystem: The file system of the path, by default that of the URI, or the local disk. For HDFS without its
+            native library: `pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host=…,
+            port=…)))`.
+        options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
-    Source: Spark's FileOutputCommitter, whose rename is one for each file.
+    Raises:
+        OperatorMisused: If the mode is unknown, or the path is in an object store, which cannot rename.
+
+    Example:
+        >>> ParquetSink("/data/flights", mode="append", compression="zstd")
+        <Parquet files in /data/flights>
+        >>> topology.commit(dataset, ParquetSink("/data/flights/2024-06-01"))  # doctest: +SKIP
+
+    Source: Spark's FileOutputCommitter, which renames each file.
     """
 
     def __init__(
@@ -82,24 +94,26 @@ class ParquetSink:
         self._mode, self._options = mode, options
         self._filesystem, self._path = file_system(path, filesystem)
         if is_store(self._filesystem):
-            raise OperatorMisused("object stores rename no folders: use ObjectSink there")
+            raise OperatorMisused("object stores cannot rename folders: use ObjectSink there")
 
     @property
     def identity(self) -> str:
-        """See `Committer`."""
+        """The path, its file system and the mode, without secrets."""
         return f"<Parquet files, to {self._mode}, in {place(self._filesystem, self._path)}>"
 
     def __repr__(self) -> str:
         return f"<Parquet files in {self._path}>"
 
     def begin(self, staging: Staging) -> None:
-        """See `Committer`."""
+        """See `Committer.begin`."""
         try:
-            self._make_room(staging)
-        except (OSError, RuntimeError) as error:  # the second is fsspec's, for what a server says
-            raise CommitFailed(f"{self._path} cannot be written: {error}") from error
+            self._open(staging)
+        except (OSError, RuntimeError) as error:  # fsspec raises RuntimeError for errors of a server
+            raise CommitFailed(
+                f"{self._path} cannot be written: {error}. Check the path and its permissions"
+            ) from error
 
-    def _make_room(self, staging: Staging) -> None:
+    def _open(self, staging: Staging) -> None:
         folder = self._staged(staging)
         if self._mode == "append":
             open_first(self._filesystem, folder, staging, self._path, self._path, self._schema)
@@ -109,7 +123,7 @@ class ParquetSink:
             open_folder(self._filesystem, folder, staging)
 
     def _schema(self) -> pa.Schema | None:
-        """That of what is committed to a table."""
+        """The schema of the rows that are committed to a table, if any are."""
         for file in list_files(self._filesystem, self._path, hidden=False):
             if file.endswith(".parquet"):
                 return pq.read_schema(file, filesystem=self._filesystem)
@@ -118,30 +132,33 @@ class ParquetSink:
     def stage(
         self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
     ) -> Message | None:
-        """See `Committer`."""
+        """See `Committer.stage`."""
         folder = self._staged(staging)
         return write_part(self._filesystem, folder, partition, attempt, batches, staging.schema, self._options)
 
     def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
-        """See `Committer`."""
+        """See `Committer.commit`."""
         if self.done(staging.commit_id):
             self._sync_parent(staging)
             return
-        # Before anything is brought there: it may be in there already.
+        # Before any file is moved: an earlier try may already have renamed the folder.
         if self._mode == "create" and not self._is_free():
             raise self._conflict()
         names = [file_of(staging.commit_id, message) for message in messages]
         staged, folder = self._staged(staging), self._assembled(staging)
         self._filesystem.create_dir(folder, recursive=False)
         for name in names:
-            self._bring(f"{staged}/{name}", f"{folder}/{name}", staging)
+            self._move_in(f"{staged}/{name}", f"{folder}/{name}", staging)
         if not names:
             write_empty(self._filesystem, f"{folder}/{_EMPTY}", staging.schema)
         write_whole(self._filesystem, f"{folder}/{_MARK}", text_of_mark(staging, mark=staging.mark))
         self._appear(folder, {_MARK, *(names or [_EMPTY])}, staging)
 
-    def _bring(self, source: str, destination: str, staging: Staging) -> None:
-        """Moves a staged file among those that will appear. It may be there already, by a commit that was cut short."""
+    def _move_in(self, source: str, destination: str, staging: Staging) -> None:
+        """Moves a staged file into the folder that is renamed later.
+
+        A commit that was interrupted may have moved it already.
+        """
         try:
             move(self._filesystem, source, destination)
         except OSError:
@@ -153,7 +170,7 @@ class ParquetSink:
         try:
             self._make_exact(folder, names)
             if not is_local(self._filesystem) and exists(self._filesystem, target):
-                raise FileExistsError(target)  # where a rename onto a folder moves into it
+                raise FileExistsError(target)  # such a file system would move the folder into the existing one
             move(self._filesystem, folder, target)
         except OSError as error:
             if self.done(staging.commit_id):
@@ -162,15 +179,18 @@ class ParquetSink:
                 raise self._conflict() from error
             raise
         self._sync_parent(staging)
-        if not self.done(staging.commit_id):  # it was moved into a folder that another made meanwhile
+        if not self.done(staging.commit_id):  # it was moved into a folder that another process created meanwhile
             raise self._conflict()
 
     def _make_exact(self, folder: str, names: set[str]) -> None:
-        """Whoever did the same may have been cut short in a write here, or have taken all away."""
-        there = {posixpath.basename(file) for file in list_files(self._filesystem, folder)}
-        for name in there - names:
+        """Deletes files that are not part of the commit.
+
+        Another driver may have been interrupted while it wrote, or have discarded files.
+        """
+        found = {posixpath.basename(file) for file in list_files(self._filesystem, folder)}
+        for name in found - names:
             remove_file(self._filesystem, f"{folder}/{name}")
-        if lost := names - there:
+        if lost := names - found:
             raise FileNotFoundError(f"{folder} has no {min(lost)}")
 
     def _sync_parent(self, staging: Staging) -> None:
@@ -178,35 +198,38 @@ class ParquetSink:
             sync(posixpath.dirname(self._target(staging.commit_id)) or ".")
 
     def done(self, commit_id: str) -> bool:
-        """See `Committer`."""
-        return self._known(commit_id) is not None
+        """See `Committer.done`."""
+        return self._stored(commit_id) is not None
 
     def stored_mark(self, commit_id: str) -> str | None:
-        """See `Committer`."""
-        return (self._known(commit_id) or {}).get("mark")
+        """Returns the mark of a visible commit. See `Committer`."""
+        return (self._stored(commit_id) or {}).get("mark")
 
-    def _known(self, commit_id: str) -> dict[str, Any] | None:
-        """The fields of a commit's mark, if its folder is there."""
+    def _stored(self, commit_id: str) -> dict[str, Any] | None:
+        """The fields of a commit's mark, if its folder exists."""
         path = f"{self._target(commit_id)}/{_MARK}"
         try:
             data = read_whole(self._filesystem, path)
         except (OSError, RuntimeError) as error:
-            raise CommitFailed(f"{self._path} cannot be read: {error}") from error
+            raise CommitFailed(f"{self._path} cannot be read: {error}. Check the path and its permissions") from error
         fields = None if data is None else fields_of(data, path)
         return fields if fields is not None and fields["commit"] == commit_id else None
 
     def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
-        """See `Committer`."""
+        """See `Committer.discard`."""
         keep_only(self._filesystem, self._staged(staging), ())
         assembled = self._assembled(staging)
-        self._take_away(assembled)
-        if not is_local(self._filesystem):  # where it may have been moved into a folder that another made
+        self._remove_at_once(assembled)
+        if not is_local(self._filesystem):  # a rename may have moved it into a folder that another process created
             remove_folder(
                 self._filesystem, posixpath.join(self._target(staging.commit_id), posixpath.basename(assembled))
             )
 
-    def _take_away(self, folder: str) -> None:
-        """Another driver of the same commit may be about to rename it: that one finds all of it, or nothing."""
+    def _remove_at_once(self, folder: str) -> None:
+        """Renames the folder before it deletes it.
+
+        Another driver that is about to rename it finds all of it, or nothing.
+        """
         gone = f"{folder}-gone"
         remove_folder(self._filesystem, gone)
         try:
@@ -221,14 +244,14 @@ class ParquetSink:
         return self._path if self._mode == "create" else f"{self._path}/stagecrew_commit={quoted(commit_id)}"
 
     def _staged(self, staging: Staging) -> str:
-        # Without the target's name: Spark shows what begins with an underscore where it has a = in it.
+        # Without the target's name, which has a "=" in append mode: Spark reads such folders in spite of an underscore.
         return posixpath.join(posixpath.dirname(self._target(staging.commit_id)), f"_stagecrew-{staging.run}")
 
     def _assembled(self, staging: Staging) -> str:
         return f"{self._staged(staging)}-whole"
 
     def _is_free(self) -> bool:
-        """Whether nothing is where the folder will be, or an empty one that a rename can replace."""
+        """Whether the target does not exist, or is an empty folder that a rename can replace."""
         if is_local(self._filesystem) and _fixed(self._path):
             return False
         info = self._filesystem.get_file_info(self._path)
@@ -241,18 +264,18 @@ class ParquetSink:
         )
 
     def _conflict(self) -> CommitConflict:
-        if is_local(self._filesystem) and (what := _fixed(self._path)):
+        if is_local(self._filesystem) and (kind := _fixed(self._path)):
             return CommitConflict(
-                f"{self._path} is {what}, which no folder can be renamed onto: mode 'create' makes the folder itself. Write to a folder "
-                f"that is not there yet, such as one in it, or append"
+                f"{self._path} is {kind}, which no folder can be renamed onto: mode 'create' makes the folder itself. "
+                "Write to a folder that does not exist yet, such as one in it, or use mode 'append'"
             )
         return CommitConflict(
-            f"{self._path} is there already: mode 'create' makes it. Write elsewhere, remove it, or append"
+            f"{self._path} is there already: mode 'create' makes it. Write elsewhere, remove it, or use mode 'append'"
         )
 
 
 def _fixed(path: str) -> str:
-    """Names a mount point or a link at a path of this host: a rename cannot replace it, though it may look like an empty folder."""
+    """The kind of a local path that a rename cannot replace, a mount point or a symbolic link; empty for any other."""
     if os.path.islink(path):  # noqa: PTH114
         return "a symbolic link"
     real = os.path.realpath(path)

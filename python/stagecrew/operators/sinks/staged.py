@@ -1,4 +1,4 @@
-"""What sinks of Parquet files share: where a run stages, and how a task writes its rows there."""
+"""The staging folder of a run, and the Parquet files that tasks write there: shared by all sinks of Parquet files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagecrew.errors import CommitFailed
 from stagecrew.files import exists, is_local, list_files, make_folder, read_whole, remove_file, remove_folder, sync
 
 if TYPE_CHECKING:
-    from stagecrew.operators.commits import Message, Staging
+    from stagecrew.operators.committer import Message, Staging
 
 __all__ = [
     "differing",
@@ -32,27 +32,31 @@ __all__ = [
 ]
 
 
-#: In the folder of a run as long as it goes on, with its commit and its schema. Whoever ends the run deletes it first, and then what it
-#: finds; whoever stages looks for it last. So what is written meanwhile is found by the one, or taken back by the other.
+#: The file in a run's folder that exists until the run ends. It has the commit's id and the schema. The driver that
+#: ends the run deletes this file first and the staged files after it. A task checks for it after it has written. So a
+#: file that is written meanwhile is deleted by the driver or by the task.
 _OPEN: Final = "_open"
-#: Of the small files that sinks write: this one, marks and manifests. One without a number has the same fields.
+#: The format of the small files of sinks: open files, marks and manifests. A file without a number has the same fields.
 _FORMAT: Final = 1
 
 
 def open_folder(filesystem: pyarrow.fs.FileSystem, folder: str, staging: Staging) -> None:
-    """Makes the folder of a run."""
+    """Creates the folder of a run."""
     make_folder(filesystem, folder)
     with filesystem.open_output_stream(f"{folder}/{_OPEN}") as stream:
         stream.write(text_of_mark(staging, schema=schema_text(staging.schema)))
 
 
 def text_of_mark(staging: Staging, **fields: Any) -> bytes:
-    """A small file of a sink, which names the commit that it is about."""
+    """The content of a small file of a sink, with the id of its commit."""
     return json.dumps({"format": _FORMAT, "commit": staging.commit_id, **fields}).encode()
 
 
 def fields_of(data: bytes, path: str) -> dict[str, Any]:
-    """What `text_of_mark` made. Raises `CommitFailed` for a later format, and for what stagecrew does not write."""
+    """The inverse of `text_of_mark`.
+
+    Raises `CommitFailed` for a later format, or a file that stagecrew did not write.
+    """
     try:
         fields = json.loads(data)
         format_ = fields.get("format", _FORMAT)
@@ -62,7 +66,8 @@ def fields_of(data: bytes, path: str) -> dict[str, Any]:
         ) from error
     if format_ != _FORMAT:
         raise CommitFailed(
-            f"{path} has format {format_!r}, and this version of stagecrew reads {_FORMAT}. Nothing was changed. Use the version that wrote it"
+            f"{path} has format {format_!r}, and this version of stagecrew reads {_FORMAT}. Nothing was changed. Use "
+            "the version that wrote it"
         )
     if not isinstance(fields.get("commit"), str):
         raise CommitFailed(f"{path} is not as stagecrew writes it: it names no commit. Put a copy in its place")
@@ -77,61 +82,63 @@ def open_first(
     below: str,
     committed: Callable[[], pa.Schema | None],
 ) -> None:
-    """Makes the folder of a run, in a table that has the schema of what is committed there first. Raises when it has another.
+    """Creates the folder of a run in a table whose first commit sets the schema.
 
-    `below` is the folder in which all runs are, `committed` says which schema is committed. Each run says its own before it looks at
-    those of others: of two that begin at once in an empty table one at least sees the other.
+    Raises `CommitFailed` for another schema.
+    `below` is the folder of all runs. `committed` returns the schema of the committed rows. A run writes its own schema
+    before it reads those of others. So if two runs begin at the same time in an empty table, at least one sees the
+    other.
     """
-    there = committed()
-    if there is not None:
-        _fit(staging, there, path)
+    schema = committed()
+    if schema is not None:
+        _require_fit(staging, schema, path)
     open_folder(filesystem, folder, staging)
-    if there is not None:
+    if schema is not None:
         return
-    # Those that go on first, and then what is committed: one that ends meanwhile is seen there.
+    # Read the open runs first and the committed rows after them: a run that ends meanwhile is found there.
     for file in list_files(filesystem, below):
         if posixpath.basename(file) != _OPEN or (data := read_whole(filesystem, file)) is None:
             continue
         try:
             json.loads(data)
         except ValueError:
-            continue  # one that is being written, and looks at ours behind that
+            continue  # it is being written, and its run will read ours after that
         mark = fields_of(data, file)
         if mark["commit"] != staging.commit_id:
-            what = f"commit {mark['commit']!r}, which is about to make {path}"
-            if (error := differing(staging.schema, schema_of(mark["schema"]), what)) is not None:
+            other = f"commit {mark['commit']!r}, which is about to make {path}"
+            if (error := differing(staging.schema, schema_of(mark["schema"]), other)) is not None:
                 raise CommitFailed(
-                    f"{error}. Where its driver is dead, and nobody repeats it with its id, delete {posixpath.dirname(file)}"
+                    f"{error}. If its driver has ended and it is not repeated, delete {posixpath.dirname(file)}"
                 )
-    if (there := committed()) is not None:
-        _fit(staging, there, path)
+    if (schema := committed()) is not None:
+        _require_fit(staging, schema, path)
 
 
-def _fit(staging: Staging, there: pa.Schema, what: str) -> None:
-    if (error := differing(staging.schema, there, what)) is not None:
+def _require_fit(staging: Staging, schema: pa.Schema, table: str) -> None:
+    if (error := differing(staging.schema, schema, table)) is not None:
         raise error
 
 
 def schema_text(schema: pa.Schema) -> str:
-    """A schema for JSON."""
+    """A schema as text, for JSON."""
     return str(schema.serialize().to_pybytes().hex())
 
 
 def schema_of(text: str) -> pa.Schema:
-    """What `schema_text` made."""
+    """The inverse of `schema_text`."""
     return pa.ipc.read_schema(pa.py_buffer(bytes.fromhex(text)))
 
 
 def keep_only(filesystem: pyarrow.fs.FileSystem, folder: str, kept: Sequence[str]) -> None:
-    """Ends a run: deletes its folder, or all staged files but those of these names."""
+    """Ends a run: deletes its folder, or all staged files except the kept ones, given by name."""
     remove_file(filesystem, f"{folder}/{_OPEN}")
     if not kept:
-        remove_folder(filesystem, folder)  # and not what is around it: another run may be there
+        remove_folder(filesystem, folder)  # not its parent, which may have the folder of another run
         return
-    stay = set(kept)
-    # By name: a run's folder has none below, and its path may be listed in another form.
+    names = set(kept)
+    # Compare names, not paths, which the file system may list in another form. A run's folder has no subfolders.
     for file in list_files(filesystem, folder):
-        if posixpath.basename(file) not in stay:
+        if posixpath.basename(file) not in names:
             remove_file(filesystem, file)
 
 
@@ -144,9 +151,10 @@ def write_part(
     schema: pa.Schema,
     options: dict[str, Any],
 ) -> Message | None:
-    """Writes a task's rows as one Parquet file, whole on the disk where that is local; None when there are none.
+    """Writes a task's rows as one Parquet file, durable on a local disk. Returns None if there are no rows.
 
-    Where it raises, nothing is left: not by a run that is over either, whose folder is not there, or has been made anew by the write.
+    After an error, nothing is left. That is also true if the run has ended and its folder was deleted, even if this
+    write has created the folder again.
     """
     name = f"part-{partition:05d}-{attempt}.parquet"
     path = f"{folder}/{name}"
@@ -172,13 +180,13 @@ def write_part(
             raise FileNotFoundError(f"{folder}/{_OPEN}")
         return message
     except BaseException as error:
-        if _take_back(filesystem, folder, path) and isinstance(error, Exception):
-            raise CommitFailed(f"{folder} is gone: the commit that this task stages for is over") from error
+        if _undo_write(filesystem, folder, path) and isinstance(error, Exception):
+            raise CommitFailed(f"{folder} was deleted: the commit that this task stages for has ended") from error
         raise
 
 
-def _take_back(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> bool:
-    """Deletes a file that nobody will commit. Answers whether its run is over: where it cannot, who ends the run does."""
+def _undo_write(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> bool:
+    """Deletes a file that will not be committed. Returns whether its run has ended, or False if it cannot tell."""
     try:
         remove_file(filesystem, path)
         if exists(filesystem, f"{folder}/{_OPEN}"):
@@ -191,7 +199,7 @@ def _take_back(filesystem: pyarrow.fs.FileSystem, folder: str, path: str) -> boo
 
 
 def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema) -> None:
-    """A file without rows, for readers to know the schema by; whole on the disk where that is local."""
+    """Writes a file without rows, so that readers find the schema. Durable on a local disk."""
     with filesystem.open_output_stream(path) as stream, pq.ParquetWriter(stream, schema):
         pass
     if is_local(filesystem):
@@ -199,9 +207,9 @@ def write_empty(filesystem: pyarrow.fs.FileSystem, path: str, schema: pa.Schema)
 
 
 def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = False) -> CommitFailed | None:
-    """The error that says how a schema does not fit that of a table; None when it does, in any order of columns.
+    """The error that describes how a schema does not fit that of `what`, or None if it fits, in any order of columns.
 
-    `required`: a column that is never null there must not be able to be null here.
+    If `required`, a column that is never null in the table must not be nullable in the schema.
     """
     ours, theirs = ({field.name: _plain(field.type) for field in one} for one in (schema, table))
     problems: Sequence[str] = [
@@ -224,5 +232,5 @@ def differing(schema: pa.Schema, table: pa.Schema, what: str, required: bool = F
 
 
 def _plain(type_: pa.DataType) -> str:
-    """Types that differ in how Arrow lays them out only are the same."""
+    """A type as text, without the differences that are only Arrow's memory layout."""
     return str(type_).replace("large_", "")

@@ -1,0 +1,169 @@
+"""The commit of a DataFrame: the action that stages its rows, and the coordinator that follows the tasks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+
+from stagecrew.coordination.contract import Coordinator
+from stagecrew.coordination.evaluation import Evaluation
+from stagecrew.errors import OperatorMisused
+from stagecrew.operators.commits import commit
+from stagecrew.operators.committer import CommitReport, Committer, Message, Staging
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from stagecrew.coordination.context import CoordinatorContext
+    from stagecrew.coordination.gateway import Gateway
+    from stagecrew.coordination.operator import Scope
+    from stagecrew.operators.commit_log import CommitLog
+    from stagecrew.worker.evaluations import TaskGateway
+
+__all__ = ["CommitCoordinator", "commit_dataset"]
+
+_log = logging.getLogger("stagecrew")
+
+_METHODS: Final = ("begin", "stage", "commit", "done", "discard")
+
+
+class CommitCoordinator(Coordinator):
+    """Follows the tasks that stage rows.
+
+    Their offers are hints: the commit has exactly the data that the action's result rows name.
+    """
+
+    kind = "commit"
+
+    def __init__(self, context: CoordinatorContext) -> None:
+        super().__init__(context)
+        self._live: set[int] = set()
+        self._offered: set[int] = set()
+        self._changed = threading.Condition()
+
+    def ready(self, evaluation: Evaluation, gateway: Gateway) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._live.add(evaluation.id)
+        self._report()
+
+    def failed(self, evaluation: Evaluation, reason: str) -> None:
+        """See `Coordinator`."""
+        self._remove(evaluation)
+
+    def finished(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._remove(evaluation)
+
+    def abandoned(self, evaluation: Evaluation) -> None:
+        """See `Coordinator`."""
+        self._remove(evaluation)
+
+    def handle_event(self, evaluation: Evaluation, event: Any) -> None:
+        """A task has staged all of its rows."""
+        self._offered.add(evaluation.id)
+        self._report()
+
+    def waits_for(self) -> str:
+        """See `Coordinator`."""
+        number = len(self._live)
+        return f"{number} task{'' if number == 1 else 's'} to stage their rows" if number else ""
+
+    def close(self) -> None:
+        """See `Coordinator`."""
+        with self._changed:
+            self._live.clear()
+            self._changed.notify_all()
+
+    def wait_for_tasks(self, seconds: float) -> bool:
+        """Waits, in another thread, until no task stages rows. Returns False after a timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._live, seconds)
+
+    def _remove(self, evaluation: Evaluation) -> None:
+        with self._changed:
+            self._live.discard(evaluation.id)
+            self._changed.notify_all()
+        self._report()
+
+    def _report(self) -> None:
+        self.context.report(staging=len(self._live), staged=len(self._offered))
+
+
+def commit_dataset(
+    scope: Scope,
+    dataset: DataFrame,
+    sink: Committer,
+    name: str,
+    commit_id: str,
+    commit_log: CommitLog,
+    patience: float,
+    content: str | None = None,
+    writer: tuple[str, int] | None = None,
+) -> CommitReport:
+    """Implements `Topology.commit`.
+
+    `patience` is how many seconds the driver waits for tasks whose rows are not needed.
+    """
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    from stagecrew.coordination.operator import Operator
+
+    _check(dataset, sink)
+    coordinators: list[CommitCoordinator] = []
+
+    def make_coordinator(context: CoordinatorContext) -> Coordinator:
+        coordinators.append(CommitCoordinator(context))
+        return coordinators[-1]
+
+    operator = Operator(scope, name, make_coordinator, is_transient=True)
+
+    def execute(staging: Staging) -> Sequence[Message]:
+        task_sink = getattr(sink, "in_tasks", lambda: sink)()
+
+        def stage(gateway: TaskGateway, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            from pyspark import TaskContext
+
+            context = TaskContext.get()
+            assert context is not None
+            message = task_sink.stage(staging, context.partitionId(), context.taskAttemptId(), batches)
+            for _ in batches:  # a sink may stop before the last batch
+                pass
+            if message is not None:
+                gateway.send(context.taskAttemptId())
+                yield pa.record_batch({"message": [json.dumps(message)]})
+
+        rows = operator.map(dataset, stage, "message string").collect()
+        return [json.loads(row.message) for row in rows]  # of the attempts that Spark accepted, whatever others offered
+
+    def wait_for_tasks() -> None:
+        if coordinators and not coordinators[-1].wait_for_tasks(patience):
+            _log.warning(
+                "commit %r: after %g s, tasks whose rows are not needed are still staging; their data is deleted",
+                commit_id, patience,
+            )  # fmt: skip
+
+    schema = to_arrow_schema(dataset.schema)
+    try:
+        report = commit(sink, commit_log, commit_id, schema, execute, wait_for_tasks, content=content, writer=writer)
+        if coordinators:
+            coordinators[-1].context.report(committed=report.parts)
+        return report
+    finally:
+        operator.end()
+
+
+def _check(dataset: Any, sink: Any) -> None:
+    if not hasattr(dataset, "mapInArrow"):
+        raise OperatorMisused(f"commit() takes a DataFrame, not {type(dataset).__name__}: pass the dataset to write")
+    missing = [method for method in _METHODS if not callable(getattr(sink, method, None))]
+    if missing:
+        raise OperatorMisused(
+            f"{type(sink).__name__} is no Committer: it has no {', '.join(missing)}. Pass a sink of "
+            "stagecrew.operators.sinks, or define these methods"
+        )

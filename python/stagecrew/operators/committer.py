@@ -1,0 +1,174 @@
+"""The contract of a sink, and the small objects that pass between it, the tasks and the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+__all__ = ["CommitReport", "Committer", "Message", "Staging"]
+
+#: A task's description of the data that it staged, as JSON values. The report adds up `rows` and `bytes`.
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """One driver's run at a commit. Each run stages its data apart from all other runs.
+
+    Stagecrew makes these objects and passes them to the methods of a `Committer`. A repeat of a commit has the same id
+    and another run.
+
+    Args:
+        commit_id: The id of the commit.
+        run: The id of the run, 32 hexadecimal digits. Sinks use it in names of folders and tables.
+        schema: The Arrow schema of the dataset.
+        mark: A line of at most 400 characters, which the sink stores with the commit's id. It is empty until the commit
+            is decided.
+
+    Example:
+        >>> Staging("day-1", "0" * 32, pa.schema([("id", pa.int64())])).mark
+        ''
+    """
+
+    commit_id: str
+    run: str
+    schema: pa.Schema
+    mark: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CommitReport:
+    """The outcome of a commit whose rows are visible.
+
+    Args:
+        commit_id: The id of the commit.
+        parts: The number of tasks that staged rows.
+        rows: The number of rows that were committed.
+        bytes: The size of the staged data in bytes, as the sink measures it.
+        repeated: True if the commit was already decided, by this driver or an earlier one, when the call began.
+
+    Example:
+        >>> CommitReport("day-1", parts=2, rows=100, bytes=2048, repeated=False).rows
+        100
+
+    Not promised: `parts`, `rows` and `bytes` of a commit that only the sink remembers. They are 0 then.
+    """
+
+    commit_id: str
+    parts: int
+    rows: int
+    bytes: int
+    repeated: bool
+
+
+class Committer(Protocol):
+    """A sink for `Topology.commit`: it stages rows where nobody reads them, and makes all of them visible at once.
+
+    The sink is pickled to tasks, which call `stage`. The driver calls the other methods, one at a time. Any call may be
+    repeated, also by another driver, and an earlier call may have stopped at any point. So each method must work when a
+    part of its effect is already there.
+
+    A sink may have three more members:
+
+    * `identity`, a text without secrets that says where the sink writes. An id that was used for one identity is
+      refused for another.
+    * `in_tasks()`, which returns the object that is pickled to tasks in place of the sink, such as a copy without
+      passwords.
+    * `stored_mark(commit_id)`, which returns the `Staging.mark` that the sink stored with a visible commit, or None. A
+      repeat is compared with it when the commit log no longer has the record.
+
+    Example:
+        >>> class Lists:
+        ...     staged, visible = {}, {}
+        ...     def begin(self, staging):
+        ...         self.staged[staging.run] = {}
+        ...     def stage(self, staging, partition, attempt, batches):
+        ...         rows = [row for batch in batches for row in batch.to_pylist()]
+        ...         self.staged[staging.run][attempt] = rows
+        ...         return {"attempt": attempt, "rows": len(rows)} if rows else None
+        ...     def commit(self, staging, messages):
+        ...         staged = self.staged.get(staging.run, {})
+        ...         self.visible.setdefault(staging.commit_id, [row for m in messages for row in staged[m["attempt"]]])
+        ...     def done(self, commit_id):
+        ...         return commit_id in self.visible
+        ...     def discard(self, staging, kept):
+        ...         self.staged.pop(staging.run, None)
+        >>> sink, staging = Lists(), Staging("day-1", "0" * 32, pa.schema([("id", pa.int64())]))
+        >>> sink.begin(staging)
+        >>> message = sink.stage(staging, 0, 0, iter([pa.record_batch({"id": [7]})]))
+        >>> sink.commit(staging, [message])
+        >>> sink.visible
+        {'day-1': [{'id': 7}]}
+
+    Source: Flink's two-phase sinks (FLIP-143).
+    """
+
+    def begin(self, staging: Staging) -> None:
+        """Prepares the place where tasks stage their rows.
+
+        Args:
+            staging: The run that begins.
+
+        Raises:
+            CommitFailed: If a dataset of this schema cannot be committed, or the place cannot be written.
+        """
+
+    def stage(
+        self, staging: Staging, partition: int, attempt: int, batches: Iterator[pa.RecordBatch]
+    ) -> Message | None:
+        """Writes the rows of one task where nobody reads them. Runs in the task.
+
+        Several attempts may write for one partition, even after the driver stopped waiting for them. Nothing that is
+        written after the run's `discard` may remain. So a sink checks last, after it has written, whether its run still
+        goes on.
+
+        Args:
+            staging: The run that the task belongs to.
+            partition: The number of the partition, from 0.
+            attempt: The id of the task attempt, unique in the application.
+            batches: The rows of the partition.
+
+        Returns:
+            The facts that `commit` needs, or None if the partition has no rows.
+
+        Raises:
+            CommitFailed: If the rows cannot be staged. The task then fails, and Spark retries it.
+        """
+
+    def commit(self, staging: Staging, messages: Sequence[Message]) -> None:
+        """Makes the rows that the messages name visible, all at once, together with the commit's id.
+
+        Does nothing if the id is already visible.
+
+        Args:
+            staging: The run that staged the rows.
+            messages: The messages of the task attempts that Spark accepted.
+
+        Raises:
+            CommitConflict: If the sink can never accept these rows. After that, no other driver may succeed with the
+                same call, even one that is in the middle of it.
+        """
+
+    def done(self, commit_id: str) -> bool:
+        """Returns whether a commit is visible.
+
+        Args:
+            commit_id: The id of the commit.
+
+        Returns:
+            True if the rows of a commit with this id are visible.
+
+        Raises:
+            CommitFailed: If the sink cannot be read.
+        """
+
+    def discard(self, staging: Staging, kept: Sequence[Message]) -> None:
+        """Ends a run and deletes its staged data, except the data of the kept messages, which is visible.
+
+        Args:
+            staging: The run to end.
+            kept: The messages whose data stays. Empty if the run was not committed.
+        """

@@ -1,0 +1,85 @@
+"""The partitions of a Python DataSource, read by idle tasks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, cast
+
+import pyarrow as pa
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import DataSource, InputPartition
+    from pyspark.sql.types import StructType
+
+__all__ = ["DataSourcePartitions"]
+
+#: The number of rows in an Arrow batch that is made of tuples or rows.
+_ROWS: Final = 10_000
+
+
+class DataSourcePartitions:
+    """The partitions of a Python DataSource's reader, which idle tasks pull. Spark runs one task for each.
+
+    The driver calls `source.reader(schema)` and asks the reader for its partitions. The reader reads in the tasks. It
+    may yield tuples, rows or Arrow record batches.
+
+    Args:
+        source: An instance of a user's `pyspark.sql.datasource.DataSource`.
+        schema: The schema of the rows, by default that of the source.
+
+    Attributes:
+        schema: The schema of the rows, for `Topology.splits`.
+
+    Example:
+        >>> from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+        >>> from pyspark.sql.types import LongType, StructType
+        >>> class Reader(DataSourceReader):
+        ...     def partitions(self):
+        ...         return [InputPartition(0), InputPartition(100)]
+        ...     def read(self, partition):
+        ...         yield (partition.value,)
+        >>> class Numbers(DataSource):
+        ...     def schema(self):
+        ...         return StructType().add("n", LongType())
+        ...     def reader(self, schema):
+        ...         return Reader()
+        >>> [number for number, _ in DataSourcePartitions(Numbers({})).splits()]
+        [0, 1]
+
+    Not promised: filters are not pushed down to the reader.
+    """
+
+    def __init__(self, source: DataSource, schema: StructType | str | None = None) -> None:
+        from pyspark.sql.types import StructType as Struct
+
+        found = source.schema() if schema is None else schema
+        self.schema = cast("StructType", Struct.fromDDL(found) if isinstance(found, str) else found)
+        self._reader = source.reader(self.schema)
+
+    def splits(self) -> Iterable[tuple[int, InputPartition | None]]:
+        """Returns the partitions of the reader.
+
+        Returns:
+            Each partition with its number. The number makes two partitions with equal contents two splits.
+        """
+        return list(enumerate(self._reader.partitions()))
+
+    def read(self, split: tuple[int, InputPartition | None]) -> Iterator[pa.RecordBatch]:
+        """Reads one partition, in a task.
+
+        Args:
+            split: A partition with its number.
+
+        Yields:
+            The rows of the partition.
+        """
+        from pyspark.sql.conversion import LocalDataToArrowConversion
+
+        rows = iter(self._reader.read(split[1]))  # type: ignore[arg-type]
+        while some := list(itertools.islice(rows, _ROWS)):
+            for are_batches, part in itertools.groupby(some, lambda row: isinstance(row, pa.RecordBatch)):
+                if are_batches:
+                    yield from part
+                else:  # as Spark converts them: a time without a zone is in the zone of this host
+                    yield from LocalDataToArrowConversion.convert(list(part), self.schema, False).to_batches()

@@ -1,0 +1,108 @@
+"""Several sources of splits, merged in the order of their event times."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from stagecrew.errors import OperatorMisused, SplitsFailed
+from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
+
+__all__ = ["EventTimeSplits"]
+
+
+class EventTimeSplits:
+    """An enumerator that merges several sources: `Topology.splits` gives out their splits in the order of event time.
+
+    A split is given out when every split that is still being read is earlier by at most `drift`. So the rows of a
+    subtask are in the order of event time, except for `drift` and the range of time within one split. With
+    `parallelism=1`, all rows are. Tasks that have ended hold back no other task, and neither does a task that has read
+    one split for `idle_after` seconds. The splits of a task are pairs `(name, split)`.
+
+    If a source goes back in time, the topology fails: its `with` raises `CoordinatorFailed`, whose `__cause__` is
+    `SplitsFailed`.
+
+    Args:
+        sources: Enumerators, or iterables of splits, by name. Each yields its splits in the order of their event times.
+        event_time: Returns the event time of a split. The rows of the split are at this time or later.
+        drift: How far ahead of the slowest split a split may be. Event times plus `drift` must be comparable with event
+            times: both are numbers, or the event times are `datetime` and the drift is a `timedelta`.
+        idle_after: After how many seconds of reading one split a task holds back no other task. None means never.
+
+    Raises:
+        OperatorMisused: If `sources` is no mapping or is empty, or `event_time` cannot be called.
+
+    Example:
+        >>> merged = EventTimeSplits({"a": [1, 5], "b": [2, 3]}, event_time=lambda split: split, drift=10)
+        >>> list(merged.splits())
+        [('a', 1), ('b', 2), ('b', 3), ('a', 5)]
+
+    Not promised: without `idle_after`, a task that hangs while it reads holds back all others indefinitely. No timeout
+    ends that; `waits_for` in the topology's report shows it. Give `idle_after`, or give `read` a timeout of its own.
+
+    Source: Flink's watermark alignment (FLIP-182).
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        event_time: Callable[[Any], Any],
+        drift: Any,
+        idle_after: float | None = None,
+    ) -> None:
+        if not isinstance(sources, Mapping) or not sources:
+            raise OperatorMisused("EventTimeSplits merges sources by their names: give a dict of at least one source")
+        if not callable(event_time):
+            raise OperatorMisused(
+                f"event_time is a function of a split, not {type(event_time).__name__}: pass one that returns the "
+                "split's event time"
+            )
+        self._sources = {
+            name: SinglePassEnumerator(source, f"source {name!r} of EventTimeSplits")
+            if isinstance(source, Iterator)
+            else source
+            for name, source in sources.items()
+        }
+        self._event_time = event_time
+        self.drift, self.idle_after = drift, idle_after
+
+    def event_time(self, split: tuple[str, Any]) -> Any:
+        """Returns the event time of a split.
+
+        Args:
+            split: The name of a source, and one of its splits.
+
+        Returns:
+            The event time.
+        """
+        return self._event_time(split[1])
+
+    def splits(self) -> Iterator[tuple[str, Any]]:
+        """Yields the splits of all sources, the earliest first.
+
+        Yields:
+            The name of a source, and one of its splits.
+
+        Raises:
+            SplitsFailed: If a source yields a split that is earlier than its previous one.
+        """
+        merged = heapq.merge(
+            *(self._timed(name, source) for name, source in self._sources.items()), key=lambda timed: timed[:2]
+        )
+        for _, name, split in merged:
+            yield name, split
+
+    def _timed(self, name: str, source: Any) -> Iterator[tuple[Any, str, Any]]:
+        """The splits of one source, each with its event time and the source's name."""
+        last: Any = None
+        splits: Iterable[Any] = source.splits() if hasattr(source, "splits") else source
+        for split in splits:
+            event_time = self._event_time(split)
+            if last is not None and event_time < last:
+                raise SplitsFailed(
+                    f"source {name!r} goes back in time: a split of {event_time!r} follows one of {last!r}. A source "
+                    "must give its splits in the order of their event times"
+                )
+            last = event_time
+            yield event_time, name, split

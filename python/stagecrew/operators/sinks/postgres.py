@@ -1,0 +1,177 @@
+"""Tables of a PostgreSQL database, through psycopg."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+from stagecrew.errors import CommitFailed, OperatorMisused
+from stagecrew.operators.sinks.dialect import ATTEMPT, BUSY, Transaction, quoted_name
+
+__all__ = ["Postgres"]
+
+#: After how many seconds without any packet from the server's host a connection is given up.
+_SILENCE: Final = 60
+#: How many seconds to wait for a task that still stages rows after its commit has ended.
+_PATIENCE: Final = 5
+_ESCAPE: Final = "in a password, and in names, write / as %2F, @ as %40, ? as %3F and % as %25"
+
+
+class Postgres:
+    """See `Dialect`."""
+
+    placeholder = "%s"
+    described = ""
+
+    def __init__(self, url: str, table: str) -> None:
+        if _is_misread(url.partition("://")[2]):
+            raise OperatorMisused(f"the url of the database of table {table} has an @ after its first /: {_ESCAPE}")
+        self._url, self._table = url, table
+
+    def place(self) -> str:
+        """See `Dialect`."""
+        known = self._parts()
+        known.setdefault("dbname", known.get("user", ""))
+        if path := re.search(r"search_path=(\S+)", str(known.get("options", ""))):
+            known["search_path"] = path[1]
+        names = ("service", "host", "hostaddr", "port", "dbname", "search_path")
+        return " ".join(f"{name}={known[name]}" for name in names if known.get(name))
+
+    def _parts(self) -> dict[str, Any]:
+        """The parts of the url, as the server's library reads them."""
+        import psycopg
+        from psycopg.conninfo import conninfo_to_dict
+
+        try:
+            return dict(conninfo_to_dict(self._url))
+        except psycopg.Error:  # its text has parts of the url
+            raise OperatorMisused(
+                f"the url of the database of table {self._table} cannot be parsed: {_ESCAPE}"
+            ) from None
+
+    @contextlib.contextmanager
+    def connection(self) -> Iterator[Any]:
+        """See `Dialect`."""
+        import psycopg
+
+        reason: Exception | None = None
+        try:
+            connection = psycopg.connect(self._url, autocommit=True, **self._timeouts())
+        except psycopg.Error as error:
+            reason = self._without_password(error)
+        if reason is not None:  # raised outside of the handler, so that the original error is not its context
+            raise CommitFailed(
+                f"the server of table {self._table} cannot be reached: {type(reason).__name__}: {reason}. Check the "
+                "server and the url"
+            ) from reason
+        with connection as database:
+            # A driver that is stopped in a transaction does not block the others for longer.
+            database.execute(f"SET lock_timeout = '{BUSY}s'")
+            database.execute(f"SET idle_in_transaction_session_timeout = '{BUSY}s'")
+            yield database
+
+    def _without_password(self, error: Exception) -> Exception:
+        """The error on one line. Its text may repeat parts of the url."""
+        rest = self._url.partition("://")[2]
+        password = rest.partition("/")[0].rpartition("@")[0].partition(":")[2]
+        if "@" in password:  # for libpq, the host begins after the first @
+            return type(error)(f"the url has more than one @: {_ESCAPE}")
+        text = " ".join(str(error).split()).rstrip(".")
+        query = urllib.parse.parse_qs(rest.partition("?")[2])
+        secrets = {password, *query.get("password", ()), *query.get("sslpassword", ())}
+        for secret in sorted({*secrets, *map(urllib.parse.unquote, secrets)} - {""}, key=len, reverse=True):
+            text = text.replace(secret, "***")
+        return type(error)(text)
+
+    def _timeouts(self) -> dict[str, Any]:
+        """The settings that end a wait for a vanished host, unless the url has them."""
+        given = self._parts()
+        timeouts = {
+            "connect_timeout": BUSY,
+            "tcp_user_timeout": _SILENCE * 1000,
+            "keepalives": 1,
+            "keepalives_idle": max(_SILENCE // 2, 1),
+            "keepalives_interval": max(_SILENCE // 6, 1),
+            "keepalives_count": 3,
+        }
+        return {name: value for name, value in timeouts.items() if name not in given}
+
+    @contextlib.contextmanager
+    def transaction(self, connection: Any) -> Iterator[None]:
+        """See `Dialect`."""
+        with connection.transaction():
+            yield
+
+    def undone(self, connection: Any) -> AbstractContextManager[None]:
+        """See `Dialect`."""
+        undone: AbstractContextManager[None] = connection.transaction(force_rollback=True)
+        return undone
+
+    def create_stage(self, connection: Any, stage: str, table: str, columns: Sequence[str]) -> None:
+        """See `Dialect`."""
+        names = ", ".join(map(quoted_name, columns))
+        connection.execute(
+            f"CREATE TABLE {stage} AS SELECT CAST(0 AS BIGINT) AS {ATTEMPT}, {names} "  # noqa: S608 (checked names)
+            f"FROM {table} WHERE 1 = 0"
+        )
+
+    def inserting(self, connection: Any, stage: str, columns: Sequence[str]) -> Callable[[list[tuple[Any, ...]]], None]:
+        """See `Dialect`."""
+        names = ", ".join([ATTEMPT, *map(quoted_name, columns)])
+
+        def copy(rows: list[tuple[Any, ...]]) -> None:
+            with connection.cursor().copy(f"COPY {stage} ({names}) FROM STDIN") as into:
+                for row in rows:
+                    into.write_row(row)
+
+        return copy
+
+    def create_commits(self, connection: Any, statement: str) -> None:
+        """See `Dialect`."""
+        from psycopg import errors
+
+        with contextlib.suppress(errors.UniqueViolation, errors.DuplicateTable):  # another session creates it now
+            connection.execute(statement)
+
+    def drop_stage(self, connection: Any, stage: str, transaction: Transaction) -> None:
+        """See `Dialect`. Tasks that hold the table lose their connection."""
+        from psycopg import errors
+
+        drop = f"DROP TABLE IF EXISTS {stage}"
+        try:
+            with transaction():
+                connection.execute(f"SET LOCAL lock_timeout = '{_PATIENCE}s'")
+                connection.execute(drop)
+        except errors.LockNotAvailable:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE relation = to_regclass(%s) AND pid <> "
+                "pg_backend_pid() AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+                (stage,),
+            )
+            with transaction():
+                connection.execute(drop)
+
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """See `Dialect`."""
+        import psycopg
+
+        return (psycopg.IntegrityError, psycopg.DataError)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """See `Dialect`."""
+        import psycopg
+
+        return (psycopg.Error,)
+
+
+def _is_misread(rest: str) -> bool:
+    """Whether libpq would take part of a password for a port or a database's name, which messages show."""
+    authority, _, path = rest.partition("/")
+    if "@" in path.partition("?")[0]:
+        return True
+    ports = re.findall(r":([^:,\]]*)(?:,|$)", authority) if "@" not in authority and not authority.endswith("]") else []
+    return "@" in path and not all(port.isdigit() for port in ports)

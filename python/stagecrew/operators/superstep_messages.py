@@ -1,0 +1,36 @@
+"""How values travel between the tasks of supersteps and their coordinator: pickled, and in pieces if they are large."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any, Final
+
+__all__ = ["IN_PIECES", "PIECE", "WHOLE", "limited_piece", "pickled", "split_into_pieces"]
+
+#: The largest number of bytes in one piece, unless `spark.stagecrew.event.maxSize` is smaller.
+PIECE: Final = 4 << 20
+#: How many bytes of `spark.stagecrew.event.maxSize` a piece leaves free for the frame around it.
+_OVERHEAD: Final = 64
+#: The first bytes of a reply: it is the result, or the number of pieces that the result has.
+WHOLE: Final = b"\0"
+IN_PIECES: Final = b"\1%d"
+
+
+def pickled(value: Any) -> bytes:
+    """A value as bytes. Cloudpickle pickles what pickle cannot, such as lambdas."""
+    with contextlib.suppress(Exception):
+        return pickle.dumps(value, 5)
+    from pyspark import cloudpickle
+
+    return bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+
+
+def limited_piece(max_event: int) -> int:
+    """The size of a piece where an event may have this many bytes."""
+    return max(1, min(PIECE, max_event - _OVERHEAD))
+
+
+def split_into_pieces(data: bytes, piece: int) -> list[memoryview]:
+    """The bytes in pieces of at most this size."""
+    return [memoryview(data)[start : start + piece] for start in range(0, len(data), piece)]
