@@ -308,7 +308,7 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
             found = operator.map(cluster.range(0, 1, 1, 1), work, "a long").limit(3).collect()
             assert len(found) == 3
             said = eventually(lambda: ended.exists() and ended.read_text(), 10, "its evaluation has ended")
-        assert [call[0] for call in made[0].calls] == ["ready", "cut", "close"]
+        assert [call[0] for call in made[0].calls] == ["ready", "abandoned", "close"]
         if said != "did not wait":
             break
         ended.unlink()

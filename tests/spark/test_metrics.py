@@ -182,7 +182,9 @@ def test_timelines_are_made_where_somebody_shows_them(sessions: Sessions, tmp_pa
         eventually(lambda: topology.report.opens == 1, what="the executor has told of its listener")
         assert instances(jvm, "executor.ExecutorCounts") >= 1
         assert instances(jvm, "executor.SampleLog") == 1
-        assert (instances(jvm, "executor.SpanLog"), instances(jvm, "ui.Span")) == ((0, 0) if shown == "nowhere" else (1, 2))
+        assert (instances(jvm, "executor.SpanLog"), instances(jvm, "ui.Span")) == (
+            (0, 0) if shown == "nowhere" else (1, 2)
+        )
     assert topology.report.opens == topology.report.closes == 1
 
 
