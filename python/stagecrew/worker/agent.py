@@ -148,8 +148,8 @@ def _pickled(listener: Listener) -> bytes:
             return cloudpickle.dumps(opened_value(listener))  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:
         raise ListenerError(
-            f"its opened value cannot be pickled, so workers cannot have a copy ({type(error).__name__}: {error}); yield a "
-            f"port, a URL or a path from a @resource of the executor's scope"
+            f"its opened value cannot be pickled, so workers cannot have a copy ({type(error).__name__}: {error}); "
+            f"yield a port, a URL or a path from a @resource of the executor's scope"
         ) from error
 
 

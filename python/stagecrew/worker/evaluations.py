@@ -1,7 +1,7 @@
 """The task's side of an operator: calls of bound functions, and their gateway to the coordinator.
 
-An evaluation is one call of a bound function. A coordinator's events wait in the executor's mailbox until they are
-asked for.
+An evaluation is one call of a bound function. A coordinator's events wait in the executor's mailbox until the task has
+credit for them.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from stagecrew.worker.process import PLACE
 
 __all__ = ["PARTITION", "Bound", "TaskGateway", "evaluate"]
 
-#: In the place of a column: the partition of the task is the subtask, which an empty one has too.
+#: Instead of a column: the subtask is the partition of the task, also if it is empty.
 PARTITION: Final = ""
 
-#: What is sent is kept back for at most so long, or until so much waits.
+#: Events are sent together. They wait at most this long, or until this many events or bytes wait.
 _PAUSE: Final = 0.001
 _BATCH: Final = 128
 _BATCH_BYTES: Final = 1 << 16
-#: How many events, of how many bytes, are asked for at once.
+#: The credit of events, and of bytes.
 _WANT: Final = 512
 _WANT_BYTES: Final = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What a bound function carries to its tasks. Times in seconds, sizes in bytes."""
+    """The data that a bound function carries to its tasks. Times are in seconds, sizes in bytes."""
 
     binding: str
     operator: str
     topology: str
-    #: The column with the subtask, or `PARTITION`; None for a binding without.
+    #: The column with the subtask, or `PARTITION`; None for a binding without subtasks.
     subtask: str | None
     max_event: int
     request_timeout: float
 
 
 class TaskGateway:
-    """A task's way to its coordinator. Usable from several threads of the task.
+    """The connection of a task to its coordinator. All threads of the task may use it.
 
-    `subtask` is the partition of the bound dataset that the evaluation works on; None for `bind`, and of an empty
-    partition.
+    `subtask` is the partition of the bound dataset that the evaluation works on. It is None for `bind`, and for an
+    empty partition.
     """
 
     def __init__(self, connection: Connection, bound: Bound, subtask: int | None, context: Any) -> None:
@@ -66,22 +66,22 @@ class TaskGateway:
         self.subtask = subtask
         self.id = int.from_bytes(os.urandom(8), "big", signed=True)
         self._lock = threading.Lock()
-        self._sequence = 0  # of the last message
-        self._first = 1  # of the first that is kept back
+        self._sequence = 0  # the number of the last message
+        self._first = 1  # the number of the first event that waits
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._sent_at = 0.0
         self._handled = 0
-        #: The sizes of what is not known to be handled.
+        #: The sizes of the messages that may not be handled yet.
         self._sizes: collections.deque[int] = collections.deque()
         self._unhandled_bytes = 0
-        self._asked_at = 0  # the last message when room was asked for
+        self._asked_at = 0  # the last message when room was requested
         self._flusher: threading.Thread | None = None
         self._something_kept = threading.Event()
         self._replies: dict[int, tuple[str, bytes]] = {}
-        self._awaited: set[int] = set()  # the replies that somebody waits for
+        self._awaited: set[int] = set()  # the requests with a waiting thread
         self._events: collections.deque[bytes] = collections.deque()
-        #: How much of what was asked for has not been taken; the executor's mailbox counts the same.
+        #: The credit that is left. The executor's mailbox counts the same.
         self._wanted = self._wanted_bytes = 0
         self._over: str | None = None
         self._done = False
@@ -110,13 +110,20 @@ class TaskGateway:
         return f"<gateway to the coordinator of {self._bound.operator!r}, subtask {self.subtask}>"
 
     def send(self, event: Any) -> None:
-        """Sends an event to the coordinator. It returns at once, unless as much is unhandled as may be.
+        """Sends an event to the coordinator.
 
-        Those of one thread are handled in order, once each, before the evaluation is over. What is sent in a hurry
-        travels together, at most a millisecond later.
+        It returns at once, unless too many messages are unhandled. The events of one thread are handled in order, once
+        each, before the evaluation ends. Events in quick succession travel together, at most a millisecond later.
 
-        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationEnded`, and `RequestTimeout` when the coordinator has
-        not handled anything of what was sent before within `spark.stagecrew.request.timeout`.
+        Args:
+            event: Any object that can be pickled; `bytes` travel unchanged.
+
+        Raises:
+            EventNotPicklable: The event cannot be pickled.
+            EventTooLarge: The event exceeds `spark.stagecrew.event.maxSize`.
+            EvaluationEnded: The evaluation has ended, or its attempt is killed.
+            RequestTimeout: The coordinator handled none of the earlier messages within
+                `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
         while True:
@@ -140,12 +147,23 @@ class TaskGateway:
             self._something_kept.set()
 
     def request(self, request: Any, timeout: float | None = None) -> Any:
-        """Asks the coordinator, behind what was sent before, and answers its reply.
+        """Sends a request to the coordinator, and waits for its reply. The coordinator handles earlier events first.
 
-        Raises `RequestFailed` from the coordinator's exception, `RequestTimeout` after `timeout` seconds (default
-        `spark.stagecrew.request.timeout`), which count for the wait for room too: its text says whether it was sent,
-        and if it was, the coordinator may still have handled it; `EvaluationEnded`, `EventNotPicklable` and
-        `EventTooLarge`.
+        Args:
+            request: Any object that can be pickled; `bytes` travel unchanged.
+            timeout: The seconds to wait, for room to send and for the reply together. The default is
+                `spark.stagecrew.request.timeout`.
+
+        Returns:
+            The reply.
+
+        Raises:
+            RequestFailed: The coordinator raised an exception, which is the cause.
+            RequestTimeout: No reply came in time. The message says whether the request was sent; if it was, the
+                coordinator may have handled it.
+            EvaluationEnded: The evaluation has ended, or its attempt is killed.
+            EventNotPicklable: The request cannot be pickled.
+            EventTooLarge: The request exceeds `spark.stagecrew.event.maxSize`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
@@ -165,9 +183,17 @@ class TaskGateway:
         raise RequestFailed(f"the coordinator of operator {self._bound.operator!r} raised:\n{text}") from error
 
     def events(self, timeout: float | None = None) -> Iterator[Any]:
-        """The coordinator's events, in order, until it closes its gateway to this evaluation.
+        """The events of the coordinator, in order.
 
-        Raises `EventTimeout` when none came for `timeout` seconds, and `EvaluationEnded`.
+        Args:
+            timeout: The seconds to wait for each event. The default is no limit.
+
+        Yields:
+            Each event, until the coordinator closes its gateway to this evaluation.
+
+        Raises:
+            EventTimeout: No event came in time.
+            EvaluationEnded: The evaluation has ended, or its attempt is killed.
         """
         while True:
             payload = self._next(timeout)
@@ -178,7 +204,7 @@ class TaskGateway:
     # -- of this module
 
     def took(self, frame: Any) -> None:
-        """Something came; called by whoever reads, holding the connection's condition."""
+        """Handles a frame. Called with the connection's condition held."""
         if frame.kind == "REPLY":
             if frame["sequence"] in self._awaited:
                 self._replies[frame["sequence"]] = (frame["outcome"], frame["payload"])
@@ -187,10 +213,10 @@ class TaskGateway:
         elif frame.kind == "HANDLED":
             self._handled = max(self._handled, frame["sequence"])
         elif frame.kind == "ABORT":
-            self._over = self._over or frame["reason"]  # what is said to whoever goes on after it says less
+            self._over = self._over or frame["reason"]  # a later reason says less
 
     def finish(self, outcome: str, reason: str) -> None:
-        """The function has ended. After its own end it waits until all that was sent is in the coordinator's queue."""
+        """The function has ended. If it finished, waits until all of its messages are in the coordinator's queue."""
         with self._lock:
             if self._done:
                 return
@@ -203,7 +229,7 @@ class TaskGateway:
             except EvaluationEnded:
                 if outcome == "finished":
                     raise
-        self._something_kept.set()  # its thread ends
+        self._something_kept.set()  # ends the thread
         try:
             if outcome == "finished":
                 seconds = self._bound.request_timeout
@@ -230,31 +256,31 @@ class TaskGateway:
         return self._sequence
 
     def _lacks_room(self, size: int) -> int | None:
-        """None when there is room for one more, else what was handled then, to wait for more of it. With the lock."""
+        """None if there is room for a message, else the number of handled ones, to wait for more. With the lock."""
         self._check()
-        handled = self._handled  # before the look for room: who reads changes it without the lock
+        handled = self._handled  # before the check for room: a reader changes it without the lock
         if self._has_room(size):
             return None
-        if self._asked_at < self._sequence:  # what is handled is told now and then, and behind this
+        if self._asked_at < self._sequence:  # the driver reports handled messages from time to time, and after this
             self._asked_at = self._sequence
             self._flush(encode("CREDIT", evaluation=self.id))
         return handled
 
     def _await_room(self, handled: int, seconds: float, due: float | None = None) -> None:
-        """Waits until more is handled, so long, or until `due`. Without the lock: others receive."""
+        """Waits until more is handled, for this time or until `due`. Without the lock, so that others receive."""
 
         def more() -> bool | None:
             return self._handled > handled or self._over is not None or self._done or None
 
         if self._connection.wait(more, seconds if due is None else max(due - time.monotonic(), 0.0)) is None:
             raise RequestTimeout(
-                f"nothing was sent: the coordinator of operator {self._bound.operator!r} has {len(self._sizes)} messages of this "
-                f"task, of {self._unhandled_bytes} bytes, to handle, and made no room for more within {seconds:g} s; it is slow, "
-                f"or blocks"
+                f"nothing was sent: the coordinator of operator {self._bound.operator!r} has {len(self._sizes)} "
+                f"messages of this task, of {self._unhandled_bytes} bytes, to handle, and made no room for more within "
+                f"{seconds:g} s; it is slow, or blocks"
             )
 
     def _has_room(self, size: int) -> bool:
-        """Whether there is, when what is handled is forgotten. With the lock."""
+        """Whether there is room, without the handled messages. With the lock."""
         if len(self._sizes) < WINDOW and self._unhandled_bytes + size <= WINDOW_BYTES:
             return True
         while len(self._sizes) > self._sequence - self._handled:
@@ -262,7 +288,7 @@ class TaskGateway:
         return len(self._sizes) < WINDOW and (not self._sizes or self._unhandled_bytes + size <= WINDOW_BYTES)
 
     def _flush(self, *more: bytes) -> None:
-        """Sends what is kept back, and this behind it. With the lock."""
+        """Sends the waiting events, and then these frames. With the lock."""
         kept, self._kept, self._kept_bytes = self._kept, [], 0
         self._sent_at = time.monotonic()
         frames = list(more)
@@ -282,7 +308,7 @@ class TaskGateway:
         while True:
             self._something_kept.wait()
             self._something_kept.clear()
-            time.sleep(_PAUSE)  # for more
+            time.sleep(_PAUSE)  # more events may come
             with self._lock:
                 if self._done:
                     return
@@ -316,7 +342,7 @@ class TaskGateway:
 
         if (
             self._events and not self._kept and self._over is None and not self._done
-        ):  # no wait, and nothing to flush before
+        ):  # nothing to wait for, and nothing to send first
             with self._connection.changed:
                 found = one()
         else:
@@ -338,11 +364,11 @@ class TaskGateway:
         return payload
 
     def _taken(self) -> tuple[bytes, bytes | None]:
-        """The oldest event that is here, and the frame that asks for more behind the last.
+        """Removes the oldest event. Returns it, and after the last one the frame that adds credit.
 
-        Holding the connection's condition.
+        Called with the connection's condition held.
         """
-        if self._events[0] == END:  # it stays, for all who receive
+        if self._events[0] == END:  # it stays, for all threads that receive
             return END, None
         payload = self._events.popleft()
         self._wanted -= 1
@@ -350,9 +376,9 @@ class TaskGateway:
         return payload, self._wanting()
 
     def _wanting(self) -> bytes | None:
-        """The frame that asks for more, when none is here and little is on its way.
+        """The frame that adds credit, if no event is here and little credit is left.
 
-        Holding the connection's condition.
+        Called with the connection's condition held.
         """
         if self._events or (self._wanted > _WANT // 2 and self._wanted_bytes > _WANT_BYTES // 2):
             return None
@@ -362,21 +388,21 @@ class TaskGateway:
 
 
 def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
-    """Calls `work(gateway, *args)` as one evaluation; an iterator that it answers belongs to it."""
+    """Calls `work(gateway, *args)` as one evaluation, which includes the iterator that it returns."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
     place = context.getLocalProperty(PLACE) if context is not None else None
     if not place:
         raise OperatorMisused(
-            f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the action "
-            f"inside its `with`; a lazy dataset that is run later has no coordinator. If its stored partitions went with the "
-            f"topology, `topology.keep(dataset)` inside it keeps them"
+            f"a function bound to operator {bound.operator!r} ran outside of topology {bound.topology!r}: run the "
+            f"action inside its `with`; a lazy dataset that is run later has no coordinator. If its stored partitions "
+            f"were released with the topology, `topology.keep(dataset)` inside it keeps them"
         )
     connection = connected(place)
     subtask: int | None = None
     if bound.subtask == PARTITION:
-        assert context is not None  # there is a place
+        assert context is not None  # a place implies a context
         subtask = context.partitionId()
     elif bound.subtask is not None:
         subtask, batches = _identified(bound.subtask, args[0])
@@ -406,7 +432,7 @@ def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
 
 
 def _identified(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:
-    """The subtask of a partition's batches, and these without the column that carries it."""
+    """The subtask of a partition's batches, and the batches without its column."""
     first = next(batches, None)
     if first is None:
         return None, iter(())

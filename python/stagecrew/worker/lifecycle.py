@@ -28,12 +28,13 @@ Leave = Callable[[BaseException | None], None]
 
 #: Why a listener is not the one of its name that is open.
 _REDEFINED: Final = (
-    "its definition was run again with different code, as in a notebook cell, and the topology that is open has the earlier "
-    "one. Close that topology (`topology.close()`, or `crew.close_all()`), and start it again with the new listener"
+    "its definition was run again with different code, as in a notebook cell, and the topology that is open has the "
+    "earlier one. Close that topology (`topology.close()`, or `crew.close_all()`), and start it again with the "
+    "new listener"
 )
 _COPY: Final = (
-    "the function has a pickled copy of it that another process made, which cannot be compared with the listener of that name "
-    "here. Register that copy itself, or import the listener from a module in the function"
+    "the function has a pickled copy of it that another process made, which cannot be compared with the listener of "
+    "that name here. Register that copy itself, or import the listener from a module in the function"
 )
 
 
