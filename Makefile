@@ -1,4 +1,4 @@
-# make setup | check | test | test-long | bench | demo | docs | compat      (what they need is installed by setup)
+# make setup | check | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -11,10 +11,10 @@ unexport PYSPARK_PYTHON
 
 .PHONY: help setup jar check format test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
 
-help: ## this list
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(STAMPS)/installed ## the environment in .venv, the jar, the package
+setup: $(STAMPS)/installed ## create the environment in .venv, build the jar, install the package
 
 $(STAMPS)/venv: pyproject.toml
 	@mkdir -p $(STAMPS)
@@ -28,7 +28,7 @@ $(STAMPS)/venv: pyproject.toml
 	$(BIN)/python -m pip install -q -r $(STAMPS)/requirements.txt
 	@touch $@
 
-jar: $(JAR) ## the jar, when its sources changed
+jar: $(JAR) ## build the jar if its sources changed
 
 $(JAR): $(STAMPS)/venv $(JAR_SOURCES)
 	build/sbt shim/package shim/hdfsJar
@@ -38,21 +38,21 @@ $(STAMPS)/installed: $(JAR)
 	$(BIN)/python -m pip install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-format: setup ## formats the Python sources
+format: setup ## format the Python sources
 	$(BIN)/ruff format python tests
 	$(BIN)/ruff check --fix python tests
 
-check: setup ## format, lint, types, import layers and unit tests: under two minutes
+check: setup ## check format, lint, types and import layers, and run the unit tests: under two minutes
 	$(BIN)/ruff format --check python tests
 	$(BIN)/ruff check python tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
-test-unit: setup ## the tests without Spark
+test-unit: setup ## run the tests that need no Spark
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
-test-jvm: setup ## the shim's own tests
+test-jvm: setup ## run the tests of the shim
 	build/sbt shim/test
 
 $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
@@ -60,11 +60,11 @@ $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
 	$(BIN)/python tests/archive_classes.py build/spark-classes.jsa
 	@touch $@
 
-test-spark: setup $(STAMPS)/classes ## the tests with real Spark
-	@rm -rf $(VENV)/lib/python3*/site-packages/pyspark/work  # where local-cluster leaves its executors' folders
+test-spark: setup $(STAMPS)/classes ## run the tests with real Spark
+	@rm -rf $(VENV)/lib/python3*/site-packages/pyspark/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup ## every test but the long seeded runs: under 20 minutes
+test: setup ## run every test except the long seeded runs: under 20 minutes
 	$(MAKE) -j 2 --output-sync=target check-and-docs test-jvm $(STAMPS)/classes
 	$(MAKE) test-spark
 
@@ -73,13 +73,13 @@ check-and-docs: setup
 	$(MAKE) check
 	$(MAKE) docs
 
-test-long: setup $(STAMPS)/classes ## the long seeded runs, the longest file first, and the third master
+test-long: setup $(STAMPS)/classes ## run the long seeded runs, the longest file first, and the third master
 	$(BIN)/pytest -q tests/spark/test_splits.py tests -m long -n 2 --dist loadfile --no-loadscope-reorder
 
-soak: setup ## 10,000 uses of operators, then 1,000 topologies: what they leave in threads, files and memory
+soak: setup ## run 10,000 uses of operators and 1,000 topologies, and report leaked threads, files and memory
 	cd tests && ../$(BIN)/python soak.py
 
-docs: setup ## the documentation, strictly, into site/
+docs: setup ## build the documentation into site/, with warnings as errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(STAMPS)/peers: pyproject.toml
@@ -89,14 +89,14 @@ $(STAMPS)/peers: pyproject.toml
 	build/peers/bin/python -m pip install -q -r $@.txt
 	@touch $@
 
-bench: setup $(STAMPS)/peers ## the figures, as JSON and a table
+bench: setup $(STAMPS)/peers ## run the benchmarks, and print the figures as JSON and as a table
 	$(BIN)/python tests/benchmarks/run.py
 
-demo: setup ## the main job, with and without stagecrew
+demo: setup ## run the main job with and without stagecrew
 	$(BIN)/stagecrew demo
 
-compat: setup ## PySpark's own tests out of SPARK_SOURCE, plugin on and off
+compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the plugin
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
-clean: ## what was built
+clean: ## delete everything that was built
 	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars

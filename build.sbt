@@ -1,12 +1,12 @@
-// The shim is compiled and tested against the jars of the PySpark that is installed in the project's
-// environment: that one place pins the Spark version and the Scala version (see DESIGN: Build).
+// The shim is compiled and tested against the jars of the PySpark that is installed in the project's environment.
+// So the installed PySpark alone determines the Spark version and the Scala version.
 
 val pysparkHome: File = {
   val given = sys.env.get("STAGECREW_PYSPARK_HOME").map(file)
   given.filter(home => (home / "jars").isDirectory).getOrElse(
     sys.error(
-      "STAGECREW_PYSPARK_HOME must name the folder of an installed PySpark (it holds jars/). " +
-        "Run `make jar`, or `build/sbt`, which look it up in .venv."))
+      "STAGECREW_PYSPARK_HOME must be the folder of an installed PySpark, which contains jars/. " +
+        "Run `make jar` or `build/sbt`: both find it in .venv."))
 }
 
 val pysparkJars: Seq[File] = (pysparkHome / "jars" ** "*.jar").get().sortBy(_.getName)
@@ -17,7 +17,7 @@ val pysparkScalaVersion: String = {
     .getOrElse(sys.error(s"no scala-library jar in $pysparkHome/jars"))
 }
 
-// An HDFS for the tests of sinks: of the version of the Hadoop client in PySpark, with which it runs.
+// An HDFS for the tests of sinks, in the version of PySpark's Hadoop client, because both run together.
 val Hdfs = config("hdfs").hide
 val hdfsJar = taskKey[File]("The jar of Hadoop's mini cluster, in build/hdfs.jar.")
 val hadoopVersion: String = {
@@ -26,11 +26,11 @@ val hadoopVersion: String = {
     .getOrElse(sys.error(s"no hadoop-client-api jar in $pysparkHome/jars"))
 }
 
-// One version for wheel and jar: it stands in python/stagecrew/_version.py.
+// The wheel and the jar share one version, from python/stagecrew/_version.py.
 val stagecrewVersion: String = {
   val Line = """__version__ = "(.+)"""".r
   IO.readLines(file("python/stagecrew/_version.py")).collectFirst { case Line(version) => version }
-    .getOrElse(sys.error("python/stagecrew/_version.py holds no __version__"))
+    .getOrElse(sys.error("python/stagecrew/_version.py contains no __version__"))
 }
 
 lazy val shim = (project in file("jvm-shim"))
@@ -55,7 +55,7 @@ lazy val shim = (project in file("jvm-shim"))
     scalacOptions ++= Seq("-release:17", "-deprecation", "-feature", "-unchecked", "-Xlint", "-Wunused", "-Wdead-code", "-Werror"),
     javacOptions ++= Seq("--release", "17", "-Xlint:all", "-Werror"),
     Compile / doc / sources := Nil,
-    // The Python package travels inside the jar, so that executors need nothing but PySpark.
+    // The jar contains the Python package, so that executors need only PySpark.
     Compile / packageBin / mappings ++= {
       val root = (ThisBuild / baseDirectory).value / "python"
       (root / "stagecrew" ** "*.py").get().map(source => source -> IO.relativize(root, source).get)

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds: fills in what is made from the code, so that no page can differ from it."""
+"""MkDocs hooks: insert generated tables and repository files into pages, so that pages cannot differ from them."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ LANGUAGES = {".py": "python", ".conf": "properties", ".properties": "properties"
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Replaces `<!-- configuration-table -->` by the table of keys, and `<!-- file: PATH -->` by the file's text."""
+    """Replaces `<!-- configuration-table -->` with the table of keys, and `<!-- file: PATH -->` with that file."""
     lines = []
     for line in markdown.split("\n"):
         if line == "<!-- configuration-table -->":

@@ -1,7 +1,7 @@
-"""Writes the archive of Spark's classes from which the JVMs of the tests start: python tests/archive_classes.py FILE
+"""Writes the class archive from which the JVMs of the tests start: `python tests/archive_classes.py FILE`.
 
-A JVM that maps its classes from an archive (class data sharing) starts Spark in half the time. The archive is only ever an
-accelerator: a JVM that finds none, or one of other jars, loads its classes as usual.
+A JVM that maps its classes from an archive (class data sharing) starts Spark in half the time. The archive only saves
+time: without an archive, or with an archive of other jars, a JVM loads its classes as usual.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from crewtools import PLAIN
+from support.sessions import PLAIN_JVM_OPTIONS
 
-#: What no local session loads, and the tests' other JVMs do.
+#: Classes that the other JVMs of the tests load, and a local session does not.
 FURTHER = (
     "org.apache.spark.executor.CoarseGrainedExecutorBackend",
     "org.apache.spark.scheduler.cluster.StandaloneSchedulerBackend",
@@ -28,12 +28,12 @@ FURTHER = (
 
 
 def main(path: str) -> None:
-    """One session without the plugin, that does a little of everything; its JVM writes the archive when it ends."""
+    """Runs one session without the plugin that does a little of everything. Its JVM writes the archive when it ends."""
     archive = Path(path).resolve()
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
     os.environ["PYSPARK_PYTHON"] = sys.executable
-    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
+    os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN_JVM_OPTIONS} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
     spark = (
         SparkSession.builder.master("local[2,4]")
         .config("spark.ui.showConsoleProgress", "false")
@@ -52,10 +52,10 @@ def main(path: str) -> None:
     spark.stop()
     gateway.shutdown()
     with contextlib.suppress(OSError):
-        gateway.proc.stdin.close()  # the JVM's reason to end
+        gateway.proc.stdin.close()  # the JVM ends when its input is closed
     gateway.proc.wait(120)
     if not archive.exists():
-        print(f"no archive at {archive}: this JVM cannot write one; the tests run without", file=sys.stderr)
+        print(f"no archive at {archive}: this JVM cannot write one; the tests run without it", file=sys.stderr)
 
 
 if __name__ == "__main__":

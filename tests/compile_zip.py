@@ -1,7 +1,8 @@
-"""Puts compiled modules beside the sources in the pyspark.zip of this environment.
+"""Adds compiled modules to the pyspark.zip of this environment.
 
-Python keeps no compiled modules for what it imports from a zip, so each Python daemon of each test session would compile
-PySpark anew: most of what it does in a short session. Run by `make`; Spark finds the same sources there as before.
+Python caches no bytecode for modules that it imports from a zip, so each Python daemon of each test session would
+compile PySpark again. In a short session that is most of its work. `make` runs this script. Spark finds the same
+sources in the zip as before.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ import pyspark
 
 
 def main() -> None:
-    """Rewrites the archive, unless it has been already."""
+    """Rewrites the archive, unless it already has compiled modules."""
     path = pathlib.Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip"
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith(".pyc") for name in archive.namelist()):
@@ -27,7 +28,7 @@ def main() -> None:
             archive.writestr(entry, data)
             if entry.filename.endswith(".py") and "/tests/" not in entry.filename:
                 code = compile(data, f"{path}/{entry.filename}", "exec", dont_inherit=True)
-                # By the hash of its source, which is not looked at: times in a zip have a zone of their own.
+                # The header has the hash of the source, and Python does not check it: times in a zip are in local time.
                 head = importlib.util.MAGIC_NUMBER + (1).to_bytes(4, "little") + importlib.util.source_hash(data)
                 compiled = zipfile.ZipInfo(entry.filename + "c", entry.date_time)
                 compiled.compress_type = zipfile.ZIP_DEFLATED

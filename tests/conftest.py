@@ -1,4 +1,4 @@
-"""Fixtures for the tests with real Spark. One SparkContext at a time; tests are grouped by master."""
+"""Fixtures for the tests with real Spark. One SparkContext exists at a time; tests are grouped by master."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-# In the background of a shell Ctrl-C is ignored, and so it would be in what tests start and interrupt.
+# A shell starts background processes with Ctrl-C ignored, and the processes that tests start and interrupt would
+# inherit that.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Those that are long on clusters are; the long ones have half an hour each."""
+    """Marks `long_on_clusters` tests as long on clusters, and gives long tests a timeout of half an hour."""
     for item in items:
         if item.get_closest_marker("long_on_clusters") and not item.callspec.params["master"].startswith("local["):
             item.add_marker(pytest.mark.long)
@@ -27,21 +28,22 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Spark's own files of this run stay in one folder."""
-    from crewtools import QUICK
+    """Keeps Spark's own files of this run in one folder."""
+    from support.sessions import QUICK_JVM_OPTIONS
 
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
-    os.environ["SPARK_SUBMIT_OPTS"] = QUICK  # executors have it from `base`
-    os.environ["SPARK_LAUNCHER_OPTS"] = QUICK  # of the JVM that makes up the command of another one
-    # On a cluster Spark runs the python3 of the PATH, also for the planning of data sources on the driver: the tests' own.
+    os.environ["SPARK_SUBMIT_OPTS"] = QUICK_JVM_OPTIONS  # executors get the options from `session_builder`
+    os.environ["SPARK_LAUNCHER_OPTS"] = QUICK_JVM_OPTIONS  # for the JVM that prints the command line of the next JVM
+    # On a cluster, Spark runs the python3 of the PATH, also to plan data sources on the driver. This puts the
+    # interpreter of the tests first.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session")
 def sessions() -> Iterator[object]:
-    """Makes sessions; stops the last one at the end."""
-    from crewtools import Sessions
+    """Creates sessions, and stops the last one at the end."""
+    from support.sessions import Sessions
 
     made = Sessions()
     yield made
@@ -51,7 +53,7 @@ def sessions() -> Iterator[object]:
 @pytest.fixture(scope="session")
 def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a real standalone cluster."""
-    from crewtools import standalone_cluster
+    from support.clusters import standalone_cluster
 
     with standalone_cluster(tmp_path_factory.mktemp("standalone")) as url:
         yield url
@@ -62,23 +64,26 @@ def standalone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     params=["local[2,4]", pytest.param("local-cluster[2,2,1024]", marks=pytest.mark.long), "standalone"],
 )
 def master(request: pytest.FixtureRequest) -> str:
-    """The masters on which the contract must hold; where executors are processes, `make test` takes the real cluster."""
+    """The masters on which the contract must hold.
+
+    `make test` uses the standalone cluster where executors are processes.
+    """
     return request.getfixturevalue("standalone") if request.param == "standalone" else request.param
 
 
 @pytest.fixture(scope="session")
 def jvm_listeners(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A jar with two JVM listeners of a user, and the file to which they write."""
-    from crewtools import compiled_listeners
+    """A user's jar with two JVM listeners, and the file to which they write."""
+    from support.jvm_listeners import compile_jvm_listeners
 
     folder = tmp_path_factory.mktemp("jvm")
-    return compiled_listeners(folder), str(folder / "journal")
+    return compile_jvm_listeners(folder), str(folder / "journal")
 
 
 @pytest.fixture
 def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
-    """What they wrote since this test began."""
-    from crewtools import Journal
+    """The entries that the JVM listeners wrote since this test began."""
+    from support.journal import Journal
 
     Path(jvm_listeners[1]).unlink(missing_ok=True)
     return Journal(jvm_listeners[1])
@@ -86,7 +91,7 @@ def jvm_journal(jvm_listeners: tuple[str, str]) -> object:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> object:
-    """Where the listeners of one test write."""
-    from crewtools import Journal
+    """The file to which the listeners of one test write."""
+    from support.journal import Journal
 
     return Journal(str(tmp_path / "journal"))

@@ -1,7 +1,8 @@
-"""A session that works for a long time: in the end it must hold no more than in the beginning.
+"""Checks that a long-running session holds no more resources at the end than at the beginning.
 
-One topology with thousands of uses of operators, and one session with many topologies. Threads, file descriptors and memory of all
-processes are sampled, and the first quarter is compared with the last. Run by `make soak`, and in a short form by a test.
+The first part uses operators thousands of times in one topology, the second runs many topologies in one session. The
+script samples the threads, file descriptors and memory of all processes, and compares the first quarter of the samples
+with the last. `make soak` runs it; a test runs a short form.
 """
 
 from __future__ import annotations
@@ -25,34 +26,38 @@ import psutil
 import pyarrow as pa
 
 import stagecrew
-from crewtools import base, eventually
 from stagecrew.operators.sinks import ParquetSink
+from support.sessions import session_builder
+from support.waiting import eventually
 
-#: How often it is looked in the course of one part.
+#: Number of samples in one part.
 SAMPLES = 20
-#: What one use may keep, in bytes: 2 kB, and the state of a coordinator of splits with one split.
+#: Bytes that one use of an operator may keep: 2 kB, and the state of a split coordinator with one split.
 USE = 2048 + 2560
 
 
 @dataclasses.dataclass
-class Held:
-    """Resources of the processes of one kind. Memory in MB: of a JVM the used heap after a collection, else resident."""
+class Resources:
+    """Resources of all processes of one kind.
+
+    Memory is in MB: the used heap after a collection for a JVM, else the RSS.
+    """
 
     threads: int = 0
     files: int = 0
     memory: float = 0.0
 
     def add(self, process: psutil.Process, memory: float | None = None) -> None:
-        """One more process of the kind."""
+        """Adds a process of this kind."""
         self.threads += process.num_threads()
         self.files += process.num_fds()
         self.memory += process.memory_info().rss / 2**20 if memory is None else memory
 
 
-def sample(spark: Any) -> dict[str, Held]:
-    """The resources of this process, its JVM, the executors, and all Python processes of the executors now."""
+def sample(spark: Any) -> dict[str, Resources]:
+    """Returns the resources of this process, its JVM, the executors, and the Python processes of the executors."""
     gc.collect()
-    found = {kind: Held() for kind in ("driver Python", "driver JVM", "executors", "workers and agents")}
+    found = {kind: Resources() for kind in ("driver Python", "driver JVM", "executors", "workers and agents")}
     me = psutil.Process()
     found["driver Python"].add(me)
     jvm = spark.sparkContext._jvm
@@ -74,7 +79,7 @@ def sample(spark: Any) -> dict[str, Held]:
 
 
 def heap_of(pid: int) -> float:
-    """The used heap of a JVM after a collection, in MB."""
+    """Returns the used heap of a JVM after a collection, in MB."""
 
     def jcmd(*arguments: str) -> str:
         return subprocess.run(["jcmd", str(pid), *arguments], capture_output=True, text=True, check=True).stdout
@@ -83,18 +88,18 @@ def heap_of(pid: int) -> float:
     return sum(int(used) for used in re.findall(r"used (\d+)K", jcmd("GC.heap_info").partition("Metaspace")[0])) / 1024
 
 
-class Course:
-    """Samples of one part, and how long checkpoints took."""
+class Samples:
+    """The samples of one part, and the durations of its checkpoints."""
 
     def __init__(self, spark: Any, total: int) -> None:
         self._spark, self._total = spark, total
         self._every = max(1, total // SAMPLES)
-        self.samples: list[tuple[int, dict[str, Held]]] = []
+        self.samples: list[tuple[int, dict[str, Resources]]] = []
         self.checkpoints: list[float] = []
         self._began = time.monotonic()
 
     def at(self, number: int) -> None:
-        """This many are done."""
+        """Takes a sample if it is due after `number` operations."""
         if number % self._every == 0:
             self.samples.append((number, sample(self._spark)))
             held = "  ".join(
@@ -102,8 +107,11 @@ class Course:
             )
             print(f"{number:6} of {self._total}, {time.monotonic() - self._began:5.0f} s  {held}", flush=True)
 
-    def verdict(self, each: int) -> tuple[list[str], dict[str, Any]]:
-        """The resources that grew too much, and the figures. `each` is what one more may keep in the driver's Python, in bytes."""
+    def verdict(self, bytes_per_use: int) -> tuple[list[str], dict[str, Any]]:
+        """Returns the resources that grew too much, and the figures.
+
+        `bytes_per_use` is how much memory of the driver's Python one more operation may keep.
+        """
         quarter = len(self.samples) // 4
         first, last = self.samples[1 : 1 + quarter], self.samples[-quarter:]
         grew, figures = [], {}
@@ -113,7 +121,7 @@ class Course:
                 after = max(getattr(held[kind], what) for _, held in last)
                 allowed = before * 1.1 + slack
                 if (kind, what) == ("driver Python", "memory"):
-                    allowed += each * (last[-1][0] - first[-1][0]) / 2**20
+                    allowed += bytes_per_use * (last[-1][0] - first[-1][0]) / 2**20
                 figures[f"{kind}, {what}"] = (round(before, 1), round(after, 1))
                 if after > allowed:
                     grew.append(f"{what} of {kind}: {before:.1f} in the first quarter, {after:.1f} in the last")
@@ -127,18 +135,18 @@ class Course:
 
 
 def add_one(gateway: Any, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """A task that asks its coordinator once for each batch."""
+    """Sends one request to the coordinator for each batch."""
     for batch in batches:
         yield pa.record_batch({"id": [gateway.request(batch.num_rows)]})
 
 
 def rows_of(split: int) -> Iterator[pa.RecordBatch]:
-    """One row."""
+    """Yields one row."""
     yield pa.record_batch({"id": [split]})
 
 
 def summed(steps: Any, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """One superstep."""
+    """Runs one superstep."""
     yield pa.record_batch({"id": [steps.reduce(sum(batch.num_rows for batch in batches))]})
 
 
@@ -150,9 +158,12 @@ class Echo(stagecrew.Coordinator):
         return request
 
 
-def uses(spark: Any, folder: Path, total: int, run_one_in: int = 3) -> Course:
-    """Uses of operators in one topology: splits, maps, commits and supersteps, of which commits and one in a few others run."""
-    course = Course(spark, total)
+def uses(spark: Any, folder: Path, total: int, run_one_in: int = 3) -> Samples:
+    """Uses operators in one topology: splits, maps, commits and supersteps.
+
+    All commits run, and one in `run_one_in` of the other datasets.
+    """
+    course = Samples(spark, total)
     one = spark.range(0, 1, 1, 1)
     with stagecrew.crew(spark).topology("soak") as topology:
         echo = topology.coordinate("echo", Echo)
@@ -176,30 +187,30 @@ def uses(spark: Any, folder: Path, total: int, run_one_in: int = 3) -> Course:
 
 
 @stagecrew.resource
-def something(context: stagecrew.ListenerContext) -> Iterator[int]:
+def worker_listener(context: stagecrew.ListenerContext) -> Iterator[int]:
     """A listener that has nothing to close."""
     yield os.getpid()
 
 
 @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
-def something_wide(context: stagecrew.ListenerContext) -> Iterator[int]:
-    """One of the executor's scope."""
+def executor_listener(context: stagecrew.ListenerContext) -> Iterator[int]:
+    """A listener with executor scope that has nothing to close."""
     yield os.getpid()
 
 
-def keyed(pool: Any) -> Callable[[int], tuple[int, int]]:
-    """A function for `map` that uses a listener."""
+def key_with_listener(pool: Any) -> Callable[[int], tuple[int, int]]:
+    """Returns a function for `map` that uses a listener."""
     return lambda number: (number % 2, pool.get())
 
 
-def topologies(spark: Any, total: int) -> Course:
-    """Topologies one after the other, each with listeners, a shuffle, an operator and a dataset of splits."""
-    course = Course(spark, total)
+def topologies(spark: Any, total: int) -> Samples:
+    """Runs topologies one after the other, each with listeners, a shuffle, an operator and a dataset of splits."""
+    course = Samples(spark, total)
     crew = stagecrew.crew(spark)
     for number in range(total):
-        pool, wide = something(), something_wide()
+        pool, wide = worker_listener(), executor_listener()
         with crew.topology(f"one-{number}", listeners=[pool, wide]) as topology:
-            spark.sparkContext.parallelize(range(4), 2).map(keyed(pool)).groupByKey(2).count()
+            spark.sparkContext.parallelize(range(4), 2).map(key_with_listener(pool)).groupByKey(2).count()
             topology.splits([1], rows_of, "id long", parallelism=1).collect()
             topology.coordinate("echo", Echo).map(spark.range(0, 1, 1, 1), add_one, "id long").collect()
         assert topology.report.opens == topology.report.closes > 0
@@ -208,7 +219,7 @@ def topologies(spark: Any, total: int) -> Course:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs both parts and prints the figures, as JSON at last. Returns how many things grew."""
+    """Runs both parts and prints the figures, at the end as JSON. Returns how many resources grew."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--uses", type=int, default=10_000)
     parser.add_argument("--topologies", type=int, default=1_000)
@@ -217,8 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("STAGECREW_TEST_FOLDER", folder)
-        builder = base("local-cluster[1,2,1024]")
-        # What Spark itself keeps of jobs that have ended reaches its bound early.
+        builder = session_builder("local-cluster[1,2,1024]")
+        # With small limits, Spark's own history of finished jobs reaches its limit early.
         for kept in (
             "spark.ui.retainedJobs",
             "spark.ui.retainedStages",
@@ -228,11 +239,11 @@ def main(arguments: list[str] | None = None) -> int:
             builder = builder.config(kept, "50")
         spark = stagecrew.configure(builder.config("spark.executor.heartbeatInterval", "2s")).getOrCreate()
         try:
-            for name, course, each in (
+            for name, course, bytes_per_use in (
                 ("uses", lambda: uses(spark, Path(folder) / "out", given.uses), USE),
                 ("topologies", lambda: topologies(spark, given.topologies), 0),
             ):
-                found, figures[name] = course().verdict(each)
+                found, figures[name] = course().verdict(bytes_per_use)
                 grew += [f"{name}: {one}" for one in found]
             children = psutil.Process().children(recursive=True)
         finally:
@@ -240,7 +251,9 @@ def main(arguments: list[str] | None = None) -> int:
         workers = [
             one for one in children if {"stagecrew.worker.agent", "stagecrew.worker.daemon"} & set(_command(one))
         ]
-        eventually(lambda: not any(one.is_running() for one in workers), 60, "Python processes of executors end")
+        eventually(
+            lambda: not any(one.is_running() for one in workers), 60, "the Python processes of the executors end"
+        )
         eventually(
             lambda: not [one.name for one in threading.enumerate() if one.name.startswith("stagecrew-")],
             30,

@@ -1,4 +1,4 @@
-"""A stream of two sources that advance in event time together: a fast one waits for a slow one, within the drift.
+"""A stream that reads two sources in step: the fast source waits if it is ahead of the slow one by more than the drift.
 
 Run it: `python aligned_stream.py`.
 """
@@ -11,12 +11,12 @@ from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPart
 import stagecrew
 
 DRIFT = 20
-#: Event times that each source has, and how many of them it can give in one batch.
+#: The event times of each source, and how many of them it can return in one batch.
 SOURCES = {"fast": (range(200), 50), "slow": (range(0, 200, 2), 5)}
 
 
 class Merged(DataSource):
-    """Rows (source, event time) of both."""
+    """A data source with the rows (source, event time) of both sources."""
 
     @classmethod
     def name(cls):
@@ -30,9 +30,9 @@ class Merged(DataSource):
 
 
 class Reader(DataSourceStreamReader):
-    """Says how far each source may be read in the next batch: its own pace, and no further than the drift allows.
+    """Decides how far the next batch reads each source: at the pace of the source, within the drift.
 
-    It keeps nothing of where it is: Spark says from where the next batch goes on, also after a restart from a checkpoint.
+    The reader stores no position. Spark passes the start of each batch, also after a restart from the checkpoint.
     """
 
     def initialOffset(self):
@@ -44,7 +44,7 @@ class Reader(DataSourceStreamReader):
         group = WatermarkGroup(DRIFT)
         for source, (events, _) in SOURCES.items():
             if start[source] < len(events):
-                group.report(source, events[start[source]])  # who has come to its end holds nobody
+                group.report(source, events[start[source]])  # a source at its end is not reported, so none waits for it
         end = {}
         for source, (events, pace) in SOURCES.items():
             ready = events[start[source] : start[source] + pace]
@@ -52,16 +52,17 @@ class Reader(DataSourceStreamReader):
         return end
 
     def partitions(self, start, end):
-        return [InputPartition((source, start[source], end[source])) for source in SOURCES if end[source] > start[source]]
+        unread = [source for source in SOURCES if end[source] > start[source]]
+        return [InputPartition((source, start[source], end[source])) for source in unread]
 
     def read(self, partition):
-        source, first, behind = partition.value
-        for event in SOURCES[source][0][first:behind]:
+        source, first, end = partition.value
+        for event in SOURCES[source][0][first:end]:
             yield source, event
 
 
 def run(spark, folder, batches, enough):
-    """Reads on from the checkpoint in the folder until there are enough rows. A batch that comes again replaces itself: once each."""
+    """Continues from the checkpoint until there are enough rows. A repeated batch replaces its first result."""
 
     def keep(batch, number):
         batches[number] = [(row.source, row["at"]) for row in batch.collect()]
@@ -69,7 +70,7 @@ def run(spark, folder, batches, enough):
     stream = spark.readStream.format("merged").load().writeStream.foreachBatch(keep)
     query = stream.option("checkpointLocation", folder).start()
     while sum(map(len, batches.values())) < enough:
-        query.awaitTermination(0.1)  # raises what the query failed with
+        query.awaitTermination(0.1)  # raises the error of a failed query
     query.stop()
 
 
@@ -80,7 +81,7 @@ def main():
     batches = {}
     with tempfile.TemporaryDirectory() as folder, stagecrew.crew(spark).topology("stream"):
         run(spark, folder, batches, len(everything) // 2)
-        run(spark, folder, batches, len(everything))  # goes on where it was stopped
+        run(spark, folder, batches, len(everything))  # continues where the first run stopped
     ends = [dict(sorted(rows)) for rows in batches.values()]  # the last event of each source in a batch
     spreads = [max(end.values()) - min(end.values()) for end in ends if len(end) == 2]
     print(f"{len(batches)} batches, at most {max(spreads)} apart, the drift is {DRIFT}")

@@ -1,4 +1,4 @@
-"""A listener for the configuration: `spark.stagecrew.listeners=audit:audit`. It writes a line per task into a file."""
+"""A listener that writes one line per task to a file. Enable it with `spark.stagecrew.listeners=audit:audit`."""
 
 import contextlib
 import os

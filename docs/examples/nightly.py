@@ -1,4 +1,4 @@
-"""A job of three steps that outlives its driver: what is finished is not done again, and its rows are there once."""
+"""A job that survives its driver: finished steps do not run again, and its rows are written exactly once."""
 
 import stagecrew
 from pyspark.sql import SparkSession
@@ -6,7 +6,7 @@ from stagecrew.operators.sinks import ParquetSink
 
 
 def load(rows: str, folder: str) -> dict:
-    """Counts, writes and checks so many rows. Called by `stagecrew driver`, in a process of its own."""
+    """Counts and writes `rows` rows. `stagecrew driver` calls this function in a separate process."""
     job = stagecrew.current_job()
     spark = stagecrew.configure(SparkSession.builder).getOrCreate()
     numbers = spark.range(int(rows))

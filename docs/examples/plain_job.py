@@ -1,4 +1,4 @@
-"""A job that knows nothing of stagecrew."""
+"""A job that does not import stagecrew."""
 
 from pyspark.sql import SparkSession
 

@@ -1,4 +1,4 @@
-"""A coordinator of your own: the tasks of a job together make at most so many calls a second to a service.
+"""A coordinator that limits how many calls per second all tasks of a job together make to a service.
 
 Run it: `python shared_budget.py`.
 """
@@ -13,7 +13,7 @@ import stagecrew
 
 
 class Budget(stagecrew.Coordinator):
-    """Answers a request for one call as soon as there is one to make; all tasks share `per_second`."""
+    """Replies to a request as soon as its call is allowed. All tasks share `per_second` calls."""
 
     def __init__(self, context, per_second):
         super().__init__(context)
@@ -22,27 +22,27 @@ class Budget(stagecrew.Coordinator):
         self.granted = 0
 
     def start(self):
-        # Not a sleep: the coordinator's thread is free for what tasks say meanwhile.
+        # Not a sleep: the coordinator must be able to handle other messages meanwhile.
         self.context.call_async(time.monotonic, self.grant, period=1 / self.per_second)
 
     def handle_request(self, evaluation, request):
-        answer = Future()
-        self.waiting.append((evaluation, answer))
-        return answer
+        reply = Future()
+        self.waiting.append((evaluation, reply))
+        return reply
 
     def failed(self, evaluation, reason):
-        self.waiting = [one for one in self.waiting if one[0] != evaluation]
+        self.waiting = [(waiting, reply) for waiting, reply in self.waiting if waiting != evaluation]
 
     def grant(self, _now, _error):
         if self.waiting:
-            _, answer = self.waiting.pop(0)
+            _, reply = self.waiting.pop(0)
             self.granted += 1
-            answer.set_result(self.granted)
+            reply.set_result(self.granted)
 
 
 def call_service(gateway, batches):
     for batch in batches:
-        numbers = [gateway.request("may I?") for _ in range(batch.num_rows)]  # then the call itself
+        numbers = [gateway.request("one call") for _ in range(batch.num_rows)]  # the calls themselves would follow
         yield pa.record_batch({"call": pa.array(numbers, pa.int64())})
 
 
@@ -55,7 +55,7 @@ def main():
         granted = sorted(row.call for row in calls.collect())
         seconds = time.monotonic() - started
     assert granted == list(range(1, 41))
-    print(f"{len(granted)} calls in {seconds:.1f} s, at most 50 a second by all tasks together")
+    print(f"{len(granted)} calls in {seconds:.1f} s, at most 50 per second by all tasks together")
     spark.stop()
 
 

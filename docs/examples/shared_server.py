@@ -1,4 +1,4 @@
-"""A server that all workers of an executor share: opened once per executor, found by its port."""
+"""A server that all workers of an executor share: it is opened once per executor, and workers find it by its port."""
 
 import http.server
 import threading
@@ -25,7 +25,7 @@ def counter(context):
     server = http.server.HTTPServer(("127.0.0.1", 0), Count)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"  # a copy of this reaches the workers
+    yield f"http://127.0.0.1:{server.server_port}/"  # the workers get a copy of this value
     server.shutdown()
     thread.join()
     server.server_close()

@@ -73,16 +73,9 @@ from stagecrew.errors import (
     UnsupportedSpark,
     VersionMismatch,
 )
-from stagecrew.listeners.listener import (
-    Lifetime,
-    Listener,
-    ListenerContext,
-    LoggingContext,
-    Resource,
-    Scope,
-    Task,
-    resource,
-)
+from stagecrew.listeners.listener import Lifetime, Listener, ListenerContext, Scope, Task
+from stagecrew.listeners.logging_context import LoggingContext
+from stagecrew.listeners.resource import Resource, resource
 from stagecrew.observability.logs import StructuredFormatter
 
 if TYPE_CHECKING:

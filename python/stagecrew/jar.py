@@ -1,4 +1,4 @@
-"""Where the jar lies and the properties that switch it on: what is known without PySpark, so that the command is quick."""
+"""The path of the jar, and the properties that switch it on. Needs no PySpark, so that the command starts quickly."""
 
 from __future__ import annotations
 
@@ -20,20 +20,30 @@ SPARK_LINE: Final = "4.3"
 
 
 def jar_path() -> str:
-    """Where the jar of this package lies. Raises `JarMissing`."""
+    """Returns the path of this package's jar.
+
+    Returns:
+        An absolute path.
+
+    Raises:
+        JarMissing: This installation has no jar.
+
+    Example:
+        spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
+    """
     jars = sorted(
         Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
     )
     if not jars:
         raise JarMissing(
-            f"stagecrew {__version__} has no jar beside its Python package: reinstall it (`pip install --force-reinstall "
+            f"the installation of stagecrew {__version__} has no jar: reinstall it (`pip install --force-reinstall "
             f"stagecrew`), or run `make jar` in a checkout"
         )
     return str(jars[0])
 
 
 def found_spark_submit() -> str:
-    """The spark-submit of SPARK_HOME, else of the PySpark that is installed here. Raises `ConfigurationError`."""
+    """The path of spark-submit: in SPARK_HOME, else in the installed PySpark. Raises `ConfigurationError`."""
     home = os.environ.get("SPARK_HOME")
     if home is None:
         import importlib.util
@@ -46,20 +56,30 @@ def found_spark_submit() -> str:
         home = str(Path(spec.origin).parent)
     program = str(Path(home) / "bin" / "spark-submit")
     if not os.access(program, os.X_OK):
-        raise ConfigurationError(f"{program} is no program here: install PySpark, or set SPARK_HOME right")
+        raise ConfigurationError(f"{program} is no executable file: install PySpark, or correct SPARK_HOME")
     return program
 
 
 def spark_conf(
     *, listeners: Sequence[str] = (), jvm_listeners: Sequence[str] = (), plugins: str = "", jars: str = ""
 ) -> dict[str, str]:
-    """The Spark properties that switch stagecrew on, for `spark-submit --conf` or `spark-defaults.conf`.
+    """Returns the Spark properties that switch stagecrew on, for `spark-submit --conf` or `spark-defaults.conf`.
 
-    `listeners` are `module:name`, `jvm_listeners` class names; `plugins` and `jars` are values that are there already, to
-    which ours are appended.
+    Args:
+        listeners: Python listeners of the application, as `module:name`.
+        jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
+        plugins: The present value of `spark.plugins`, to which stagecrew's plugin is appended.
+        jars: The present value of `spark.jars`, to which stagecrew's jar is appended.
 
-    >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
-    'com.example.Other,stagecrew.StagecrewPlugin'
+    Returns:
+        The properties by their names.
+
+    Raises:
+        JarMissing: This installation has no jar.
+
+    Example:
+        >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
+        'com.example.Other,stagecrew.StagecrewPlugin'
     """
     conf = {"spark.plugins": joined(plugins, PLUGIN), "spark.jars": joined(jars, jar_path())}
     if listeners:
@@ -70,7 +90,7 @@ def spark_conf(
 
 
 def joined(*lists: str) -> str:
-    """The entries of list-valued properties in their order, each once, also when it is one file written in two ways."""
+    """The entries of comma-separated lists, in order and without repeats. Two spellings of one path are one entry."""
     found: dict[str, str] = {}
     for one in ",".join(lists).split(","):
         if entry := one.strip():
@@ -79,7 +99,7 @@ def joined(*lists: str) -> str:
 
 
 def _same_file(entry: str) -> str:
-    # spark-submit makes `file:///a/b.jar` of `b.jar`; a class name stays what it is.
+    # spark-submit turns `b.jar` into `file:///a/b.jar`; a class name stays unchanged.
     url = urlsplit(entry)
     if url.scheme == "file" and not url.netloc:
         return os.path.realpath(unquote(url.path))

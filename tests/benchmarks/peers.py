@@ -1,6 +1,6 @@
-"""Calls of an actor from a task, in other frameworks: `peers.py ray|dask`. Obeys JSON lines as `driver.py` does.
+"""Calls of an actor from a task in other frameworks: `peers.py ray|dask`. It reads JSON lines as `driver.py` does.
 
-Ray and Dask are installed for this alone (`pip install -e '.[bench]'`).
+Ray and Dask are installed only for this (`pip install -e '.[bench]'`).
 """
 
 import sys
@@ -12,15 +12,15 @@ PAYLOAD = b"x" * 100
 
 
 class Echo:
-    """An actor that answers what it gets."""
+    """An actor that returns its argument."""
 
     def call(self, payload):
-        """The payload."""
+        """Returns the payload."""
         return payload
 
 
 def timed(call, warm_up, count):
-    """Seconds of each call, one after the other."""
+    """Returns the seconds of each of these consecutive calls."""
     for _ in range(warm_up):
         call()
     times = []
@@ -48,12 +48,12 @@ class Ray:
         self.task = task
 
     def requests(self, tasks, count):
-        """Seconds of each call, of tasks that run at once."""
+        """Returns the seconds of each call, from concurrent tasks."""
         found = self.ray.get([self.task.remote(self.actor, count) for _ in range(tasks)])
         return {"seconds": [one for times in found for one in times]}
 
     def stop(self):
-        """Ends it."""
+        """Stops Ray."""
         self.ray.shutdown()
         return {}
 
@@ -81,7 +81,7 @@ class Dask:
         return {"seconds": [one for future in futures for one in future.result()]}
 
     def stop(self):
-        """Ends it."""
+        """Stops Dask."""
         self.client.close()
         self.cluster.close()
         return {}

@@ -1,4 +1,4 @@
-"""Draws what stays of shuffles, out of a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
+"""Draws the shuffle storage that is left, from a result of `make bench`: `plot.py RESULT.json OUT.svg`."""
 
 import json
 import pathlib
@@ -9,8 +9,8 @@ COLOURS = {"off": "#c0504d", "on": "#00897b"}
 WORDS = {"off": "plain Spark", "on": "with stagecrew"}
 
 
-def drawn(figures) -> str:
-    """The picture: megabytes on disk, and outputs in the tracker, after each topology."""
+def draw(figures) -> str:
+    """Draws the megabytes on disk, and the outputs in the tracker, after each topology."""
     words = f"after topologies that shuffle {figures['megabytes']} MB each"
     disk = {name: [one["disk"] / 1e6 for one in ones] for name, ones in figures["left"].items()}
     tracked = {name: [one["outputs"] for one in ones] for name, ones in figures["left"].items()}
@@ -28,7 +28,7 @@ def drawn(figures) -> str:
 
 
 def chart(left, title):
-    """The lines of one picture: a value of each side after each topology."""
+    """Draws one chart: the values of both sides after each topology."""
     most = max(max(values) for values in left.values())
     step = next(s for s in (10, 50, 100, 500, 1000, 5000) if most / s <= 8)
     top = (int(most / step) + 1) * step
@@ -63,4 +63,4 @@ def chart(left, title):
 
 
 if __name__ == "__main__":
-    pathlib.Path(sys.argv[2]).write_text(drawn(json.loads(pathlib.Path(sys.argv[1]).read_text())["partitions"]))
+    pathlib.Path(sys.argv[2]).write_text(draw(json.loads(pathlib.Path(sys.argv[1]).read_text())["partitions"]))

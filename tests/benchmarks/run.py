@@ -1,25 +1,28 @@
-"""The figures of stagecrew, as a table and as JSON in `bench-results/`. Not a test: nothing passes or fails by time.
+"""Measures stagecrew: prints a table, and writes JSON to `bench-results/`. Nothing passes or fails by time.
 
-* tasks: many short tasks with the plugin and without. Two drivers live through the whole run, one with the plugin and
-  one without; they take turns, one idle while the other runs: a round is four jobs, after each the other's turn comes,
-  and which one is first changes. So load and drift of the machine, which come in waves of some seconds, meet both. The
-  figure is the ratio of the medians; all rounds are in the JSON.
-* exits: the time from the begin of a topology's exit to the end of the last `close` in its workers.
-* watched: Python tasks with the plugin and a UI, whose tab is loaded once a second, beside the plugin without a UI; in turns as above.
-* sampling: the CPU time that executors take to look at their Python processes, at the default period.
+* tasks: many short tasks, with and without the plugin. Two drivers live through the whole run, one with the plugin and
+  one without. They alternate, and one is idle while the other runs. A round is four jobs; the drivers alternate after
+  each job, and the first driver alternates too. So load and drift of the machine, which come in waves of some seconds,
+  affect both. The figure is the ratio of the medians; all rounds are in the JSON.
+* exits: the time from the beginning of a topology's exit to the end of the last `close` in its workers.
+* watched: Python tasks with the plugin and a UI whose tab is loaded once a second, compared with the plugin without a
+  UI; alternating as above.
+* sampling: the CPU time that executors take to sample their Python processes, at the default period.
 * demo: the demo's enrichment with and without stagecrew, as the demo itself counts.
-* requests: a request of 100 bytes from a task to its coordinator and back, beside a call of a Ray actor and of a Dask
-  actor from a task; the three take turns in one run.
+* requests: a request of 100 bytes from a task to its coordinator and back, compared with a call of a Ray actor and of a
+  Dask actor from a task; the three alternate in one run.
 * events: small events, and those of 1 MiB, with Python handlers on both ends; requests as tasks grow from 1 to 64.
-* partitions: 100 topologies that shuffle 50 MB each, one after the other: what is on disk and in Spark's tracker after
-  each, with the plugin and without; shuffles that take turns, for their throughput (making the rows, writing and reading
-  them are timed as one, so the ratio is that of a whole job); and the time of one output's bookkeeping as tables grow.
-* supersteps: a step of two tasks with a number, and with 1 MB, beside Spark's allGather; PageRank beside chained joins.
-* commits: 1,000 files, beside Spark's FileOutputCommitter v1, and beside as many Python tasks that write nothing.
+* partitions: 100 topologies that shuffle 50 MB each, one after the other: the storage on disk and in Spark's tracker
+  after each, with and without the plugin; the throughput of alternating shuffles (making the rows, writing and reading
+  them are timed together, so the ratio is that of a whole job); and the bookkeeping time of one output by table size.
+* supersteps: a step of two tasks with a number, and with 1 MB, compared with Spark's allGather; PageRank compared with
+  chained joins.
+* commits: 1,000 files, compared with Spark's FileOutputCommitter v1, and with the same number of Python tasks that
+  write nothing.
 * failover: from SIGKILL of a leader to the first task of the recovered job; 1,000 jobs recovered (see failover.py).
-* stores: transactions of the coordination stores, beside SQLite and kazoo alone (see stores.py).
-* pages: how long the pages of the tab take over 10, 100 and 1,000 topologies (see pages.py).
-* splits: skewed work pulled by idle tasks, against static partitions and the greedy longest-first bound.
+* stores: transactions of the coordination stores, compared with plain SQLite and kazoo (see stores.py).
+* pages: how long the pages of the tab take with 10, 100 and 1,000 topologies (see pages.py).
+* splits: skewed work pulled by idle tasks, compared with static partitions and the greedy longest-first bound.
 """
 
 import argparse
@@ -42,24 +45,24 @@ import rich.table
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from failover import failover  # noqa: E402 (it lies in this folder)
-from pages import pages  # noqa: E402 (it lies in this folder)
-from stores import stores  # noqa: E402 (it lies in this folder)
+from failover import failover  # noqa: E402 (in this folder)
+from pages import pages  # noqa: E402 (in this folder)
+from stores import stores  # noqa: E402 (in this folder)
 
-from postgres import postgresql  # noqa: E402 (it lies beside this folder)
+from support.postgres import postgresql  # noqa: E402 (in tests/support)
 
 MASTER = "local-cluster[2,1,1024]"
-#: The Python that has Ray and Dask; `make bench` makes it.
+#: The Python that has Ray and Dask, which `make bench` installs.
 PEERS = HERE.parents[1] / "build" / "peers" / "bin" / "python"
-#: kind of task -> the ratio of medians that is aimed at.
+#: kind of task -> the highest acceptable ratio of medians.
 GOALS = {"jvm": 1.02, "python": 1.03, "watched": 1.01}
-#: Rounds before those that count: for about a minute of JVM tasks the compiler of each JVM still changes what is measured
-#: (ratios of single rounds go from 0.9 to 1.35 then).
+#: Rounds that are not counted. For about a minute of JVM tasks, the compiler of each JVM still changes the result: the
+#: ratios of single rounds range from 0.9 to 1.35.
 WARM_UPS = {"jvm": 40, "python": 4, "watched": 4}
 PAIRS = {"jvm": 30, "python": 10, "watched": 10}
-#: Iterations of PageRank, on both sides: twenty by joins take more than a minute.
+#: Iterations of PageRank on both sides. Twenty iterations with joins take more than a minute.
 ITERATIONS = 5
-#: How many jobs a round is.
+#: The number of jobs in a round.
 TURNS = 4
 FIGURES = [
     "jvm",
@@ -83,7 +86,7 @@ console = rich.console.Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 class Driver:
-    """A process of the benchmark that obeys: a driver of Spark, or what it is compared with."""
+    """A process of the benchmark that executes commands: a Spark driver, or a framework for comparison."""
 
     def __init__(self, *command: str) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
@@ -96,9 +99,9 @@ class Driver:
             env=environment,
             text=True,
         )
-        self._answer()
+        self._response()
 
-    def _answer(self):
+    def _response(self):
         line = self._process.stdout.readline()
         if not line:
             self._process.wait()
@@ -109,16 +112,16 @@ class Driver:
         return json.loads(line)
 
     def __call__(self, do: str, **arguments: float):
-        """Asks for a round; answers what came of it, with the CPU seconds of the driver and all of its processes."""
+        """Runs a round. Returns its result, with the CPU seconds of the driver and all of its processes."""
         before = self._cpu()
         print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
-        answer = self._answer()
+        outcome = self._response()
         if do == "stop":
             self._process.wait()
             self._errors.close()
         else:
-            answer["cpu"] = self._cpu() - before
-        return answer
+            outcome["cpu"] = self._cpu() - before
+        return outcome
 
     def _cpu(self) -> float:
         total = 0.0
@@ -133,7 +136,7 @@ class Driver:
 
 
 def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace):
-    """Rounds of one kind of task, in turns."""
+    """Runs rounds of one kind of task, alternating between both drivers."""
     off, on = drivers
     count = options.tasks
     warm_ups = WARM_UPS[kind] if options.warm_ups is None else options.warm_ups
@@ -148,15 +151,13 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace
         for turn in range(TURNS):
             order = ("off", "on") if (number + turn) % 2 == 0 else ("on", "off")
             for name in order:
-                answer = (off if name == "off" else on)(kind, tasks=count // TURNS)
-                pair[name] += answer["seconds"]
-                pair[f"{name}_cpu"] += answer["cpu"]
-                if "loads" in answer:  # how often the tab was loaded
-                    pair[f"{name}_loads"] = pair.get(f"{name}_loads", 0) + answer["loads"]
-        assert bool(pair.get("on_loads")) == (kind == "watched"), (
-            "the tab is loaded while it is measured, and only then"
-        )
-        assert not pair.get("off_loads"), "there is no tab to load without the UI"
+                outcome = (off if name == "off" else on)(kind, tasks=count // TURNS)
+                pair[name] += outcome["seconds"]
+                pair[f"{name}_cpu"] += outcome["cpu"]
+                if "loads" in outcome:  # how often the tab was loaded
+                    pair[f"{name}_loads"] = pair.get(f"{name}_loads", 0) + outcome["loads"]
+        assert bool(pair.get("on_loads")) == (kind == "watched"), "the tab is loaded only while it is measured"
+        assert not pair.get("off_loads"), "without the UI there is no tab"
         rounds.append(pair | {"first": "off" if number % 2 == 0 else "on", "load": os.getloadavg()[0]})
         console.print(
             f"{kind} tasks: pair {number + 1} of {pairs}: off {pair['off']:.3f} s, on {pair['on']:.3f} s, "
@@ -180,34 +181,34 @@ def tasks(drivers: tuple[Driver, Driver], kind: str, options: argparse.Namespace
 
 
 def exits(on: Driver, count: int):
-    """The time from topology exit to the last close."""
+    """Measures the time from topology exit to the last close."""
     on("exits", count=10)
-    answer = on("exits", count=count)
+    outcome = on("exits", count=count)
     return {
         "exits": count,
-        "closes": sum(answer["closes"]),
-        "last_close_ms": percentiles(answer["last_close_ms"]),
-        "returned_ms": percentiles(answer["returned_ms"]),
-        "all_last_close_ms": answer["last_close_ms"],
+        "closes": sum(outcome["closes"]),
+        "last_close_ms": percentiles(outcome["last_close_ms"]),
+        "returned_ms": percentiles(outcome["returned_ms"]),
+        "all_last_close_ms": outcome["last_close_ms"],
     }
 
 
 def sampling():
-    """What it costs an executor to look at its Python processes, at the default period."""
+    """Measures what sampling its Python processes costs an executor, at the default period."""
     driver = Driver("driver.py", "on", "local-cluster[2,4,1024]")
-    answer = driver("sampling", seconds=120)
+    outcome = driver("sampling", seconds=120)
     driver("stop")
-    return {"workers": answer["workers"], "share": max(answer["shares"])}
+    return {"workers": outcome["workers"], "share": max(outcome["shares"])}
 
 
 def percentiles(values, scale=1.0):
-    """p50, p99 and the most, times a scale."""
+    """Returns p50, p99 and the maximum, multiplied by a scale."""
     ordered = sorted(scale * value for value in values)
     return {"p50": statistics.median(ordered), "p99": ordered[round(0.99 * (len(ordered) - 1))], "max": ordered[-1]}
 
 
 def requests(rounds: int, count: int):
-    """Requests from tasks, beside actor calls of others; all processes live through the run and take turns."""
+    """Measures requests from tasks, and actor calls of other frameworks. All processes live and take turns."""
     names = {"stagecrew": ("driver.py", "on", MASTER), "ray": ("peers.py", "ray"), "dask": ("peers.py", "dask")}
     processes = {name: Driver(*command) for name, command in names.items()}
     found = {name: {1: [], 2: []} for name in names}
@@ -215,7 +216,7 @@ def requests(rounds: int, count: int):
         for tasks in (1, 2):
             for name, process in processes.items():
                 seconds = process("requests", tasks=tasks, count=count)["seconds"]
-                if number:  # the first warms up
+                if number:  # the first round warms up
                     found[name][tasks] += seconds
                 console.print(
                     f"requests, round {number} of {rounds}: {name}, {tasks} tasks: {percentiles(seconds, 1e6)['p50']:.0f} us"
@@ -226,7 +227,7 @@ def requests(rounds: int, count: int):
 
 
 def events():
-    """Events and requests of more tasks."""
+    """Measures events, and requests of growing numbers of tasks."""
     two = Driver("driver.py", "on", MASTER)
     found = {"small": {}, "bulk": {}, "growing": {}}
     for way in ("up", "down"):
@@ -242,17 +243,17 @@ def events():
     two("stop")
     many = Driver("driver.py", "on", "local-cluster[2,32,2048]")
     for tasks in (64, 1, 2, 4, 8, 16, 32, 64):
-        answer = many("requests", tasks=tasks, count=2000 // tasks + 100)
-        found["growing"][tasks] = percentiles(answer["seconds"], 1e6) | {"per_second": answer["per_second"]}
+        outcome = many("requests", tasks=tasks, count=2000 // tasks + 100)
+        found["growing"][tasks] = percentiles(outcome["seconds"], 1e6) | {"per_second": outcome["per_second"]}
         console.print(
-            f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {answer['per_second']:,.0f} requests a second"
+            f"{tasks} tasks: p50 {found['growing'][tasks]['p50']:.0f} us, {outcome['per_second']:,.0f} requests a second"
         )
     many("stop")
     return found
 
 
 def splits():
-    """Makespans."""
+    """Measures makespans."""
     driver = Driver("driver.py", "on", "local-cluster[2,2,1024]")
     driver("splits", exponent=0, count=400, seconds=4, slots=4)  # the JVMs are new
     found = {}
@@ -264,7 +265,7 @@ def splits():
 
 
 def bookkeeping():
-    """Nanoseconds for each output, by how many partitions the table has: by the suite that watches over it."""
+    """Measures the nanoseconds per output by the size of the table, with the suite that checks them."""
     suite = 'shim/testOnly org.apache.spark.stagecrew.PartitionTableSuite -- -z "takes as long"'
     said = subprocess.run(
         [HERE.parents[1] / "build" / "sbt", suite], capture_output=True, text=True, check=True, timeout=900
@@ -274,16 +275,16 @@ def bookkeeping():
 
 
 def partitions(topologies: int, rounds: int, megabytes: int):
-    """What stays of shuffles, and how quick they are."""
+    """Measures the storage that shuffles leave, and the speed of shuffles."""
     drivers = {name: Driver("driver.py", name, MASTER) for name in ("off", "on")}
     left = {"off": [], "on": []}
     for number in range(topologies):
         for name, driver in drivers.items():
-            answer = driver("shuffle", megabytes=megabytes)
-            left[name].append({"disk": answer["disk"], "outputs": answer["outputs"]})
+            outcome = driver("shuffle", megabytes=megabytes)
+            left[name].append({"disk": outcome["disk"], "outputs": outcome["outputs"]})
         if number % 10 == 9:
             console.print(f"shuffle {number + 1}: " + ", ".join(f"{n} {left[n][-1]}" for n in left))
-    # Both have run for long by now; where nothing is released the disk fills up, so in turns of few.
+    # The drivers have run for long. Where nothing is released the disk fills up, so they alternate in short rounds.
     seconds = {"off": [], "on": []}
     for number in range(rounds):
         for name in ("off", "on") if number % 2 == 0 else ("on", "off"):
@@ -302,9 +303,9 @@ def partitions(topologies: int, rounds: int, megabytes: int):
 
 
 def supersteps():
-    """Steps of two tasks, and PageRank."""
+    """Measures supersteps of two tasks, and PageRank."""
     driver = Driver("driver.py", "on", MASTER)
-    driver("supersteps", count=10_000, size=8)  # the JVMs are new, and compile what runs often only then
+    driver("supersteps", count=10_000, size=8)  # the JVMs are new, and have not compiled the hot code
     found = {
         "number": percentiles(driver("supersteps", count=3000, size=8)["seconds"], 1e6),
         "megabyte": percentiles(driver("supersteps", count=100, size=1_000_000)["seconds"], 1e6),
@@ -317,39 +318,39 @@ def supersteps():
         for number in range(3):
             ranks = {}
             for way, of in seconds.items():
-                answer = driver(
+                outcome = driver(
                     "pagerank", edges=edges, vertices=vertices, iterations=ITERATIONS, supersteps=way == "supersteps"
                 )
-                ranks[way] = answer["ranks"]
-                if number:  # the first warms up
-                    of.append(answer["seconds"])
-                console.print(f"PageRank, {name}, {way}: {answer['seconds']:.2f} s")
+                ranks[way] = outcome["ranks"]
+                if number:  # the first run warms up
+                    of.append(outcome["seconds"])
+                console.print(f"PageRank, {name}, {way}: {outcome['seconds']:.2f} s")
             for one, other in zip(ranks["joins"], ranks["supersteps"], strict=True):
-                assert abs(one - other) <= 1e-9 * one, f"they differ: {one} and {other}"
+                assert abs(one - other) <= 1e-9 * one, f"the results differ: {one} and {other}"
         found["pagerank"][name] = {way: statistics.median(of) for way, of in seconds.items()}
     driver("stop")
     return found
 
 
 def commits():
-    """1,000 staged files, and as many Python tasks that write nothing."""
+    """Measures 1,000 staged files, and the same number of Python tasks that write nothing."""
     driver = Driver("driver.py", "on", MASTER)
     found = {how: {"seconds": [], "commit": []} for how in ("spark", "stagecrew", "nothing")}
     for number in range(3):
         for how, of in found.items():
-            answer = driver("commit", files=1000, how=how)
+            outcome = driver("commit", files=1000, how=how)
             console.print(
-                f"1,000 files, {how}: {answer['seconds']:.2f} s, of these the commit's {answer['commit']:.3f} s"
+                f"1,000 files, {how}: {outcome['seconds']:.2f} s, of these the commit's {outcome['commit']:.3f} s"
             )
-            if number:  # the first warms up
+            if number:  # the first run warms up
                 for name, values in of.items():
-                    values.append(answer[name])
+                    values.append(outcome[name])
     driver("stop")
     return {how: {name: statistics.median(values) for name, values in of.items()} for how, of in found.items()}
 
 
 def demo():
-    """What the demo says of itself, on SQLite and on a PostgreSQL server that is made for it."""
+    """Returns the figures that the demo reports, on SQLite and on a PostgreSQL server of its own."""
     found = {}
     with contextlib.ExitStack() as servers, tempfile.TemporaryDirectory() as folder:
         for name in ("sqlite", "postgresql"):
@@ -372,7 +373,7 @@ def demo():
 
 
 def show(results) -> None:
-    """The table."""
+    """Prints the table."""
     table = rich.table.Table("figure", "without", "with", "ratio", "goal", title="stagecrew bench")
     for kind, words in (
         ("jvm", "JVM tasks"),
@@ -402,7 +403,7 @@ def show(results) -> None:
             )
     if "sampling" in results:
         result = results["sampling"]
-        words = f"looks at {result['workers']} workers of two executors: CPU of the busier one"
+        words = f"samples {result['workers']} workers of two executors: CPU of the busier one"
         table.add_row(words, "", f"{result['share']:.3%} of a core", "", "<= 1%")
     for name, result in results.get("demo", {}).items():
         without, with_stagecrew = result["without"], result["with_stagecrew"]
@@ -452,7 +453,7 @@ def show(results) -> None:
             ">= 0.98",
         )
         for size, nanos in figures["bookkeeping"].items():
-            table.add_row(f"an output booked among {size:,}, median", "", f"{nanos:,} ns", "", "flat")
+            table.add_row(f"book one output in a table of {size:,}, median", "", f"{nanos:,} ns", "", "flat")
     if "supersteps" in results:
         figures = results["supersteps"]
         number, gather, megabyte = (figures[name] for name in ("number", "gather", "megabyte"))
@@ -483,11 +484,12 @@ def show(results) -> None:
     for kind, figures in results.get("stores", {}).items():
         shown = f"{figures['raw']:,.0f} a second", f"{figures['store']:,.0f} a second", f"{figures['ratio']:.3f}"
         without = {"sqlite": "SQLite", "zookeeper": "kazoo"}[kind]
-        table.add_row(f"transactions of three operations, one thread; without: {without} alone", *shown, ">= 0.8")
+        table.add_row(f"transactions of three operations, one thread; without: plain {without}", *shown, ">= 0.8")
     for kind, figures in results.get("failover", {}).items():
-        goal = {"sqlite": "<= 1 s", "zookeeper": "<= 5 s"}[kind]  # ZooKeeper: its session's 4 s and one
+        # ZooKeeper: the session timeout of 4 s, and one second
+        goal = {"sqlite": "<= 1 s", "zookeeper": "<= 5 s"}[kind]
         for words, part, aim in (
-            ("its session is over", "detected", ""),
+            ("its session expires", "detected", ""),
             ("then another leads", "elected", ""),
             ("both", "leads", goal),
             ("both, the slowest", "slowest", goal),
@@ -495,14 +497,12 @@ def show(results) -> None:
             ("then its first task runs", "task", ""),
             ("in all", "all", ""),
         ):
-            table.add_row(f"the leader is killed, {kind}: {words}", "", f"{figures[part]:.2f} s", "", aim)
-        table.add_row(f"1,000 jobs are recovered, {kind}", "", f"{figures['thousand']:.2f} s", "", "")
+            table.add_row(f"leader killed, {kind}: {words}", "", f"{figures[part]:.2f} s", "", aim)
+        table.add_row(f"recover 1,000 jobs, {kind}", "", f"{figures['thousand']:.2f} s", "", "")
     for count, figures in results.get("pages", {}).items():
         for page, times in figures.items():
             if page == "first":
-                table.add_row(
-                    f"{count:,} topologies, the first page, which reads the log", "", f"{times:.3f} s", "", ""
-                )
+                table.add_row(f"{count:,} topologies, first page, which parses the log", "", f"{times:.3f} s", "", "")
             else:
                 shown = f"{times['median']:.3f} s, longest {times['longest']:.3f} s"
                 table.add_row(
@@ -512,15 +512,17 @@ def show(results) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=2000, help="tasks in a round")
-    parser.add_argument("--pairs", type=int, help="pairs of rounds; 30 of JVM tasks, 10 of Python tasks")
-    parser.add_argument("--warm-ups", type=int, help="rounds before, not counted; 40 of JVM tasks, 4 of Python tasks")
-    parser.add_argument("--exits", type=int, default=300, help="topologies of which the exit is measured")
+    parser.add_argument("--pairs", type=int, help="pairs of rounds (default: 30 of JVM tasks, 10 of Python tasks)")
+    parser.add_argument(
+        "--warm-ups", type=int, help="rounds that are not counted (default: 40 of JVM tasks, 4 of Python tasks)"
+    )
+    parser.add_argument("--exits", type=int, default=300, help="topologies whose exit is measured")
     parser.add_argument("--topologies", type=int, default=100, help="topologies that shuffle, one after the other")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of requests")
-    parser.add_argument("--only", nargs="+", choices=FIGURES, help="some of the figures")
+    parser.add_argument("--only", nargs="+", choices=FIGURES, help="measure only these figures")
     parser.add_argument(
         "--results", type=pathlib.Path, default=pathlib.Path("bench-results"), help="folder for the JSON"
     )

@@ -1,4 +1,4 @@
-"""What every process of the benchmark does: it obeys JSON lines on its standard input, and answers each with one."""
+"""Lets a process of the benchmark execute commands: JSON lines on its standard input, one response line each."""
 
 import json
 import os
@@ -6,15 +6,15 @@ import sys
 
 
 def serve(make):
-    """Makes what obeys, says that it is ready, and calls its methods by their names until it was told to stop."""
-    # Whatever else writes to the standard output must not get between our lines.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Creates an object, reports that it is ready, and calls its methods by name until the command `stop`."""
+    # Other output to the standard output must not mix with the responses.
+    responses = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    obeys = make()
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    target = make()
+    print(json.dumps({"ready": True}), file=responses, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         do = request.pop("do")
-        print(json.dumps(getattr(obeys, do)(**request)), file=answers, flush=True)
+        print(json.dumps(getattr(target, do)(**request)), file=responses, flush=True)
         if do == "stop":
             return

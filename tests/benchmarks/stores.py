@@ -1,11 +1,14 @@
-"""Transactions of coordination stores, beside the same done with SQLite and kazoo alone.
+"""Measures transactions of the coordination stores, compared with plain SQLite and plain kazoo.
 
-The ratio is the median of those of neighbouring rounds, which meet the same load. One thread; each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of 200 bytes,
-and is on the disk when it is answered.
+The ratio is the median of the ratios of neighbouring rounds, which see the same load. One thread runs the transactions.
+Each transaction checks an entry (as leaders do), replaces a value of 200 bytes and creates an entry of 200 bytes. It is
+on the disk when it returns.
 
-* SQLite alone: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one BEGIN IMMEDIATE.
-* kazoo alone: one transaction of the same three operations. The store's has a fourth, by which a session's transactions are done
-  once and never behind its end; kazoo alone promises neither. Both meet one server, which forces each to the disk.
+* Plain SQLite: one table, the same pragmas (WAL, synchronous=FULL), the check and the compare-and-set in one
+  BEGIN IMMEDIATE.
+* Plain kazoo: one transaction of the same three operations. The store's transaction has a fourth operation, with which
+  a session's transactions are done at most once and never after the session's end; plain kazoo guarantees neither.
+  Both use one server, which forces each transaction to the disk.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from zookeeper import zookeeper
+from support.zookeeper import zookeeper
 
 VALUE = b"v" * 200
 
@@ -75,14 +78,17 @@ def _kazoo(client):
     return do
 
 
-def _beside(raw, ours, rounds, count):
-    """Rounds in turns; which is first changes. Transactions a second of each."""
-    doing, done, seconds = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
-    for number in range(-1, rounds):  # the first does not count
+def _alternate(raw, ours, rounds, count):
+    """Runs alternating rounds, of which the first one alternates too.
+
+    Returns the transactions per second of each side.
+    """
+    operations, done, seconds = {"raw": raw, "store": ours}, {"raw": 0, "store": 0}, {"raw": [], "store": []}
+    for number in range(-1, rounds):  # the first round does not count
         for name in ("raw", "store") if number % 2 else ("store", "raw"):
             begun = time.perf_counter()
             for one in range(done[name], done[name] + count):
-                doing[name](one)
+                operations[name](one)
             done[name] += count
             if number >= 0:
                 seconds[name].append(time.perf_counter() - begun)
@@ -92,7 +98,7 @@ def _beside(raw, ours, rounds, count):
 
 
 def stores(rounds: int = 80, count: int = 25):
-    """The figures of both stores."""
+    """Returns the figures of both stores."""
     from kazoo.client import KazooClient
 
     from stagecrew.recovery.stores.sqlite import SQLiteStore
@@ -102,14 +108,14 @@ def stores(rounds: int = 80, count: int = 25):
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as closing:
         raw = closing.enter_context(contextlib.closing(sqlite3.connect(f"{folder}/raw.db", isolation_level=None)))
         ours = closing.enter_context(contextlib.closing(SQLiteStore(f"{folder}/crew.db")))
-        found["sqlite"] = _beside(_sqlite(raw), _store(ours), rounds, count)
+        found["sqlite"] = _alternate(_sqlite(raw), _store(ours), rounds, count)
         server = closing.enter_context(zookeeper(properties=()))
         client = KazooClient(server.hosts)
         client.start()
         closing.callback(client.close)
         closing.callback(client.stop)
         ours = closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, "/bench")))
-        found["zookeeper"] = _beside(_kazoo(client), _store(ours), rounds, count)
+        found["zookeeper"] = _alternate(_kazoo(client), _store(ours), rounds, count)
     return found
 
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from webpages import launched, watched
+from support.web_pages import checked_page, launch_browser
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        chromium = launched(playwright)
+        chromium = launch_browser(playwright)
         yield chromium
         chromium.close()
 
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page on which nothing may go wrong: no error, no dialog, no violation of the content security policy."""
-    with watched(browser) as page:
+    """A page on which any error, dialog or violation of the content security policy fails the test."""
+    with checked_page(browser) as page:
         yield page

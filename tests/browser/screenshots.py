@@ -1,6 +1,7 @@
-"""Makes the pictures of the tab for the documentation anew: `.venv/bin/python tests/browser/screenshots.py [FOLDER]`.
+"""Takes the pictures of the tab for the documentation: `.venv/bin/python tests/browser/screenshots.py [FOLDER]`.
 
-They show a real run: the stored job of nightly.py on two executors, whose first run was killed; in a real browser, in both themes.
+They show a real run in a real browser, in both themes: the job of nightly.py on two executors, after its first run was
+killed.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ sys.path.insert(0, str(TESTS))
 
 from playwright.sync_api import sync_playwright  # noqa: E402
 
-from haprocesses import QUICK, campaign, until  # noqa: E402
 from stagecrew.recovery.specs import JobSpec  # noqa: E402
-from webpages import THEMES, dark, fetched, launched, watched  # noqa: E402
+from support.driver_processes import QUICK_CONF, campaigning_drivers, wait_until  # noqa: E402
+from support.web_pages import THEMES, checked_page, fetch_json, launch_browser, set_theme  # noqa: E402
 
 PAGES = {"overview": "", "topology": "topology/?id={enrich}", "processes": "processes/", "job": "jobs/"}
-CONF = QUICK | {
+CONF = QUICK_CONF | {
     "spark.master": "local-cluster[2,2,1024]",
     "spark.ui.enabled": "true",
     "spark.ui.port": "0",
@@ -31,43 +32,43 @@ CONF = QUICK | {
     "spark.stagecrew.processes.interval": "1s",
 }
 
-#: Spark's own buttons for long pages float over what they stand on.
+#: Spark's floating buttons for long pages cover the page.
 WITHOUT_FLOATING = """() => document.querySelectorAll('body *').forEach(e => {
   if (getComputedStyle(e).position === 'fixed' && e.tagName !== 'FOOTER') e.style.display = 'none' })"""
 
 
-def shoot(folder: Path) -> None:
-    """Each page in each theme, as `tab-PAGE-THEME.png`."""
+def take_screenshots(folder: Path) -> None:
+    """Takes each page in each theme, as `tab-PAGE-THEME.png`."""
     os.environ.setdefault("TZ", "UTC")
     with (
         tempfile.TemporaryDirectory() as temporary,
-        campaign(f"sqlite://{temporary}/jobs.db", Path(temporary)) as drivers,
+        campaigning_drivers(f"sqlite://{temporary}/jobs.db", Path(temporary)) as drivers,
     ):
         out = Path(temporary) / "out"
         drivers.start()
         drivers.leader()
         module = Path(__file__).with_name("nightly.py")
         drivers.submit(JobSpec.of_function("nightly:run", {"folder": str(out)}, CONF, [module], 10), "nightly")
-        until((out / "loaded-1").exists, "the first step is done")
+        wait_until((out / "loaded-1").exists, "the first step has finished")
         os.kill(drivers.process("nightly"), signal.SIGKILL)
         (out / "go-2").touch()
-        until((out / "ui").exists, "the job makes its report", 300)
+        wait_until((out / "ui").exists, "the job makes its report", 300)
         base = f"http://127.0.0.1:{urlsplit((out / 'ui').read_text()).port}/stagecrew"
 
-        def at_work() -> str | None:
-            found = {one["name"]: one for one in fetched(f"{base}/json/")["topologies"]}
+        def report_tasks_run() -> str | None:
+            found = {one["name"]: one for one in fetch_json(f"{base}/json/")["topologies"]}
             busy = [one for one in found["report"]["operators"] if one["live"] == 3] if "checks" in found else []
             return found["enrich"]["id"] if busy else None
 
-        enrich = until(at_work, "the report's last tasks run")
+        enrich = wait_until(report_tasks_run, "the report's last tasks run")
         with sync_playwright() as playwright:
-            browser = launched(playwright)
+            browser = launch_browser(playwright)
             for name, path in PAGES.items():
                 for theme in THEMES:
-                    with watched(browser) as page:
+                    with checked_page(browser) as page:
                         page.set_viewport_size({"width": 1500, "height": 400})
                         page.goto(f"{base}/{path.format(enrich=enrich)}")
-                        dark(page, theme)
+                        set_theme(page, theme)
                         page.evaluate(WITHOUT_FLOATING)
                         page.screenshot(path=folder / f"tab-{name}-{theme}.png", full_page=True)
             browser.close()
@@ -78,4 +79,4 @@ def shoot(folder: Path) -> None:
 if __name__ == "__main__":
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else TESTS.parent / "docs" / "assets"
     target.mkdir(parents=True, exist_ok=True)
-    shoot(target)
+    take_screenshots(target)

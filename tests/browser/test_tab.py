@@ -1,4 +1,4 @@
-"""The tab "Stagecrew" of the Spark UI, in a real browser and over HTTP."""
+"""The "Stagecrew" tab of the Spark UI, in a real browser and over HTTP."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Sessions, eventually
-from webpages import dark, rows
+from support.sessions import Sessions
+from support.waiting import eventually
+from support.web_pages import set_theme, table_rows
 
-# Executors do not have this module: its listeners travel by value.
+# Executors do not have this module: its listeners are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 HOSTILE = "<script>alert(1)</script>\"'"
@@ -28,13 +29,13 @@ HOSTILE_ERROR = "</td><script>alert(3)</script>" + "x" * 200
 
 
 class Hostile(stagecrew.Listener):
-    """Its name is markup."""
+    """A listener whose name is markup."""
 
     name = HOSTILE
 
 
 class Failing(stagecrew.Listener):
-    """Its error is markup."""
+    """A listener whose error is markup."""
 
     name = "failing"
     required = False
@@ -45,52 +46,54 @@ class Failing(stagecrew.Listener):
 
 @pytest.fixture(scope="module")
 def spark(sessions: Sessions) -> SparkSession:
-    """A session of its own, in which nothing has run, with its UI."""
+    """A new session with the UI, in which nothing has run."""
     sessions.stop()
     return sessions.get("local[2]", **{"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.app.name": "tab"})
 
 
 @pytest.fixture(scope="module")
 def base(spark: SparkSession) -> str:
-    """Where the UI is, by an address that always resolves."""
+    """The URL of the UI, with an address that always resolves."""
     return f"http://127.0.0.1:{urlsplit(spark.sparkContext.uiWebUrl).port}"
 
 
 @pytest.fixture(scope="module")
-def reported(spark: SparkSession) -> stagecrew.TopologyReport:
-    """Of a topology that has run, with names and an error that are markup."""
+def hostile_report(spark: SparkSession) -> stagecrew.TopologyReport:
+    """The report of a topology with names and an error that are markup."""
     crew = stagecrew.crew(spark)
     with crew.topology(HOSTILE_TOPOLOGY, listeners=[Hostile(), Failing()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
     return topology.report
 
 
-def test_an_application_without_topologies_says_how_to_begin(spark: SparkSession, base: str, page: Page) -> None:
-    """Before any topology the tab shows the application's own, and a sentence that says how to begin one."""
+def test_an_application_without_topologies_explains_how_to_start_one(
+    spark: SparkSession, base: str, page: Page
+) -> None:
+    """Before any topology, the tab shows the application topology and a sentence that explains how to start one."""
     page.goto(f"{base}/jobs/")
     page.get_by_role("link", name="Stagecrew").click()
     assert "crew(spark).topology(" in page.locator("#stagecrew-begin").inner_text()
-    (application,) = rows(page, "stagecrew-topologies")
+    (application,) = table_rows(page, "stagecrew-topologies")
     shown = (application["Topology"], application["Kind"], application["State"])
     assert shown == ("application", "application", "active")
     assert page.locator("#stagecrew-listeners").count() == 0
 
 
-def test_tables_show_what_the_report_says_and_run_nothing(
-    base: str, page: Page, reported: stagecrew.TopologyReport, tmp_path: Path
+def test_tables_show_the_reports_numbers_and_escape_markup(
+    base: str, page: Page, hostile_report: stagecrew.TopologyReport, tmp_path: Path
 ) -> None:
-    """Topologies and listeners stand in the tab with the report's numbers, and names that are markup stay text."""
+    """Topologies and listeners have the report's numbers, and names with markup are shown as text."""
     page.goto(f"{base}/stagecrew/")
-    application, named = rows(page, "stagecrew-topologies")
+    application, named = table_rows(page, "stagecrew-topologies")
     assert (application["Kind"], application["Jobs"], application["Executors"]) == ("application", "1", "1")
     shown = (named["Topology"], named["Id"], named["Kind"], named["State"])
-    assert shown == (HOSTILE_TOPOLOGY, reported.id, "named", "closed")
+    assert shown == (HOSTILE_TOPOLOGY, hostile_report.id, "named", "closed")
     counts = [named[name] for name in ("Jobs", "Executors", "Lost executors", "Unclosed")]
     assert counts == ["1", "1", "0", "0"]
-    assert int(named["Failures"]) == reported.failures
-    listeners = {row["Listener"]: row for row in rows(page, "stagecrew-listeners")}
+    assert int(named["Failures"]) == hostile_report.failures
+    listeners = {row["Listener"]: row for row in table_rows(page, "stagecrew-listeners")}
     assert set(listeners) == {HOSTILE, "failing"}
-    for listener in reported.listeners:
+    for listener in hostile_report.listeners:
         row = listeners[listener.name]
         assert (row["Topology"], row["Scope"], row["Executors"]) == (HOSTILE_TOPOLOGY, "worker", "1")
         numbers = [int(row[name]) for name in ("Opens", "Closes", "Failures", "Lost")]
@@ -109,50 +112,52 @@ def test_tables_show_what_the_report_says_and_run_nothing(
     page.screenshot(path=tmp_path / "light.png", full_page=True)
 
 
-def test_columns_sort_by_value(base: str, page: Page, reported: stagecrew.TopologyReport) -> None:
-    """A click on a header sorts by the value, not by its text: the duration of the application is the longest."""
+def test_columns_sort_by_value(base: str, page: Page, hostile_report: stagecrew.TopologyReport) -> None:
+    """A click on a header sorts by value, not by text: the application has the longest duration."""
     page.goto(f"{base}/stagecrew/")
     header = page.locator("#stagecrew-topologies thead th", has_text="Duration").get_by_role("link")
     with page.expect_navigation():
         header.click()
-    assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["named", "application"]
+    assert [row["Kind"] for row in table_rows(page, "stagecrew-topologies")] == ["named", "application"]
     with page.expect_navigation():
         header.click()
-    assert [row["Kind"] for row in rows(page, "stagecrew-topologies")] == ["application", "named"]
+    assert [row["Kind"] for row in table_rows(page, "stagecrew-topologies")] == ["application", "named"]
 
 
-def test_dark_theme(base: str, page: Page, reported: stagecrew.TopologyReport, tmp_path: Path) -> None:
-    """In Spark's dark theme the text of the tables is light: the tab brings no colours of its own."""
+def test_tables_are_light_on_dark_in_the_dark_theme(
+    base: str, page: Page, hostile_report: stagecrew.TopologyReport, tmp_path: Path
+) -> None:
+    """In Spark's dark theme the text of the tables is light, because the tab defines no colours."""
     page.goto(f"{base}/stagecrew/")
-    dark(page)
+    set_theme(page)
     colour = "e => getComputedStyle(e).color.match(/[0-9]+/g).slice(0, 3).map(Number)"
     assert min(page.locator("#stagecrew-listeners tbody td").first.evaluate(colour)) > 128
     page.screenshot(path=tmp_path / "dark.png", full_page=True)
 
 
-def test_a_reload_shows_the_state_now(
-    spark: SparkSession, base: str, page: Page, reported: stagecrew.TopologyReport
+def test_a_reload_shows_the_current_state(
+    spark: SparkSession, base: str, page: Page, hostile_report: stagecrew.TopologyReport
 ) -> None:
-    """A topology that runs is shown as active, and as closed when the page is loaded again after its end."""
+    """A running topology is shown as active, and as closed when the page is reloaded after its end."""
     with stagecrew.crew(spark).topology("live") as topology:
         page.goto(f"{base}/stagecrew/")
-        states = {row["Id"]: row["State"] for row in rows(page, "stagecrew-topologies")}
+        states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
         assert states[topology.id] == "active"
     page.reload()
-    states = {row["Id"]: row["State"] for row in rows(page, "stagecrew-topologies")}
+    states = {row["Id"]: row["State"] for row in table_rows(page, "stagecrew-topologies")}
     assert states[topology.id] == "closed"
 
 
 def test_json_equals_the_reports(
-    spark: SparkSession, base: str, page: Page, reported: stagecrew.TopologyReport
+    spark: SparkSession, base: str, page: Page, hostile_report: stagecrew.TopologyReport
 ) -> None:
-    """The page's JSON, found by its link, has a version and the numbers of the crew's reports."""
+    """The page's JSON, reached by its link, has a version and the numbers of the crew's reports."""
     page.goto(f"{base}/stagecrew/")
     page.get_by_role("link", name="JSON").click()
     assert urlsplit(page.url).path.rstrip("/") == "/stagecrew/json"
     crew = stagecrew.crew(spark)
 
-    def shown() -> tuple[dict[str, Any], list[stagecrew.TopologyReport]] | None:
+    def stable_json_and_reports() -> tuple[dict[str, Any], list[stagecrew.TopologyReport]] | None:
         with urllib.request.urlopen(f"{base}/stagecrew/json/") as response:
             assert response.headers.get_content_type() == "text/json"
             body = json.load(response)
@@ -161,26 +166,28 @@ def test_json_equals_the_reports(
             (body, reports) if [stagecrew.TopologyReport.of(node) for node in body["topologies"]] == reports else None
         )
 
-    # Executors report every second: it may change in between.
-    body, reports = eventually(shown, what="JSON equals the reports")
+    # Executors report every second, so one may change between the two reads.
+    body, reports = eventually(stable_json_and_reports, what="JSON equals the reports")
     assert body["version"] == 1
-    assert reported in reports
+    assert hostile_report in reports
     assert body["totals"]["opens"] == sum(report.opens for report in reports)
     assert body["totals"]["failures"] == sum(report.failures for report in reports)
 
 
 @pytest.mark.parametrize("path", ["stagecrew/", "stagecrew/json/"])
-def test_post_is_refused(base: str, path: str) -> None:
-    """The tab is read-only: a POST is answered with 405."""
+def test_post_requests_are_refused(base: str, path: str) -> None:
+    """The tab is read-only: a POST returns 405."""
     request = urllib.request.Request(f"{base}/{path}", data=b"x=1", method="POST")
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as raised:
         urllib.request.urlopen(request)
-    with refused.value as answer:
-        assert answer.code == 405
+    with raised.value as response:
+        assert response.code == 405
 
 
-def test_parameters_are_not_echoed_and_the_policy_is_sent(base: str, reported: stagecrew.TopologyReport) -> None:
-    """Nothing of a request stands in the answer, which carries Spark's content security policy."""
+def test_parameters_are_not_echoed_and_the_security_policy_is_sent(
+    base: str, hostile_report: stagecrew.TopologyReport
+) -> None:
+    """The response contains nothing of the request and has Spark's content security policy."""
     with urllib.request.urlopen(f"{base}/stagecrew/?name=echo-me%3Cscript%3E&id=echo-me") as response:
         body = response.read().decode()
         policy = response.headers["Content-Security-Policy"]

@@ -1,19 +1,19 @@
-"""What `watched` notices: without that, the tests of pages show nothing."""
+"""The problems that `watched` detects. Without it, the tests of pages would prove nothing."""
 
 from __future__ import annotations
 
 import pytest
 from playwright.sync_api import Browser, Route
 
-from webpages import watched
+from support.web_pages import checked_page
 
 POLICY = {"Content-Security-Policy": "script-src 'self'"}
 
 
-def loaded(browser: Browser, body: str, script: str) -> None:
+def load(browser: Browser, body: str, script: str) -> None:
     """Loads a page whose policy allows its own script and no inline one."""
 
-    def answer(route: Route) -> None:
+    def respond(route: Route) -> None:
         path = route.request.url.removeprefix("http://pages.test")
         if path == "/":
             route.fulfill(
@@ -26,19 +26,19 @@ def loaded(browser: Browser, body: str, script: str) -> None:
         else:
             route.fulfill(status=204 if path == "/favicon.ico" else 404)
 
-    with watched(browser) as page:
-        page.route("**/*", answer)
+    with checked_page(browser) as page:
+        page.route("**/*", respond)
         page.goto("http://pages.test/")
-        page.evaluate("1")  # what happened before it is known then
+        page.evaluate("1")  # earlier events have been reported by now
 
 
-def test_a_page_on_which_nothing_goes_wrong_passes(browser: Browser) -> None:
-    """What is allowed and quiet is no finding."""
-    loaded(browser, "<p>text</p>", "document.title = 'a script of its own'; console.log('a word')")
+def test_a_page_without_problems_passes(browser: Browser) -> None:
+    """Allowed scripts and console messages are no problems."""
+    load(browser, "<p>text</p>", "document.title = 'a script of its own'; console.log('a word')")
 
 
 @pytest.mark.parametrize(
-    ("body", "script", "what"),
+    ("body", "script", "finding"),
     [
         ("<script>document.title = 'inline'</script>", "", "violation script-src"),
         ("<p onclick='alert(1)'>text</p>", "document.querySelector('p').click()", "violation script-src"),
@@ -49,7 +49,7 @@ def test_a_page_on_which_nothing_goes_wrong_passes(browser: Browser) -> None:
         ("<img src='/none.png'>", "", "404 http://pages.test/none.png"),
     ],
 )
-def test_whatever_goes_wrong_on_a_page_is_noticed(browser: Browser, body: str, script: str, what: str) -> None:
-    """An inline script, a message of the console, an error, a dialog, something that is missing: each fails the test."""
-    with pytest.raises(AssertionError, match=what):
-        loaded(browser, body, script)
+def test_every_problem_on_a_page_is_detected(browser: Browser, body: str, script: str, finding: str) -> None:
+    """Inline scripts, console warnings, errors, dialogs and missing files each fail the test."""
+    with pytest.raises(AssertionError, match=finding):
+        load(browser, body, script)

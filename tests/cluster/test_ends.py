@@ -1,4 +1,4 @@
-"""However an application, an executor or a worker ends, what was opened is closed wherever code can still run."""
+"""However an application, an executor or a worker ends, listeners are closed wherever code can still run."""
 
 from __future__ import annotations
 
@@ -17,35 +17,25 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import (
-    LOCAL,
-    LOCAL_CLUSTER,
-    Journal,
-    Recorder,
-    Sessions,
-    alive,
-    body,
-    eventually,
-    executor_wide,
-    free_master,
-    kill,
-    together,
-)
-from drivers import driver, java_processes
+from support.driver_scripts import driver_script, java_processes
+from support.journal import Journal, Recorder, executor_wide, recording_body, rendezvous
+from support.processes import is_alive, kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, Sessions, master_with_free_cores
+from support.waiting import eventually
 
-EIGHT = "local-cluster[1,8,1024]"
+EIGHT_SLOTS = "local-cluster[1,8,1024]"
 
-RUNNING = """
+RUNNING_DRIVER = """
 listeners = [Recorder(journal), executor_wide(journal.path)]
-spark = stagecrew.configure(base({master!r}).config("spark.port.maxRetries", "50"), listeners=listeners).getOrCreate()
+spark = stagecrew.configure(session_builder({master!r}).config("spark.port.maxRetries", "50"), listeners=listeners).getOrCreate()
 def run(partitions, seconds=0.0):
-    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, seconds=seconds)).collect()
+    return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(recording_body(journal, seconds=seconds)).collect()
 run(2)
 """
 
 
-def more(lines: str) -> str:
-    """What a driver does after `RUNNING`."""
+def driver_code(lines: str) -> str:
+    """Code that a driver runs after `RUNNING_DRIVER`."""
     return textwrap.dedent(lines)
 
 
@@ -56,33 +46,33 @@ def more(lines: str) -> str:
         "standalone",
     ]
 )
-def anywhere(request, sessions) -> str:
-    return free_master(request.param, request, sessions)
+def any_master(request, sessions) -> str:
+    return master_with_free_cores(request.param, request, sessions)
 
 
 @pytest.fixture(params=[LOCAL_CLUSTER, "standalone"])
-def cluster(request, sessions) -> str:
-    return free_master(request.param, request, sessions)
+def cluster_master(request, sessions) -> str:
+    return master_with_free_cores(request.param, request, sessions)
 
 
 def all_closed(journal: Journal, seconds: float = 20) -> None:
-    """Every open has its close, in the process that opened."""
+    """Every open has a close in the same process."""
 
-    def done() -> bool:
+    def every_open_is_closed() -> bool:
         opened = sorted((e["pid"], e["listener"]) for e in journal.read(event="open"))
         return bool(opened) and sorted((e["pid"], e["listener"]) for e in journal.read(event="close")) == opened
 
     eventually(
-        done,
+        every_open_is_closed,
         seconds,
-        f"all close: {[(e['event'], e['listener'], e['pid']) for e in journal.read() if 'listener' in e]}",
+        f"every listener closes: {[(e['event'], e['listener'], e['pid']) for e in journal.read() if 'listener' in e]}",
     )
 
 
-def nothing_left(journal: Journal, seconds: float = 20) -> None:
-    """No process that opened something is alive."""
+def processes_end(journal: Journal, seconds: float = 20) -> None:
+    """Every process that opened a listener has ended."""
     pids = {e["pid"] for e in journal.read(event="open")}
-    eventually(lambda: not any(alive(pid) for pid in pids), seconds, f"processes {pids} end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds, f"processes {pids} end")
 
 
 def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
@@ -91,32 +81,37 @@ def java_of(process: subprocess.Popen[bytes]) -> psutil.Process:
 
 
 @pytest.mark.long
-def test_stop_without_leaving_the_topology(tmp_path, journal, anywhere):
-    """spark.stop() inside a topology closes everything."""
-    script = RUNNING + more("""
+def test_spark_stop_in_a_topology_closes_everything(tmp_path, journal, any_master):
+    """`spark.stop()` in a topology closes everything."""
+    script = RUNNING_DRIVER + driver_code("""
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")]).start()
     run(2)
     spark.stop()
     """)
-    with driver(tmp_path, journal, anywhere, script) as process:
+    with driver_script(tmp_path, journal, any_master, script) as process:
         assert process.wait(120) == 0
     all_closed(journal)
-    nothing_left(journal)
+    processes_end(journal)
     assert journal.read(event="close", listener="inner")
 
 
-def test_a_driver_that_ends_without_stop(tmp_path, journal, anywhere):
-    """A script that simply ends closes everything, and nobody is said not to have closed."""
-    with driver(tmp_path, journal, anywhere, RUNNING + 'spark.sparkContext.setLogLevel("WARN")') as process:
+def test_a_driver_that_ends_without_stop_closes_everything(tmp_path, journal, any_master):
+    """A script that ends without `stop` closes everything, and the log names no listener that is not closed."""
+    with driver_script(
+        tmp_path, journal, any_master, RUNNING_DRIVER + 'spark.sparkContext.setLogLevel("WARN")'
+    ) as process:
         assert process.wait(120) == 0
     all_closed(journal)
-    nothing_left(journal)
+    processes_end(journal)
     assert "have not closed" not in (tmp_path / "driver.log").read_text()
 
 
-def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
-    """Ctrl-C in a topology cancels its jobs, closes in the cancelled workers too, and KeyboardInterrupt is unchanged."""
-    script = RUNNING + more("""
+def test_ctrl_c_cancels_jobs_and_closes(tmp_path, journal, any_master):
+    """Ctrl-C in a topology cancels its jobs and closes in cancelled workers too.
+
+    KeyboardInterrupt is raised unchanged.
+    """
+    script = RUNNING_DRIVER + driver_code("""
     crew = stagecrew.crew(spark)
     topology = crew.topology("t", listeners=[Recorder(journal, "inner")])
     def parts(error):
@@ -126,81 +121,83 @@ def test_ctrl_c_while_tasks_run(tmp_path, journal, anywhere):
             try:
                 run(2, seconds=100)
             except BaseException as error:
-                raised = parts(error)  # a context of PySpark's own: its handler asks the JVM, which is busy with our call
+                raised = parts(error)  # PySpark adds a context: its handler calls the JVM, which is busy with our call
                 raise
     except BaseException as error:
         same = all(left is entered for left, entered in zip(parts(error), raised))
         package = os.path.dirname(stagecrew.__file__) + os.sep
-        ours = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
-        journal.write(event="interrupted", type=type(error).__name__, same=same, ours=ours)
-    def inner(event):
+        stagecrew_frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(package)]
+        journal.write(event="interrupted", type=type(error).__name__, same=same, stagecrew_frames=stagecrew_frames)
+    def inner_pids(event):
         return sorted(e["pid"] for e in journal.read(event=event, listener="inner"))
     closed = False
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not closed:
-        closed = inner("open") == inner("close") != []
+        closed = inner_pids("open") == inner_pids("close") != []
         time.sleep(0.02)
     active = list(spark.sparkContext.statusTracker().getActiveJobsIds())
     journal.write(event="left", closed=closed, active=active, state=topology.report.state, ends=len(journal.read(event="body end")))
     spark.stop()
     """)
-    with driver(tmp_path, journal, anywhere, script) as process:
+    with driver_script(tmp_path, journal, any_master, script) as process:
         eventually(lambda: len(journal.read(event="enter", listener="inner")) == 2, 90, "both tasks run")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     (interrupted,) = journal.read(event="interrupted")
     assert interrupted["type"] == "KeyboardInterrupt"
     assert interrupted["same"]
-    assert interrupted["ours"] == []
-    (left,) = journal.read(event="left")  # after the `with`, before spark.stop()
-    assert left["closed"]
-    assert left["state"] == "closed"
-    assert left["active"] == []
-    assert left["ends"] == 2  # of RUNNING's own job: no task of the topology came to its end
+    assert interrupted["stagecrew_frames"] == []
+    (after_with,) = journal.read(event="left")  # after the `with`, before spark.stop()
+    assert after_with["closed"]
+    assert after_with["state"] == "closed"
+    assert after_with["active"] == []
+    assert after_with["ends"] == 2  # both in the first job: no task of the topology finished
     all_closed(journal)
-    nothing_left(journal)
+    processes_end(journal)
     assert {e["error"] for e in journal.read(event="leave", listener="inner")} == {"TaskKilled"}
 
 
-@pytest.mark.parametrize("who", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
-def test_a_driver_killed_with_sigkill(tmp_path, journal, anywhere, who):
-    """When the Python driver, or its JVM, is killed with SIGKILL, workers and executors close and end."""
-    with driver(tmp_path, journal, anywhere, RUNNING + "time.sleep(1000)") as process:
-        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
+@pytest.mark.parametrize("killed_process", [pytest.param("Python", marks=pytest.mark.long), "JVM"])
+def test_workers_and_executors_close_after_sigkill_of_the_driver(tmp_path, journal, any_master, killed_process):
+    """After SIGKILL of the Python driver or of its JVM, workers and executors close and end."""
+    with driver_script(tmp_path, journal, any_master, RUNNING_DRIVER + "time.sleep(1000)") as process:
+        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job has finished")
         jvm = java_of(process)
-        (jvm if who == "JVM" else psutil.Process(process.pid)).kill()
+        (jvm if killed_process == "JVM" else psutil.Process(process.pid)).kill()
         all_closed(journal, 40)
-        nothing_left(journal, 40)
+        processes_end(journal, 40)
         eventually(lambda: not jvm.is_running() or jvm.status() == psutil.STATUS_ZOMBIE, 40, "the driver's JVM ends")
 
 
 @pytest.mark.parametrize(
-    ("cluster", "then"),
+    ("cluster_master", "second_job"),
     [
         pytest.param(LOCAL_CLUSTER, "time.sleep(1000)", id="idle", marks=pytest.mark.long),
         pytest.param(LOCAL_CLUSTER, "run(4, seconds=1000)", id="busy"),
         pytest.param("standalone", "run(3, seconds=1000)", id="standalone", marks=pytest.mark.long),
     ],
-    indirect=["cluster"],
+    indirect=["cluster_master"],
 )
-def test_sigterm_of_an_executor(tmp_path, journal, cluster, then):
-    """An executor that gets SIGTERM closes what it has open, in its workers, idle or in a task, and in its agent."""
-    with driver(tmp_path, journal, cluster, RUNNING + then):
-        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job is done")
-        if then.startswith("run"):
-            eventually(lambda: len(journal.read(event="enter")) >= 5, 60, "the tasks of the second run")
+def test_an_executor_closes_at_sigterm(tmp_path, journal, cluster_master, second_job):
+    """An executor that gets SIGTERM closes listeners in its idle and busy workers and in its agent."""
+    with driver_script(tmp_path, journal, cluster_master, RUNNING_DRIVER + second_job):
+        eventually(lambda: len(journal.read(event="leave")) >= 2, 90, "the first job has finished")
+        if second_job.startswith("run"):
+            eventually(lambda: len(journal.read(event="enter")) >= 5, 60, "the tasks of the second job run")
         opened = journal.read(event="open")
         executor = opened[0]["executor"]
         agent = next(e for e in opened if e["executor"] == executor and e["listener"] == "executor wide")
         psutil.Process(agent["pid"]).parent().terminate()
-        mine = {e["pid"] for e in opened if e["executor"] == executor}
-        eventually(lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, f"{mine} close")
-        eventually(lambda: not any(alive(pid) for pid in mine), 20, f"{mine} end")
+        executor_pids = {e["pid"] for e in opened if e["executor"] == executor}
+        eventually(
+            lambda: {e["pid"] for e in journal.read(event="close")} >= executor_pids, 20, f"{executor_pids} close"
+        )
+        eventually(lambda: not any(is_alive(pid) for pid in executor_pids), 20, f"{executor_pids} end")
 
 
 @pytest.mark.long
-def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journal, anywhere):
-    """spark-submit with spark.plugins and spark.stagecrew.listeners alone opens, decorates and closes."""
+def test_settings_alone_open_and_close_listeners_in_a_plain_script(tmp_path, journal, any_master):
+    """spark-submit with only `spark.plugins` and `spark.stagecrew.listeners` opens, decorates and closes."""
     module = tmp_path / "submitted_listeners.py"
     module.write_text(
         textwrap.dedent(f"""
@@ -239,7 +236,7 @@ def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journ
     submit = [
         str(Path(pyspark.__file__).parent / "bin" / "spark-submit"),
         "--master",
-        anywhere,
+        any_master,
         "--jars",
         stagecrew.jar_path(),
     ]
@@ -261,16 +258,16 @@ def test_a_plain_submit_of_a_script_that_never_imports_stagecrew(tmp_path, journ
     assert journal.read(event="driver") == [{"event": "driver", "imported": False}]
     assert len(journal.read(event="body", same=True)) == 4
     all_closed(journal)
-    nothing_left(journal)
+    processes_end(journal)
     servers = journal.read(event="open", listener="server")
     assert len(servers) == len({e["executor"] for e in servers}) > 0
 
 
-def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, journal, anywhere):
-    """With spark.python.worker.reuse=false the listener closes when its worker ends, after each task."""
-    spark = sessions.get(anywhere, spark__python__worker__reuse="false")
+def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, journal, any_master):
+    """With `spark.python.worker.reuse=false` a listener closes after each task, when its worker ends."""
+    spark = sessions.get(any_master, spark__python__worker__reuse="false")
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal)).collect()
         all_closed(journal)
         assert len(journal.read(event="open")) == 4
     assert topology.report.opens == topology.report.closes == 4
@@ -278,49 +275,58 @@ def test_without_worker_reuse_each_task_opens_and_closes(sessions: Sessions, jou
 
 
 @pytest.mark.parametrize(
-    "anywhere",
+    "any_master",
     ["local[4]", *(pytest.param(one, marks=pytest.mark.long) for one in ("local-cluster[1,4,1024]", "standalone"))],
     indirect=True,
 )
-def test_idle_workers_that_spark_ends_close_first(sessions: Sessions, journal, anywhere):
-    """A worker beyond spark.python.factory.idleWorkerMaxPoolSize is ended at once, and closes its listeners."""
-    spark = sessions.get(anywhere, spark__python__factory__idleWorkerMaxPoolSize="1")
+def test_idle_workers_close_before_spark_ends_them(sessions: Sessions, journal, any_master):
+    """Spark ends workers beyond `spark.python.factory.idleWorkerMaxPoolSize` at once.
+
+    They close their listeners first.
+    """
+    spark = sessions.get(any_master, spark__python__factory__idleWorkerMaxPoolSize="1")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
     with topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(together(journal.path, "body", 4)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(rendezvous(journal.path, "body", 4)).collect()
         opened = journal.read(event="open")
         assert len(opened) == 4
-        idle = len(opened) - len({e["executor"] for e in opened})  # one stays on each executor
+        idle = len(opened) - len({e["executor"] for e in opened})  # one idle worker remains on each executor
         assert idle > 0
-        eventually(lambda: len(journal.read(event="close")) == idle, 20, "all idle workers but one close")
+        eventually(lambda: len(journal.read(event="close")) == idle, 20, "all idle workers but one per executor close")
     assert len(journal.read(event="close")) == len(opened)
     assert topology.report.lost == 0
 
 
-def eight(sessions: Sessions, jvm_listeners: tuple[str, str]):
-    """A session with room for eight tasks on one executor.
+def eight_slots_session(sessions: Sessions, jvm_listeners: tuple[str, str]):
+    """A session with eight task slots on one executor.
 
-    A JVM listener of the application notes each task that begins, right before it waits for a named topology's open.
+    An application listener in the JVM records each task that starts, right before it waits for a named topology's open.
     """
-    jar, noted = jvm_listeners
+    jar, jvm_journal_path = jvm_listeners
     return sessions.get(
-        EIGHT, jvm_listeners=("Noting",), spark__task__maxFailures="2", spark__jars=jar, spark__test__journal=noted
+        EIGHT_SLOTS,
+        jvm_listeners=("Noting",),
+        spark__task__maxFailures="2",
+        spark__jars=jar,
+        spark__test__journal=jvm_journal_path,
     )
 
 
-def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, journal, jvm_listeners, jvm_journal):
-    """Eight concurrent first tasks on one executor wait for one open of the executor's scope and share its outcome."""
+def test_concurrent_first_tasks_share_one_open(sessions: Sessions, journal, jvm_listeners, jvm_journal):
+    """Eight concurrent first tasks on one executor wait for one executor-scoped open and share its outcome."""
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def slow(context):
         journal.write(event="open")
-        eventually(lambda: len(jvm_journal.read(event="enter", topology="application")) == 8, 20, "all eight wait")
+        eventually(
+            lambda: len(jvm_journal.read(event="enter", topology="application")) == 8, 20, "all eight tasks wait"
+        )
         journal.write(event="opened", tasks=len(jvm_journal.read(event="enter", topology="application")))
         yield os.getpid()
         journal.write(event="close")
 
     slow = slow()
-    spark = eight(sessions, jvm_listeners)
+    spark = eight_slots_session(sessions, jvm_listeners)
     with stagecrew.crew(spark).topology("t", listeners=[slow]):
         values = spark.sparkContext.parallelize(range(8), 8).map(lambda _: slow.get()).collect()
     (opened,) = journal.read(event="open")
@@ -329,31 +335,31 @@ def test_eight_first_tasks_share_one_open_of_the_executor(sessions: Sessions, jo
     assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
 
 
-def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal, jvm_listeners, jvm_journal):
-    """When that open raises, it is one open for all eight in each round of attempts, and all of them end with its error."""
+def test_concurrent_first_tasks_share_a_failing_open(sessions: Sessions, journal, jvm_listeners, jvm_journal):
+    """If that open raises, each round of eight attempts shares one open, and all of them fail with its error."""
 
-    class Slow(Recorder):
+    class SlowAndFailing(Recorder):
         def open(self, context):
             super().open(context)
             rounds = len(journal.read(event="open"))
-            with contextlib.suppress(AssertionError):  # a third round is cut off by the end of the job
+            with contextlib.suppress(AssertionError):  # the end of the job interrupts a third round
                 eventually(
                     lambda: len(jvm_journal.read(event="enter", topology="application")) >= 8 * rounds,
                     5,
-                    "all eight wait",
+                    "all eight tasks wait",
                 )
             raise ValueError("no such server")
 
-    spark = eight(sessions, jvm_listeners)
-    slow = Slow(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
+    spark = eight_slots_session(sessions, jvm_listeners)
+    slow = SlowAndFailing(journal, "slow", scope=stagecrew.Scope.EXECUTOR)
     tracker, store = spark.sparkContext.statusTracker(), spark.sparkContext._jsc.sc().statusStore()
     group = journal.path
     spark.sparkContext.setJobGroup(group, "eight first tasks")
     with stagecrew.crew(spark).topology("t", listeners=[slow]), pytest.raises(Exception, match="no such server"):
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(recording_body(journal)).collect()
     spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
     rounds = len(journal.read(event="open"))
-    assert 2 <= rounds <= 4  # spark.task.maxFailures, or twice as many
+    assert 2 <= rounds <= 4  # between maxFailures and twice that
     assert len(journal.read(event="close")) == rounds
     assert not journal.read(event="body")
     (job,) = tracker.getJobIdsForGroup(group)
@@ -374,53 +380,56 @@ def test_eight_first_tasks_share_an_open_that_fails(sessions: Sessions, journal,
     assert all("no such server" in error for _, error in errors)
 
 
-def test_an_executor_that_is_killed_is_named(sessions: Sessions, journal):
-    """After SIGKILL of an executor the report names it; its agent and workers close by themselves; the exit does not hang."""
+def test_a_killed_executor_is_named_in_the_report(sessions: Sessions, journal):
+    """After SIGKILL of an executor, the report names it, its processes close on their own, and the exit does not
+    hang."""
     spark = sessions.get(LOCAL_CLUSTER)
     crew = stagecrew.crew(spark)
     with crew.topology("t", listeners=[Recorder(journal), executor_recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(4), 4).mapPartitions(body(journal, seconds=0.3)).collect()
+        spark.sparkContext.parallelize(range(4), 4).mapPartitions(recording_body(journal, seconds=0.3)).collect()
         agent = next(e for e in journal.read(event="open", listener="agent's"))
         kill(psutil.Process(agent["pid"]).ppid())
         eventually(lambda: agent["executor"] in topology.report.lost_executors, 30, "the loss is reported")
-        mine = {e["pid"] for e in journal.read(event="open", executor=agent["executor"])}
+        executor_pids = {e["pid"] for e in journal.read(event="open", executor=agent["executor"])}
         eventually(
-            lambda: {e["pid"] for e in journal.read(event="close")} >= mine, 20, "its processes close by themselves"
+            lambda: {e["pid"] for e in journal.read(event="close")} >= executor_pids,
+            20,
+            "the executor's processes close on their own",
         )
     assert topology.report.state == "closed"
     sessions.stop()
 
 
 @pytest.mark.long
-def test_sigterm_of_an_executor_with_a_task_that_cannot_be_interrupted(
+def test_an_executor_closes_at_sigterm_despite_an_uninterruptible_task(
     sessions: Sessions, journal, jvm_listeners, jvm_journal
 ):
-    """At SIGTERM the executor's Python listener and its JVM listener close though a task of the JVM still runs."""
+    """At SIGTERM, the executor's Python and JVM listeners close although a JVM task still runs."""
     spark = sessions.get(
         LOCAL_CLUSTER, spark__jars=jvm_listeners[0], spark__test__journal=jvm_listeners[1], spark__task__maxFailures="1"
     )
     topology = stagecrew.crew(spark).topology("t", listeners=[executor_wide(journal.path)], jvm_listeners=["Noting"])
     failed: list[BaseException] = []
 
-    def sleeps() -> None:
+    def sleep_in_jvm() -> None:
         try:
             spark.range(0, 1, 1, 1).selectExpr("reflect('java.lang.Thread', 'sleep', 600000L)").collect()
         except Exception as error:
             failed.append(error)
 
     with topology:
-        runner = threading.Thread(target=topology.wrap(sleeps))
+        runner = threading.Thread(target=topology.wrap(sleep_in_jvm))
         runner.start()
         eventually(lambda: jvm_journal.read(event="enter"), 60, "the task runs")
         (opened,) = journal.read(event="open")
         psutil.Process(opened["pid"]).parent().terminate()
         eventually(lambda: journal.read(event="close"), 20, "the Python listener closes")
         eventually(lambda: jvm_journal.read(event="close"), 20, "the JVM listener closes")
-        eventually(lambda: not alive(opened["pid"]), 20, "the agent ends")
+        eventually(lambda: not is_alive(opened["pid"]), 20, "the agent ends")
         runner.join(60)
         assert not runner.is_alive()
     assert failed  # the task was lost with its executor
-    assert not jvm_journal.read(event="leave")  # it was never over
+    assert not jvm_journal.read(event="leave")  # the task never ended
     assert [e["pid"] for e in journal.read(event="close")] == [opened["pid"]]
     (closed,) = jvm_journal.read(event="close")
     assert closed["executor"] == opened["executor"] == jvm_journal.read(event="open")[0]["executor"]

@@ -1,4 +1,4 @@
-"""What stagecrew leaves behind and gives away: nothing. And Spark behaves as it does without it."""
+"""stagecrew leaks no secrets, processes or files, and Spark behaves the same with it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from pyspark import SparkContext
 from pyspark.sql.functions import lit, udf
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, Recorder, Sessions, alive, body, eventually, free_master
+from support.journal import Recorder, recording_body
+from support.processes import is_alive
+from support.sessions import LOCAL_CLUSTER, Sessions, master_with_free_cores
+from support.waiting import eventually
 
 TESTS = str(Path(__file__).parent.parent)
 SECRET = "correct-horse-battery-staple"
 
 
-def run(
+def run_driver(
     script: str, timeout: int = 150, python: str = sys.executable, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """A driver of its own."""
+    """Runs a script in a driver process of its own."""
     head = f"import os, sys\nsys.path.insert(0, {TESTS!r})\n"
     return subprocess.run(
         [python, "-c", head + textwrap.dedent(script)],
@@ -38,20 +41,20 @@ def run(
     )  # fmt: skip
 
 
-def shapes(secret: str) -> set[str]:
-    """A secret as it stands in text: as it is, in hexadecimal, and in the base64 of whatever holds it, at any place in it."""
+def encodings(secret: str) -> set[str]:
+    """A secret in all its encodings in text: plain, hexadecimal, and base64 at any offset in a larger value."""
     found = {secret, secret.encode().hex()}
-    for before in range(3):
-        encoded = base64.b64encode(b"?" * before + secret.encode()).decode()
-        # The first and the last group may share bits with what stands around it.
+    for offset in range(3):
+        encoded = base64.b64encode(b"?" * offset + secret.encode()).decode()
+        # The first and the last group may share bits with the surrounding bytes.
         found |= {encoded[4:-4], encoded[4:-4].replace("+", "-").replace("/", "_")}
-    for before in range(3):
-        held = base64.b64encode(b"x" * before + pickle.dumps({"password": secret})).decode()
-        assert any(shape in held for shape in found), "whatever pickles it is found"
+    for offset in range(3):
+        encoded_pickle = base64.b64encode(b"x" * offset + pickle.dumps({"password": secret})).decode()
+        assert any(encoding in encoded_pickle for encoding in found), "a pickle that contains the secret is recognized"
     return found
 
 
-DEBUG = """
+DEBUG_LOGGING = """
 rootLogger.level = debug
 rootLogger.appenderRef.stderr.ref = stderr
 appender.stderr.type = Console
@@ -62,45 +65,45 @@ appender.stderr.layout.pattern = %p %c: %m%n%ex
 """
 
 
-@pytest.mark.parametrize("where", [pytest.param("local[2]", marks=pytest.mark.long), "standalone"])
-def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_path_factory, sessions, request, where):
-    """What a listener holds is in no configuration value, no page, no log, no event log and no command line."""
-    master = free_master(where, request, sessions)
-    secrets = shapes(SECRET)
+@pytest.mark.parametrize("master_name", [pytest.param("local[2]", marks=pytest.mark.long), "standalone"])
+def test_a_listeners_secret_appears_nowhere(journal, tmp_path, tmp_path_factory, sessions, request, master_name):
+    """A listener's attributes are in no configuration value, page, log, event log or command line."""
+    master = master_with_free_cores(master_name, request, sessions)
+    secrets = encodings(SECRET)
     events = tmp_path / "events"
     events.mkdir()
-    (tmp_path / "log4j2.properties").write_text(DEBUG)
+    (tmp_path / "log4j2.properties").write_text(DEBUG_LOGGING)
     script = f"""
-    from crewtools import *
+    from support.script_prelude import *
     import psutil, urllib.request
     journal = Journal({journal.path!r})
     listeners = [Recorder(journal, "app", password={SECRET!r})]
     debug = "-Dlog4j2.configurationFile=file://{tmp_path}/log4j2.properties"
-    builder = (base({master!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
-        .config("spark.executor.extraJavaOptions", QUICK + " " + debug)
+    builder = (session_builder({master!r}).config("spark.ui.enabled", "true").config("spark.ui.port", "0").config("spark.log.level", "DEBUG")
+        .config("spark.executor.extraJavaOptions", QUICK_JVM_OPTIONS + " " + debug)
         .config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}"))
     spark = stagecrew.configure(builder, listeners=listeners).getOrCreate()
     application = spark.sparkContext.applicationId
     pool = secret_pool({SECRET!r})
-    other = [Recorder(journal, "inner", password={SECRET!r}), Recorder(journal, "wide", password={SECRET!r}, scope=stagecrew.Scope.EXECUTOR)]
-    with stagecrew.crew(spark).topology("t", listeners=[pool, *other]):
+    inner_listeners = [Recorder(journal, "inner", password={SECRET!r}), Recorder(journal, "wide", password={SECRET!r}, scope=stagecrew.Scope.EXECUTOR)]
+    with stagecrew.crew(spark).topology("t", listeners=[pool, *inner_listeners]):
         spark.sparkContext.parallelize(range(4), 4).map(lambda _: pool.get()).collect()
-        seen = [str(spark.sparkContext.getConf().getAll())]
+        visible = [str(spark.sparkContext.getConf().getAll())]
         for page in ("environment", "stagecrew", "stagecrew/json", "stagecrew/processes", "executors", "api/v1/applications"):
-            seen.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
-        seen += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
-        assert any("stagecrew.worker.agent" in one for one in seen)
+            visible.append(urllib.request.urlopen(spark.sparkContext.uiWebUrl + "/" + page).read().decode())
+        visible += [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"]) if p.pid != os.getpid()]
+        assert any("stagecrew.worker.agent" in one for one in visible)
     spark.stop()
-    assert not any(secret in one for one in seen for secret in {secrets!r}), "seen"
+    assert not any(secret in one for one in visible for secret in {secrets!r}), "visible"
     print("DONE", application)
     """
-    path = tmp_path / "driver.py"  # its own command line must not hold the secret
+    path = tmp_path / "driver.py"  # a file, because the driver's command line must not contain the secret
     path.write_text(f"import os, sys\nsys.path.insert(0, {TESTS!r})\n" + textwrap.dedent(script))
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=150, check=False)
     assert "DONE" in done.stdout, done.stderr[-3000:]
     written = [path for path in events.glob("**/*") if path.is_file()]
     assert written
-    if where == "standalone":
+    if master_name == "standalone":
         application = done.stdout.split("DONE ")[1].split()[0]
         logs = [*tmp_path_factory.getbasetemp().glob(f"standalone*/worker*/{application}/*/std*")]
         assert any("DEBUG" in path.read_text() for path in logs)
@@ -111,15 +114,15 @@ def test_a_secret_of_a_listener_is_nowhere_to_be_seen(journal, tmp_path, tmp_pat
 
 
 @pytest.mark.long
-def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
-    """In local mode tasks share their properties with the job: the token must not travel in them."""
+def test_the_channel_token_is_in_no_event_log(tmp_path, journal):
+    """In local mode, tasks share their properties with the job, so the token must not be one of them."""
     events = tmp_path / "events"
     events.mkdir()
-    done = run(f"""
-    from crewtools import *
+    done = run_driver(f"""
+    from support.script_prelude import *
     import json
     journal = Journal({journal.path!r})
-    builder = base("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
+    builder = session_builder("local[2]").config("spark.eventLog.enabled", "true").config("spark.eventLog.compress", "false").config("spark.eventLog.dir", "file://{events}")
     spark = stagecrew.configure(builder, listeners=[Recorder(journal)]).getOrCreate()
     def place(rows):
         from pyspark import TaskContext
@@ -141,7 +144,7 @@ def test_the_token_of_a_channel_is_in_no_event_log(tmp_path, journal):
     assert token not in done.stderr
 
 
-BARE = (
+BARE_PACKAGES = (
     "pyspark",
     "py4j",
     "pandas",
@@ -158,14 +161,14 @@ BARE = (
 
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory) -> str:
-    """A Python that has PySpark, pandas and pyarrow, and neither stagecrew nor psutil."""
+    """A Python with PySpark, pandas and pyarrow, but without stagecrew and psutil."""
     folder = tmp_path_factory.mktemp("bare")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
-    ours = Path(SparkContext.__module__ and sys.modules["pyspark"].__file__).parent.parent
-    theirs = next((folder / "venv").glob("lib/python3*/site-packages"))
-    for name in BARE:
-        if (ours / name).exists():
-            (theirs / name).symlink_to(ours / name)
+    site_packages = Path(SparkContext.__module__ and sys.modules["pyspark"].__file__).parent.parent
+    bare_site_packages = next((folder / "venv").glob("lib/python3*/site-packages"))
+    for name in BARE_PACKAGES:
+        if (site_packages / name).exists():
+            (bare_site_packages / name).symlink_to(site_packages / name)
     python = str(folder / "venv" / "bin" / "python")
     for missing in ("stagecrew", "psutil"):
         assert subprocess.run([python, "-c", f"import {missing}"], check=False, capture_output=True).returncode == 1
@@ -173,18 +176,18 @@ def bare_python(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize(
-    "where",
+    "master_name",
     [
         pytest.param("local[2]", marks=pytest.mark.long),
         pytest.param(LOCAL_CLUSTER, marks=pytest.mark.long),
         "standalone",
     ],
 )
-def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request, sessions):
-    """Executors whose Python has neither stagecrew nor psutil open, decorate and close, in both scopes, from everywhere."""
-    master = free_master(where, request, sessions)
-    done = run(f"""
-    from crewtools import base
+def test_executors_need_only_pyspark(bare_python, journal, master_name, request, sessions):
+    """With a Python that lacks stagecrew and psutil, listeners of both scopes open, decorate and close."""
+    master = master_with_free_cores(master_name, request, sessions)
+    done = run_driver(f"""
+    from support.sessions import session_builder
     import contextlib, stagecrew
     os.environ["PYSPARK_PYTHON"] = {bare_python!r}
     del os.environ["PYTHONPATH"]
@@ -206,7 +209,7 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
             yield
             note("leave", "pool")
     port, pool = number(), Pool()
-    builder = base({master!r}).config("spark.stagecrew.listeners", "stagecrew:LoggingContext")
+    builder = session_builder({master!r}).config("spark.stagecrew.listeners", "stagecrew:LoggingContext")
     spark = stagecrew.configure(builder, listeners=[port]).getOrCreate()
     with stagecrew.crew(spark).topology("t", listeners=[pool]) as topology:
         print("VALUES", spark.sparkContext.parallelize(range(4), 2).map(lambda _: port.get() > 0 and pool.get() is not None).collect())
@@ -225,15 +228,15 @@ def test_executors_need_nothing_but_pyspark(bare_python, journal, where, request
 
 
 @pytest.mark.parametrize(
-    "where", [*(pytest.param(one, marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)), "standalone"]
+    "master_name", [*(pytest.param(one, marks=pytest.mark.long) for one in ("local[2]", LOCAL_CLUSTER)), "standalone"]
 )
-def test_a_session_leaves_nothing(journal, where, request, sessions):
-    """After a session no process, port or file of ours is left."""
-    master = free_master(where, request, sessions)
-    done = run(f"""
-    from crewtools import *
+def test_a_session_leaves_no_process_port_or_file(journal, master_name, request, sessions):
+    """After a session no process, port or file of stagecrew is left."""
+    master = master_with_free_cores(master_name, request, sessions)
+    done = run_driver(f"""
+    from support.script_prelude import *
     journal = Journal({journal.path!r})
-    spark = stagecrew.configure(base({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
+    spark = stagecrew.configure(session_builder({master!r}), listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
     import json
     def place(rows):
         from pyspark import TaskContext
@@ -246,7 +249,7 @@ def test_a_session_leaves_nothing(journal, where, request, sessions):
     places = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PLACE")]
     assert places, done.stderr[-3000:]
     pids = {e["pid"] for e in journal.read(event="open")} | {e["daemon"] for e in journal.read(event="runs")}
-    eventually(lambda: not any(alive(pid) for pid in pids), 20, "its processes end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "the session's processes end")
     for path, port in places:
         eventually(lambda path=path: not os.path.exists(os.path.dirname(path)), 10, f"{path} is removed")
         listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
@@ -254,43 +257,44 @@ def test_a_session_leaves_nothing(journal, where, request, sessions):
 
 
 @pytest.mark.long
-def test_twenty_sessions_leak_nothing(journal, tmp_path):
-    """Sessions in one process leak no more threads and descriptors, in Python and the JVM, than without the plugin."""
+def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
+    """Repeated sessions in one process leak no more threads and descriptors, in Python and the JVM, than plain
+    Spark."""
     script = f"""
     import os, sys
     sys.path.insert(0, {TESTS!r})
-    from crewtools import *
+    from support.script_prelude import *
     import psutil
-    from drivers import java_processes
+    from support.driver_scripts import java_processes
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
-    def once():
+    def run_session():
         builder = base("local[1]")
         if "with" in sys.argv:
             spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
-            around = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")])
+            topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")])
         else:
-            spark, around = builder.getOrCreate(), contextlib.nullcontext()
-        with around:
+            spark, topology = builder.getOrCreate(), contextlib.nullcontext()
+        with topology:
             spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
         spark.stop()
     def counts():
         jvm = java_processes()[0]
         return [psutil.Process().num_threads(), psutil.Process().num_fds(), jvm.num_threads(), jvm.num_fds()]
-    def settled(seconds, enough=(0, 0, 0, 0)):
-        # Threads that end by themselves have some time for it.
+    def lowest_counts(seconds, target=(0, 0, 0, 0)):
+        # Allow threads some time to end.
         deadline = time.monotonic() + seconds
         best = counts()
-        while time.monotonic() < deadline and any(a > b for a, b in zip(best, enough)):
+        while time.monotonic() < deadline and any(a > b for a, b in zip(best, target)):
             best = [min(a, b) for a, b in zip(best, counts())]
             time.sleep(0.2)
         return best
     for _ in range(3):
-        once()
-    before = settled(3)
+        run_session()
+    before = lowest_counts(3)
     for _ in range(20):
-        once()
-    print("GREW", *[b - a for a, b in zip(before, settled(15, before))])
+        run_session()
+    print("GREW", *[b - a for a, b in zip(before, lowest_counts(15, before))])
     """
     path = tmp_path / "driver.py"
     path.write_text(textwrap.dedent(script))
@@ -307,7 +311,7 @@ def test_twenty_sessions_leak_nothing(journal, tmp_path):
         assert with_plugin <= without + 3, grew
 
 
-def test_spark_behaves_as_without(sessions: Sessions, journal):
+def test_spark_features_work_with_open_listeners(sessions: Sessions, journal):
     """Accumulators, broadcasts, barrier tasks and files work with listeners open."""
     spark = sessions.get("local[2,4]")
     sc = spark.sparkContext
@@ -333,8 +337,8 @@ def test_spark_behaves_as_without(sessions: Sessions, journal):
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-UNIX, PIPELINED = "spark.python.unix.domain.socket.enabled", "spark.python.udf.pipelined.enabled"
-FAULTS, MEMORY, PROFILE = (
+UNIX_SOCKETS, PIPELINED = "spark.python.unix.domain.socket.enabled", "spark.python.udf.pipelined.enabled"
+FAULT_HANDLER, MEMORY, PROFILE = (
     "spark.python.worker.faulthandler.enabled",
     "spark.executor.pyspark.memory",
     "spark.python.profile",
@@ -344,12 +348,15 @@ FAULTS, MEMORY, PROFILE = (
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *((key, "true") for key in (UNIX, PIPELINED, FAULTS)),
+        *((key, "true") for key in (UNIX_SOCKETS, PIPELINED, FAULT_HANDLER)),
         *(pytest.param(*one, marks=pytest.mark.long) for one in ((MEMORY, "2g"), (PROFILE, "true"))),
     ],
 )
-def test_ways_of_running_python(sessions: Sessions, journal, key, value):
-    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect, and listeners open and close."""
+def test_sparks_python_settings_stay_in_effect(sessions: Sessions, journal, key, value):
+    """Unix sockets, pipelined UDFs, fault handler, memory limit and profiler are in effect.
+
+    Listeners open and close.
+    """
     spark = sessions.get("local[2,4]", **{key.replace(".", "__"): value})
     sc = spark.sparkContext
 
@@ -360,33 +367,33 @@ def test_ways_of_running_python(sessions: Sessions, journal, key, value):
         yield faulthandler.is_enabled(), resource.getrlimit(resource.RLIMIT_AS)[0]
 
     @udf("string")
-    def asked(_n):
+    def environment_of_worker(_n):
         import os
 
-        # What PySpark's daemon and worker look at.
+        # PySpark's daemon and worker read these variables.
         return f"{os.environ.get('PYTHON_UNIX_DOMAIN_ENABLED')} {os.environ.get('SPARK_PIPELINED_UDF')}"
 
     with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-        sc.parallelize(range(4), 4).mapPartitions(body(journal)).collect()
-        ways = [row[0] for row in spark.range(10).select(asked("id")).collect()]
+        sc.parallelize(range(4), 4).mapPartitions(recording_body(journal)).collect()
+        environments = [row[0] for row in spark.range(10).select(environment_of_worker("id")).collect()]
         ((faults, memory),) = sc.parallelize([1], 1).mapPartitions(limits).collect()
     assert topology.report.opens == topology.report.closes == len(journal.read(event="open")) > 0
     assert topology.report.failures == topology.report.lost == 0
-    assert ways == [f"{'True' if key == UNIX else None} {'1' if key == PIPELINED else None}"] * 10
-    assert faults == (key == FAULTS)
+    assert environments == [f"{'True' if key == UNIX_SOCKETS else None} {'1' if key == PIPELINED else None}"] * 10
+    assert faults == (key == FAULT_HANDLER)
     assert (0 < memory <= 2 << 30) == (key == MEMORY)
     profiled = sc.profiler_collector.profilers if sc.profiler_collector else []
     assert bool(profiled) == (key == PROFILE)
-    # What workers measured, by functions' names.
+    # The workers' profiles, by function name.
     stats = [profiler.stats() for _, profiler, _ in profiled]
     assert all(stats)
     assert any(name == "limits" for measured in stats for _, _, name in measured.stats) == (key == PROFILE)
     profiled.clear()  # else PySpark prints them when Python ends
 
 
-def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, tmp_path):
-    """Spark's time limit for silent workers ends one with listeners with Spark's own error, and they close there."""
-    # One attempt: a second one's worker would be new, and the limit might end it while it still imports pandas.
+def test_a_worker_that_spark_ends_as_idle_closes_its_listeners(sessions: Sessions, journal, tmp_path):
+    """Spark's idle timeout for workers ends a worker with Spark's own error, and its listeners close."""
+    # Only one attempt: a retry's new worker might reach the idle timeout while it imports pandas.
     spark = sessions.get("local[2,1]")
     limits = {"idleTimeoutSeconds": "3s", "killOnIdleTimeout": "true"}
     done = str(tmp_path / "done")
@@ -395,20 +402,22 @@ def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, t
     def silent(row):
         import time
 
-        # Silent until it is ended: a task that is not would be seen by the test's own time limit.
+        # Silent until killed. If Spark does not kill it, the test's own timeout fails the test.
         while row is not None and not os.path.exists(done):
             time.sleep(0.05)
         return str(row)
 
     try:
         with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)]) as topology:
-            one = spark.range(0, 1, 1, 1)
-            one.select(silent(lit(None))).collect()  # its worker is the next query's, and has all that it needs
+            one_row = spark.range(0, 1, 1, 1)
+            one_row.select(
+                silent(lit(None))
+            ).collect()  # the next query reuses this worker, which has imported everything
             for key, value in limits.items():
                 spark.conf.set(f"spark.sql.execution.pyspark.udf.{key}", value)
             with pytest.raises(Py4JJavaError, match=r"worker process terminated due to idle timeout \(timeout: 3 sec"):
-                one.select(silent("id")).collect()
-            eventually(lambda: journal.read(event="close"), what="the worker has not closed")
+                one_row.select(silent("id")).collect()
+            eventually(lambda: journal.read(event="close"), what="the worker closes")
     finally:
         Path(done).touch()
         for key in limits:
@@ -419,9 +428,12 @@ def test_a_worker_that_spark_ends_for_its_silence(sessions: Sessions, journal, t
     assert topology.report.failures == topology.report.lost == 0
 
 
-@pytest.mark.parametrize("interrupt", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"])
-def test_a_cancelled_task_that_goes_on_is_ended(sessions: Sessions, journal, interrupt):
-    """A task that swallows `TaskKilled` is ended with its process, whether or not Spark interrupts the task's thread."""
+@pytest.mark.parametrize(
+    "interrupt_threads", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "interrupted"]
+)
+def test_a_cancelled_task_that_ignores_taskkilled_is_killed(sessions: Sessions, journal, interrupt_threads):
+    """A task that swallows `TaskKilled` is killed with its process, whether or not Spark interrupts the task's
+    thread."""
     spark = sessions.get("local[2,4]")
     topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal)])
 
@@ -436,45 +448,45 @@ def test_a_cancelled_task_that_goes_on_is_ended(sessions: Sessions, journal, int
             except BaseException:
                 continue
 
-    def cancelled() -> None:
-        spark.sparkContext.setInterruptOnCancel(interrupt)
+    def run_until_cancelled() -> None:
+        spark.sparkContext.setInterruptOnCancel(interrupt_threads)
         with pytest.raises(Exception, match="cancelled"):
             spark.sparkContext.parallelize([1], 1).mapPartitions(stubborn).collect()
 
-    runner = threading.Thread(target=topology.wrap(cancelled))
+    runner = threading.Thread(target=topology.wrap(run_until_cancelled))
     with contextlib.suppress(ZeroDivisionError), topology:
         runner.start()
-        (runs,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
         raise ZeroDivisionError
     runner.join(60)
-    eventually(lambda: not alive(runs["pid"]), 30, "its process ends")
-    assert len(journal.read(event="runs")) == 2  # asked once
+    eventually(lambda: not is_alive(first_run["pid"]), 30, "the task's process ends")
+    assert len(journal.read(event="runs")) == 2  # one more run after the single TaskKilled
     eventually(lambda: topology.report.lost == 1, 10, "the loss is reported")
 
 
-def test_logs_of_workers_name_the_users_function(sessions: Sessions, journal):
-    """Spark's own record of what workers print and log names the user's function, as it does without the plugin."""
+def test_sparks_worker_logs_name_the_users_function(sessions: Sessions, journal):
+    """With the plugin, Spark's record of workers' output still names the user's function."""
     spark = sessions.get("local[2,4]")
     spark.conf.set("spark.sql.pyspark.worker.logging.enabled", "true")
 
     @udf("long")
-    def said(n):
+    def print_one_line(n):
         print("said in the worker")
         return n
 
     try:
         for listeners in ([], [Recorder(journal)]):
             with stagecrew.crew(spark).topology("t", listeners=listeners):
-                spark.range(1).select(said("id")).collect()
+                spark.range(1).select(print_one_line("id")).collect()
         rows = spark.tvf.python_worker_logs().where("logger = 'stdout'").collect()
     finally:
         spark.conf.unset("spark.sql.pyspark.worker.logging.enabled")
-    assert [(row.msg, row.context["func_name"]) for row in rows] == [("said in the worker", "said")] * 2
+    assert [(row.msg, row.context["func_name"]) for row in rows] == [("said in the worker", "print_one_line")] * 2
 
 
 @pytest.mark.long
-def test_ends_look_as_without(tmp_path, journal):
-    """A worker that leaves by os._exit, and a submitted script that ends with sys.exit, look as they do without."""
+def test_os_exit_and_sys_exit_look_the_same_as_without_the_plugin(tmp_path, journal):
+    """`os._exit` in a worker and `sys.exit` in a submitted script look the same with and without the plugin."""
     (tmp_path / "submitted_pool.py").write_text(
         textwrap.dedent(f"""
         import os, stagecrew
@@ -501,7 +513,7 @@ def test_ends_look_as_without(tmp_path, journal):
         except Exception as error:
             print("RAISED", type(error).__name__)
             cause = error.java_exception
-            while cause is not None and cause.getClass().getName().startswith("org.apache.spark"):  # then the socket's own
+            while cause is not None and cause.getClass().getName().startswith("org.apache.spark"):
                 print("RAISED", cause.getClass().getName(), cause.getMessage().split(":")[0].split("\\n")[0])
                 cause = cause.getCause()
         sys.exit(3)
@@ -515,16 +527,16 @@ def test_ends_look_as_without(tmp_path, journal):
     plugin += ["--conf", "spark.stagecrew.listeners=submitted_pool:pool"]
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1"}
     running = [
-        subprocess.Popen([*submit, *more, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        subprocess.Popen([*submit, *options, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL)
-        for more in ([], plugin)
+        for options in ([], plugin)
     ]  # fmt: skip
-    said = []
+    raised = []
     for process in running:
         out, err = process.communicate(timeout=120)
         assert process.returncode == 3, err[-3000:]
-        said.append([line for line in out.splitlines() if line.startswith("RAISED")])
-    without, with_plugin = said
+        raised.append([line for line in out.splitlines() if line.startswith("RAISED")])
+    without, with_plugin = raised
     assert without == with_plugin
     assert "Python worker exited unexpectedly" in without[-1]
     opened, closed = (sorted(e["pid"] for e in journal.read(event=event)) for event in ("open", "close"))
@@ -532,13 +544,13 @@ def test_ends_look_as_without(tmp_path, journal):
     assert set(closed) < set(opened)
 
 
-def test_sessions_one_after_the_other(sessions: Sessions, journal):
+def test_consecutive_sessions_have_separate_listeners(sessions: Sessions, journal):
     """A second session in the same JVM has its own listeners and its own counts."""
     for i in range(2):
         sessions.stop()
-        mine = Recorder(journal, f"session {i}")
-        spark = sessions.get("local[2,4]", listeners=(mine,))
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal, f"body {i}")).collect()
+        recorder = Recorder(journal, f"session {i}")
+        spark = sessions.get("local[2,4]", listeners=(recorder,))
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal, f"body {i}")).collect()
         entered = {
             e["listener"]
             for b in journal.read(event="body", name=f"body {i}")
@@ -550,18 +562,19 @@ def test_sessions_one_after_the_other(sessions: Sessions, journal):
 
 
 @pytest.mark.parametrize("master", ["local[1]", pytest.param("local-cluster[1,1,1024]", marks=pytest.mark.long)])
-def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
-    """In a local master workers and agents run the driver's own interpreter when the user set none, not the PATH's."""
-    other = tmp_path / "python3"
-    other.write_text("#!/bin/sh\nexit 3\n")
-    other.chmod(0o700)
+def test_local_masters_use_the_drivers_interpreter(tmp_path, master):
+    """In a local master, workers and agents run the driver's interpreter, not the PATH's, unless PYSPARK_PYTHON is
+    set."""
+    failing_python = tmp_path / "python3"
+    failing_python.write_text("#!/bin/sh\nexit 3\n")
+    failing_python.chmod(0o700)
     assert "PYSPARK_PYTHON" not in os.environ
-    done = run(
+    done = run_driver(
         f"""
-    from crewtools import *
+    from support.script_prelude import *
     import shutil
     assert shutil.which("python3") != sys.executable
-    spark = stagecrew.configure(base({master!r})).getOrCreate()
+    spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def agents(context):
         import sys
@@ -572,22 +585,23 @@ def test_the_drivers_interpreter_in_local_masters(tmp_path, master):
     spark.stop()
     """,
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        SPARK_HOME=os.path.dirname(pyspark.__file__),  # else spark-submit asks the python3 of the PATH for it
+        SPARK_HOME=os.path.dirname(pyspark.__file__),  # otherwise spark-submit would ask the python3 of the PATH
     )
     assert f"RAN {sys.executable} {sys.executable}" in done.stdout, done.stderr[-3000:]
 
 
 @pytest.mark.long
-def test_an_interpreter_that_is_a_script(tmp_path):
-    """Where PYSPARK_PYTHON is a script that starts the real interpreter as its child, both scopes open, close and end."""
+def test_a_wrapper_script_as_interpreter_works(tmp_path):
+    """If PYSPARK_PYTHON is a script that starts the interpreter, listeners of both scopes open and close, and all
+    processes end."""
     wrapper = tmp_path / "wrapped-python"
     wrapper.write_text(f'#!/bin/sh\n"{sys.executable}" "$@"\nexit $?\n')
     wrapper.chmod(0o700)
-    done = run(
+    done = run_driver(
         """
-    from crewtools import *
+    from support.script_prelude import *
     import psutil
-    spark = stagecrew.configure(base("local[2]")).getOrCreate()
+    spark = stagecrew.configure(session_builder("local[2]")).getOrCreate()
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def agents(context):
         yield os.getpid()
@@ -599,10 +613,10 @@ def test_an_interpreter_that_is_a_script(tmp_path):
         pids = set(sum(spark.sparkContext.parallelize(range(4), 2).map(lambda _: (agents.get(), workers.get())).collect(), ()))
     print("REPORT", topology.report.opens, topology.report.closes, topology.report.failures, topology.report.lost, len(pids))
     spark.stop()
-    def mine():
+    def wrapper_processes():
         return [p for p in psutil.process_iter(["cmdline"]) if any(one.endswith("/wrapped-python") for one in p.info["cmdline"] or ())]
-    eventually(lambda: not mine(), 20, "the scripts end")
-    eventually(lambda: not any(alive(pid) for pid in pids), 20, "what they started ends")
+    eventually(lambda: not wrapper_processes(), 20, "the wrapper scripts end")
+    eventually(lambda: not any(alive(pid) for pid in pids), 20, "their child processes end")
     print("GONE")
     """,
         PYSPARK_PYTHON=str(wrapper),

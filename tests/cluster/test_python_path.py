@@ -1,4 +1,4 @@
-"""Python workers find what plain Spark's find, and the jar."""
+"""Python workers have plain Spark's module path plus the jar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL, standalone_cluster
+from support.clusters import standalone_cluster
+from support.sessions import LOCAL
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -26,7 +27,7 @@ if os.environ.get("TEST_CONFIGURE"):
     import stagecrew
     builder = stagecrew.configure(builder)
 spark = builder.getOrCreate()
-def look(rows):
+def find_module(rows):
     import sys
     try:
         import of_the_node
@@ -34,21 +35,21 @@ def look(rows):
     except ImportError as error:
         found = str(error)
     yield list(sys.path), found
-(path, found), = spark.sparkContext.parallelize([1], 1).mapPartitions(look).collect()
+(path, found), = spark.sparkContext.parallelize([1], 1).mapPartitions(find_module).collect()
 rows = spark.range(2).mapInArrow(lambda batches: batches, "id long").count()
 print("FOUND", json.dumps({"path": path, "found": found, "rows": rows, "imported": "stagecrew" in sys.modules}))
 spark.stop()
 """
 
 
-def look(folder: Path, master: str, way: str, node: Path, user: Path | None) -> dict[str, object]:
-    """Runs an application without the plugin ("plain"), with `spark.plugins` alone, or with `configure`."""
+def run_application(folder: Path, master: str, setup: str, node: Path, user: Path | None) -> dict[str, object]:
+    """Runs an application without the plugin ("plain"), with only `spark.plugins` ("alone"), or with `configure`."""
     script = folder / "paths.py"
     script.write_text(APPLICATION)
     jar = stagecrew.jar_path()
     submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", master]
     settings = ["spark.ui.enabled=false", "spark.driver.host=127.0.0.1", "spark.driver.bindAddress=127.0.0.1"]
-    if way == "alone":
+    if setup == "alone":
         submit += ["--jars", jar]
         settings += ["spark.plugins=stagecrew.StagecrewPlugin"]
     if user is not None:
@@ -58,22 +59,22 @@ def look(folder: Path, master: str, way: str, node: Path, user: Path | None) -> 
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
-    if way == "configure":
+    if setup == "configure":
         environment["TEST_CONFIGURE"] = str(Path(stagecrew.__file__).parents[1])
     if not master.startswith("spark:"):
-        environment["PYTHONPATH"] = str(node)  # executors have the environment of the driver's JVM
+        environment["PYTHONPATH"] = str(node)  # executors inherit the environment of the driver's JVM
     command = [*submit, *(word for setting in settings for word in ("--conf", setting)), str(script)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=environment, cwd=folder, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FOUND "))
-    answer: dict[str, object] = json.loads(line.removeprefix("FOUND "))
-    return answer
+    found: dict[str, object] = json.loads(line.removeprefix("FOUND "))
+    return found
 
 
 def comparable(path: list[str], jar: str) -> list[str]:
-    """A worker's path without the jar, and with one name for the folders of an application."""
+    """A worker's path without the jar, with a placeholder for the application's directories."""
     return [
         "a folder of the application" if "userFiles-" in one or "/app-" in one else one
         for one in path
@@ -81,10 +82,10 @@ def comparable(path: list[str], jar: str) -> list[str]:
     ]
 
 
-def test_what_the_node_provides(sessions, standalone):
-    """An executor's own PYTHONPATH is as in plain Spark: a module that only the node provides is found."""
+def test_workers_find_modules_of_the_nodes_python_path(sessions, standalone):
+    """As in plain Spark, an executor's own PYTHONPATH is used: a module that only the node provides is found."""
 
-    def look(rows):
+    def find_module(rows):
         import sys
 
         import of_the_node
@@ -92,38 +93,41 @@ def test_what_the_node_provides(sessions, standalone):
         yield of_the_node.NAME, sys.path
 
     spark = sessions.get(standalone)
-    ((name, path),) = spark.sparkContext.parallelize([1], 1).mapPartitions(look).collect()
+    ((name, path),) = spark.sparkContext.parallelize([1], 1).mapPartitions(find_module).collect()
     assert name == "here"
     assert [Path(one).name for one in path].count(Path(stagecrew.jar_path()).name) == 1
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("with_user", [False, True])
-@pytest.mark.parametrize("where", [LOCAL, "local-cluster[1,1,1024]", "standalone"])
-def test_workers_have_plain_sparks_path_and_the_jar(tmp_path, where, with_user):
-    """With the plugin `sys.path` of workers is plain Spark's and the jar, once: a module of the node's own PYTHONPATH is
-    found, with `configure`, with `spark.plugins` alone, and beside a user's `spark.executorEnv.PYTHONPATH`."""
+@pytest.mark.parametrize("master", [LOCAL, "local-cluster[1,1,1024]", "standalone"])
+def test_workers_have_plain_sparks_path_plus_the_jar(tmp_path, master, with_user):
+    """With the plugin, the workers' `sys.path` is plain Spark's plus the jar, once.
+
+    A module of the node's own PYTHONPATH is found with `configure`, with only `spark.plugins`, and next to a user's
+    `spark.executorEnv.PYTHONPATH`.
+    """
     node, user = tmp_path / "the driver's host", tmp_path / "user"
     node.mkdir()
     user.mkdir()
     (node / "of_the_node.py").write_text("NAME = 'here'\n")
-    ways = ("plain", "alone", "configure")
+    setups = ("plain", "alone", "configure")
 
-    def everywhere(master: str) -> dict[str, dict[str, object]]:
-        return {way: look(tmp_path, master, way, node, user if with_user else None) for way in ways}
+    def run_all(master: str) -> dict[str, dict[str, object]]:
+        return {setup: run_application(tmp_path, master, setup, node, user if with_user else None) for setup in setups}
 
-    if where == "standalone":
+    if master == "standalone":
         with standalone_cluster(tmp_path, workers=1) as url:
-            found = everywhere(url)
+            found = run_all(url)
     else:
-        found = everywhere(where)
+        found = run_all(master)
     jar = Path(stagecrew.jar_path()).name
     plain = comparable(found["plain"]["path"], jar)
-    for way in ways[1:]:
-        path = found[way]["path"]
-        assert comparable(path, jar) == plain, way
-        assert [Path(one).name for one in path].count(jar) == 1, (way, path)
-        assert (found[way]["found"], found[way]["rows"]) == (found["plain"]["found"], 2), way
+    for setup in setups[1:]:
+        path = found[setup]["path"]
+        assert comparable(path, jar) == plain, setup
+        assert [Path(one).name for one in path].count(jar) == 1, (setup, path)
+        assert (found[setup]["found"], found[setup]["rows"]) == (found["plain"]["found"], 2), setup
     assert not found["alone"]["imported"]
-    # As in plain Spark, the setting replaces what executors on clusters have.
-    assert found["plain"]["found"] == "here" or (with_user and not where.startswith("local["))
+    # As in plain Spark, the user's setting replaces the PYTHONPATH of executors on clusters.
+    assert found["plain"]["found"] == "here" or (with_user and not master.startswith("local["))

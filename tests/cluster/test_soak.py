@@ -11,8 +11,8 @@ SOAK = Path(__file__).parent.parent / "soak.py"
 
 
 @pytest.mark.long
-def test_what_a_long_session_holds_does_not_grow(tmp_path):
-    """400 uses of operators and 60 topologies later, all processes have the threads, files and memory of the beginning."""
+def test_a_long_session_does_not_grow(tmp_path):
+    """After 400 uses of operators and 60 topologies, threads, files and memory of all processes have not grown."""
     command = [sys.executable, str(SOAK), "--uses", "400", "--topologies", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Applications that others start (spark-submit, PYSPARK_SUBMIT_ARGS) and that switch stagecrew on by `configure`."""
+"""Applications started by spark-submit or PYSPARK_SUBMIT_ARGS that switch stagecrew on with `configure`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pyspark
 import pytest
 
 import stagecrew
-from crewtools import Journal
+from support.journal import Journal
 
 TESTS = str(Path(__file__).parent.parent)
 
@@ -24,23 +24,23 @@ HEAD = """
 import os, sys
 sys.path.insert(0, {tests!r})
 import stagecrew
-from crewtools import *
+from support.script_prelude import *
 journal = Journal({journal!r})
-def held(spark, key):
+def names_in(spark, key):
     return sorted(os.path.basename(one) for one in spark.conf.get(key).split(","))
 """
 
 
 def other_jar(folder: Path) -> Path:
-    """A jar of the user's own, with one file in it."""
+    """A jar of the user with one file in it."""
     path = folder / "of the user.jar"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("of-the-user.txt", "here")
     return path
 
 
-def ran(command: list[str], folder: Path, journal: Journal, script: str, **variables: str) -> None:
-    """Runs a script to its end, which must be a good one."""
+def run_script(command: list[str], folder: Path, journal: Journal, script: str, **variables: str) -> None:
+    """Runs a script, which must exit with 0."""
     path = folder / "app.py"
     path.write_text(HEAD.format(tests=TESTS, journal=journal.path) + textwrap.dedent(script))
     environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": "127.0.0.1", **variables}
@@ -50,21 +50,23 @@ def ran(command: list[str], folder: Path, journal: Journal, script: str, **varia
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.mark.parametrize("ours", [pytest.param(False, marks=pytest.mark.long), True])
-def test_configure_in_a_submitted_script(tmp_path, journal, ours):
-    """`configure` alone switches stagecrew on in an application of spark-submit: listeners open and close, and executors
-    have the user's jar and ours, each once, whether `--jars` names ours too or not."""
-    jars = [str(other_jar(tmp_path)), *([stagecrew.jar_path()] if ours else [])]
+@pytest.mark.parametrize("jar_is_named", [pytest.param(False, marks=pytest.mark.long), True])
+def test_configure_switches_stagecrew_on_in_a_submitted_script(tmp_path, journal, jar_is_named):
+    """`configure` alone switches stagecrew on in an application of spark-submit. Listeners open and close.
+
+    Executors have the user's jar and the stagecrew jar once each, whether or not `--jars` names the latter.
+    """
+    jars = [str(other_jar(tmp_path)), *([stagecrew.jar_path()] if jar_is_named else [])]
     submit = [str(Path(pyspark.__file__).parent / "bin" / "spark-submit"), "--master", "local-cluster[1,1,1024]"]
     submit += ["--jars", ",".join(jars), "--conf", "spark.plugins=", *CONF]
-    ran(submit, tmp_path, journal, """
+    run_script(submit, tmp_path, journal, """
         from pyspark.sql import SparkSession
         spark = stagecrew.configure(SparkSession.builder, listeners=[Recorder(journal)]).getOrCreate()
-        def look(rows):
+        def find_jars(rows):
             yield sorted(name for name in os.listdir() if name.endswith(".jar")), stagecrew.__file__
-        (found, file), = spark.sparkContext.parallelize([1], 1).mapPartitions(look).collect()
+        (found, file), = spark.sparkContext.parallelize([1], 1).mapPartitions(find_jars).collect()
         journal.write(event="body", jars=found, file=file)
-        journal.write(event="driver", jars=held(spark, "spark.jars"), plugins=held(spark, "spark.plugins"))
+        journal.write(event="driver", jars=names_in(spark, "spark.jars"), plugins=names_in(spark, "spark.plugins"))
         spark.stop()
     """)  # fmt: skip
     both = sorted(["of the user.jar", Path(stagecrew.jar_path()).name])
@@ -78,24 +80,26 @@ def test_configure_in_a_submitted_script(tmp_path, journal, ours):
 
 
 @pytest.mark.long
-def test_sessions_one_after_the_other_in_one_process(tmp_path, journal):
-    """What the JVM was started with (PYSPARK_SUBMIT_ARGS, the first builder) and ours are there in each session, once; and
-    `create` starts one as `getOrCreate` does."""
+def test_consecutive_sessions_in_one_process_keep_their_jars(tmp_path, journal):
+    """Each session has, once, the stagecrew jar and the jars of PYSPARK_SUBMIT_ARGS and of the first builder.
+
+    `create` starts a session just as `getOrCreate` does.
+    """
     jar = other_jar(tmp_path)
-    mine = tmp_path / "mine.jar"
-    mine.write_bytes(jar.read_bytes())
+    other = tmp_path / "mine.jar"
+    other.write_bytes(jar.read_bytes())
     arguments = f"--conf 'spark.jars={jar}' {' '.join(CONF)} pyspark-shell"
-    ran([sys.executable], tmp_path, journal, f"""
+    run_script([sys.executable], tmp_path, journal, f"""
         from pyspark.sql import SparkSession
         for way in ("getOrCreate", "create", "getOrCreate"):
-            builder = SparkSession.builder.master("local[1]").config("spark.jars", {str(mine)!r})
+            builder = SparkSession.builder.master("local[1]").config("spark.jars", {str(other)!r})
             builder = builder.config("spark.driver.memory", "700m")
             spark = getattr(stagecrew.configure(builder, listeners=[Recorder(journal)]), way)()
             assert spark.sparkContext.parallelize([1], 1).map(lambda _: 1).count() == 1
-            again = getattr(stagecrew.configure(SparkSession.builder), way)()
-            assert stagecrew.crew(again) is stagecrew.crew(spark)
+            reused = getattr(stagecrew.configure(SparkSession.builder), way)()
+            assert stagecrew.crew(reused) is stagecrew.crew(spark)
             memory = spark._jvm.java.lang.Runtime.getRuntime().maxMemory() >> 20
-            journal.write(event="session", jars=held(spark, "spark.jars"), plugins=held(spark, "spark.plugins"), memory=memory)
+            journal.write(event="session", jars=names_in(spark, "spark.jars"), plugins=names_in(spark, "spark.plugins"), memory=memory)
             spark.stop()
     """, PYSPARK_SUBMIT_ARGS=arguments)  # fmt: skip
     sessions = journal.read(event="session")
@@ -104,5 +108,5 @@ def test_sessions_one_after_the_other_in_one_process(tmp_path, journal):
         names = sorted(name.replace("%20", " ") for name in session["jars"])
         assert names == sorted(["mine.jar", "of the user.jar", Path(stagecrew.jar_path()).name])
         assert session["plugins"] == ["stagecrew.StagecrewPlugin"]
-        assert 600 < session["memory"] <= 700  # what works only when the JVM starts still does
+        assert 600 < session["memory"] <= 700  # a setting that needs a new JVM is still in effect
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 3

@@ -1,6 +1,6 @@
-"""A listener that does nothing but say that it was called; `spark.stagecrew.listeners` names it in a compat run.
+"""A listener that only records its calls. In a compat run, `spark.stagecrew.listeners` names it.
 
-It makes sure that workers really have something open while PySpark's own tests run on them.
+It ensures that workers have an open listener while PySpark's own tests run on them.
 """
 
 import contextlib
@@ -8,7 +8,7 @@ import os
 
 import stagecrew
 
-#: The file that each call adds a letter to. In the environment, so that it reaches the workers through the JVM.
+#: The variable with the file to which each call adds a letter. The environment reaches the workers through the JVM.
 CALLS = "STAGECREW_COMPAT_CALLS"
 
 
@@ -18,7 +18,7 @@ def _called(letter: str) -> None:
 
 
 class Quiet(stagecrew.Listener):
-    """Opens, decorates and closes, and leaves no trace in the task."""
+    """Opens, decorates and closes, and does not affect the task."""
 
     def open(self, context):
         """See `Listener`."""

@@ -1,4 +1,5 @@
-"""A test of our own among PySpark's: workers find modules of the executor's own PYTHONPATH, with the plugin as without."""
+"""A test of stagecrew next to PySpark's: workers find modules of the executor's PYTHONPATH, with or without the
+plugin."""
 
 import os
 import pathlib
@@ -9,11 +10,11 @@ from pyspark import SparkContext
 
 
 class PythonPathTests(unittest.TestCase):
-    """The environment of the driver's JVM is that of its executors, in a local master and in a local cluster."""
+    """Executors inherit the environment of the driver's JVM, in a local master and in a local cluster."""
 
     @classmethod
     def setUpClass(cls):
-        """Puts a folder on the PYTHONPATH before the JVM starts."""
+        """Adds a directory to the PYTHONPATH before the JVM starts."""
         cls.folder = tempfile.TemporaryDirectory()
         (pathlib.Path(cls.folder.name) / "of_the_node.py").write_text("NAME = 'here'\n")
         cls.before = os.environ["PYTHONPATH"]
@@ -21,14 +22,14 @@ class PythonPathTests(unittest.TestCase):
 
     @classmethod
     def tearDownClass(cls):
-        """Takes it off again."""
+        """Restores the PYTHONPATH."""
         os.environ["PYTHONPATH"] = cls.before
         cls.folder.cleanup()
 
-    def found(self, master):
-        """Runs one task, which imports the module."""
+    def assert_module_is_found(self, master):
+        """Runs one task that imports the module."""
 
-        def look(_rows):
+        def import_module(_rows):
             import sys
 
             import of_the_node
@@ -37,16 +38,16 @@ class PythonPathTests(unittest.TestCase):
 
         context = SparkContext(master, "paths")
         try:
-            ((name, path),) = context.parallelize([1], 1).mapPartitions(look).collect()
+            ((name, path),) = context.parallelize([1], 1).mapPartitions(import_module).collect()
         finally:
             context.stop()
         assert name == "here"
         assert set(os.environ["PYTHONPATH"].split(os.pathsep)) <= set(path), path
 
     def test_local(self):
-        """In the driver's own JVM."""
-        self.found("local[1]")
+        """In a local master, in the driver's JVM."""
+        self.assert_module_is_found("local[1]")
 
     def test_local_cluster(self):
-        """In an executor's."""
-        self.found("local-cluster[1,1,1024]")
+        """In a local cluster, in an executor's JVM."""
+        self.assert_module_is_found("local-cluster[1,1,1024]")

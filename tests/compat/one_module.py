@@ -1,6 +1,6 @@
 """Runs one module of PySpark's tests and writes a JSON line per test: `one_module.py MODULE RESULTS [TEST...]`.
 
-A line is written before a test and one after it, so that the test which never ended is known too.
+A line is written before and after each test, so that a test that never ends is known too.
 """
 
 import json
@@ -9,7 +9,7 @@ import unittest
 
 
 class Recorder(unittest.TextTestResult):
-    """Writes how each test ended. A test with a failed subtest has failed."""
+    """Records the outcome of each test. A test with a failed subtest has failed."""
 
     def __init__(self, *args, out, **kwargs):
         super().__init__(*args, **kwargs)
@@ -29,7 +29,7 @@ class Recorder(unittest.TextTestResult):
         why = self._exc_info_to_string(error, test) if error else ""
         if test.id() in self._ended:
             self._ended[test.id()] = (outcome, why)
-        else:  # setUpClass and its like, which no startTest announces
+        else:  # setUpClass and similar, which have no startTest
             self._write(test, outcome, why)
 
     def addError(self, test, err):

@@ -1,15 +1,19 @@
-"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`. The difference must be empty.
+"""PySpark's own tests, and one of ours, with the plugin on and off: `run.py SPARK_SOURCE`.
 
-SPARK_SOURCE is a tree of Spark's sources, best at the tag of the installed PySpark. Only its tests are taken; jars and
-Python are those of the installed PySpark. Each module runs in a process of its own, in three variations: without the
-plugin, with it and nothing registered, with it and a listener that opens, decorates and closes in every worker. The
-variations of a module run side by side. A test that ends otherwise with the plugin than without it is a difference; it is
-run again, in all variations one after the other, and once more with its whole module when it does not differ alone: it
-counts when it differs again. A test that fails on all sides (the tree is not exactly the installed version's) is none, but
-compares nothing either.
+The difference must be empty.
 
-The end is 0 when there is no difference, 1 when there is one, 2 when there is none, but a module had no test that passes
-without the plugin, or the listener was never opened: then the run shows nothing.
+SPARK_SOURCE is a tree of Spark's sources, preferably at the tag of the installed PySpark. Only its tests are used; jars
+and Python code are those of the installed PySpark. Each module runs in a process of its own, in three variations:
+without the plugin, with the plugin and no listener, and with a listener that opens, decorates and closes in every
+worker. The variations of a module run concurrently.
+
+A test whose outcome with the plugin differs from its outcome without it is run again, alone, in all variations one
+after the other. If it then no longer differs, it is run once more with its whole module. It counts as a difference if
+it differs again. A test that fails in all variations (the tree may not match the installed version) is no difference,
+but compares nothing either.
+
+The exit code is 0 without differences and 1 with differences. It is 2 without differences if a module had no test that
+passes without the plugin, or if the listener was never opened: then the run proves nothing.
 """
 
 import argparse
@@ -33,7 +37,7 @@ import rich.table
 
 HERE = pathlib.Path(__file__).resolve().parent
 
-#: Module -> what of Spark's own behaviour it guards.
+#: Module -> the behaviour of Spark that it guards.
 MODULES = {
     "pyspark.tests.test_daemon": "daemon",
     "pyspark.tests.test_worker": "worker: kills, reuse, exit codes, memory limit, faulthandler",
@@ -42,20 +46,20 @@ MODULES = {
     "pyspark.tests.test_broadcast": "broadcasts, encrypted too",
     "pyspark.tests.test_profiler": "profiler",
     "pyspark.tests.test_pin_thread": "pinned threads",
-    "pyspark.tests.test_context": "sessions one after the other, files, cancelled jobs",
+    "pyspark.tests.test_context": "consecutive sessions, files, cancelled jobs",
     "pyspark.sql.tests.test_udf": "Python UDF",
     "pyspark.sql.tests.test_udtf": "Python UDTF",
     "pyspark.sql.tests.test_udf_profiler": "UDF profiler",
     "pyspark.sql.tests.test_job_cancellation": "job tags and cancelled jobs",
     "pyspark.sql.tests.test_python_datasource": "Python DataSource",
-    "pyspark.sql.tests.arrow.test_arrow_map": "mapInArrow, its barrier mode too",
+    "pyspark.sql.tests.arrow.test_arrow_map": "mapInArrow, also in barrier mode",
     "pyspark.sql.tests.pandas.test_pandas_map": "mapInPandas",
     "pyspark.sql.tests.streaming.test_streaming_foreach": "foreach",
     "pyspark.sql.tests.streaming.test_streaming_foreach_batch": "foreachBatch",
     "compat_paths": "the executor's own PYTHONPATH (a test of this folder)",
 }
 
-#: Test classes that need what the plugin refuses by design, with an error that says so.
+#: Test classes that need a setting that the plugin refuses by design, with an error.
 REFUSED = {"pyspark.tests.test_worker.WorkerSegfaultNonDaemonTest": "spark.python.use.daemon=false"}
 
 VARIATIONS = ("off", "on", "on with a listener")
@@ -72,13 +76,13 @@ class Run:
     closes: int = 0
 
 
-class House:
-    """A folder that looks like a Spark installation: the installed PySpark, with the tests of the source tree in it."""
+class SparkInstallation:
+    """A directory that looks like a Spark installation: the installed PySpark plus the tests of the source tree."""
 
     def __init__(self, source: pathlib.Path, root: pathlib.Path) -> None:
         spec = importlib.util.find_spec("pyspark")
         assert spec, "PySpark is not installed"
-        assert spec.origin, "PySpark has no place in the file system"
+        assert spec.origin, "PySpark is not installed in a directory"
         self._installed = pathlib.Path(spec.origin).parent
         self._source = source
         self.root = root
@@ -88,7 +92,7 @@ class House:
         for name in ("bin", "data", "examples", "jars", "licenses", "sbin"):
             if (self._installed / name).exists():
                 (self.home / name).symlink_to(self._installed / name)
-        # Not pyspark.zip: workers would take PySpark from it, without the tests.
+        # pyspark.zip is left out: workers would import PySpark from it, without the tests.
         (python / "lib").mkdir()
         for archive in (self._installed / "python" / "lib").glob("py4j-*.zip"):
             (python / "lib" / archive.name).symlink_to(archive)
@@ -97,7 +101,7 @@ class House:
         self._merge(self._installed, source / "python" / "pyspark", python / "pyspark")
 
     def _merge(self, installed: pathlib.Path, source: pathlib.Path, into: pathlib.Path) -> None:
-        """Links what is installed, and `tests` packages of the source; folders that have such below are made anew."""
+        """Links the installed files and the source's `tests` packages. Directories that contain both are created."""
         into.mkdir()
         for entry in installed.iterdir():
             below = source / entry.name
@@ -106,11 +110,14 @@ class House:
             elif entry.name != "__pycache__":
                 (into / entry.name).symlink_to(entry)
         if (source / "tests").is_dir() and not (into / "tests").exists():
-            # A copy, as tests look for files next to their own folder.
+            # Copied, because tests look for files next to their own directory.
             shutil.copytree(source / "tests", into / "tests")
 
     def variation(self, name: str, jar: pathlib.Path) -> dict[str, str]:
-        """The environment of a variation, and its folders. Each is a `pyspark` of its own only where it must be."""
+        """Creates the directories of a variation and returns its environment.
+
+        Only variations that need it copy `pyspark`.
+        """
         folder = self.root / name.replace(" ", "-")
         conf, python = folder / "conf", self.home / "python"
         conf.mkdir(parents=True)
@@ -135,9 +142,9 @@ class House:
         }
 
     def _with_our_daemon(self, folder: pathlib.Path) -> pathlib.Path:
-        """PySpark's daemon test starts `pyspark/daemon.py` as a script: here that is stagecrew's daemon.
+        """A `pyspark` whose `daemon.py`, when run as a script by PySpark's daemon test, is stagecrew's daemon.
 
-        As a module Spark starts it itself, on the driver, for planning: that stays PySpark's.
+        Spark itself runs the daemon as a module, on the driver, for planning. That remains PySpark's daemon.
         """
         package = folder / "python" / "pyspark"
         package.mkdir(parents=True)
@@ -159,14 +166,14 @@ class House:
         return folder / "python"
 
 
-#: What runs now, to be ended with this process.
+#: The running processes, which end with this process.
 _running: set[subprocess.Popen[bytes]] = set()
 
 
-def side_by_side(
+def run_concurrently(
     module: str, environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
 ) -> dict[str, Run]:
-    """Runs a module in all variations at once."""
+    """Runs a module in all variations at the same time."""
     with concurrent.futures.ThreadPoolExecutor(len(environments)) as pool:
         runs = {
             name: pool.submit(run_module, module, environment, folder / module / name.replace(" ", "-"), timeout, [])
@@ -182,12 +189,12 @@ def side_by_side(
 
 
 def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, timeout: float, tests: list[str]) -> Run:
-    """Runs a module, or the named tests of it, in a process of its own."""
+    """Runs a module, or some of its tests, in a process of its own."""
     folder.mkdir(parents=True)
     results, calls = folder / "results.jsonl", folder / "calls"
     calls.touch()
     (folder / "tmp").mkdir()
-    # Tests name their files from the root of the source tree.
+    # Tests name their files relative to the root of the source tree.
     (folder / "python").symlink_to(pathlib.Path(environment["SPARK_HOME"]) / "python")
     started = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
@@ -206,7 +213,7 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Its JVM too; Python daemons end with the JVM.
+            # This kills its JVM too. Python daemons end with the JVM.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -218,16 +225,16 @@ def run_module(module: str, environment: dict[str, str], folder: pathlib.Path, t
             run.outcomes[line["test"]] = line["outcome"].replace("running", "not ended")
             run.reasons[line["test"]] = line["why"]
     if not lines or lines[-1]["outcome"] != "end":
-        # So that a module that breaks off on one side only is a difference.
+        # This makes a module that crashes in one variation only a difference.
         run.outcomes[module] = "broke off"
         run.reasons[module] = (folder / "output.txt").read_text(errors="replace")[-4000:]
-    made = calls.read_text()
-    run.opens, run.closes = made.count("o"), made.count("c")
+    recorded_calls = calls.read_text()
+    run.opens, run.closes = recorded_calls.count("o"), recorded_calls.count("c")
     return run
 
 
-def differing(runs: dict[str, Run]) -> list[str]:
-    """The tests that do not end alike in all variations, but for those that the plugin refuses."""
+def tests_that_differ(runs: dict[str, Run]) -> list[str]:
+    """The tests that do not end alike in all variations, except those that the plugin refuses."""
     tests = sorted({test for run in runs.values() for test in run.outcomes})
     return [
         test
@@ -240,9 +247,9 @@ def differing(runs: dict[str, Run]) -> list[str]:
 def found_differences(
     modules: list[str], environments: dict[str, dict[str, str]], folder: pathlib.Path, timeout: float
 ) -> tuple[int, list[str], list[tuple[str, dict[str, str], str]]]:
-    """Runs all modules; prints a line for each.
+    """Runs all modules and prints a line for each.
 
-    Answers how many tests were compared, of which modules none or without a listener, and what differs for good.
+    Returns the number of compared tests, the reasons why something compared nothing, and the confirmed differences.
     """
     console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
     table = rich.table.Table("module", "off", *VARIATIONS[1:], "opens/closes", "seconds", "differ", title="compat")
@@ -250,40 +257,51 @@ def found_differences(
     compared, opens = 0, 0
     idle: list[str] = []
     for module in modules:
-        runs = side_by_side(module, environments, folder, timeout)
+        runs = run_concurrently(module, environments, folder, timeout)
         for name in environments:
             console.print(
-                f"{module}  {name}: {counted(runs[name])}  {runs[name].seconds:.0f} s", highlight=False, soft_wrap=True
+                f"{module}  {name}: {format_counts(runs[name])}  {runs[name].seconds:.0f} s",
+                highlight=False,
+                soft_wrap=True,
             )
         passing = [test for test, outcome in runs["off"].outcomes.items() if outcome == "passed"]
         compared += len(passing)
         if not passing:
             idle.append(f"{module}: no test of it passes without the plugin")
-        first = differing(runs)
-        for test in first:
-            console.print(f"  differs: {test} {outcomes(runs, test)}; once more", highlight=False, soft_wrap=True)
-        lasting: list[str] = []
-        if first:
-            named = first if module not in first else []  # one that broke off is run whole
-            again = {
-                name: run_module(module, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, named)
+        first_differences = tests_that_differ(runs)
+        for test in first_differences:
+            console.print(f"  differs: {test} {outcomes_of(runs, test)}; once more", highlight=False, soft_wrap=True)
+        confirmed: list[str] = []
+        if first_differences:
+            tests_to_repeat = (
+                first_differences if module not in first_differences else []
+            )  # a module that crashed is run completely
+            second_runs = {
+                name: run_module(
+                    module, environment, folder / module / f"{name.replace(' ', '-')}-2", timeout, tests_to_repeat
+                )
                 for name, environment in environments.items()
             }
-            second = set(differing(again))
-            if not second.issuperset(first):  # it may take the tests before it
-                second |= set(differing(side_by_side(module, environments, folder / "whole", timeout)))
-            lasting = [test for test in first if test in second]
-            for test in lasting:
-                reason = next((run.reasons[test] for run in reversed(again.values()) if run.reasons.get(test)), "")
-                differences.append((test, outcomes(again, test), reason))
+            second_differences = set(tests_that_differ(second_runs))
+            if not second_differences.issuperset(first_differences):  # the difference may depend on earlier tests
+                second_differences |= set(
+                    tests_that_differ(run_concurrently(module, environments, folder / "whole", timeout))
+                )
+            confirmed = [test for test in first_differences if test in second_differences]
+            for test in confirmed:
+                reason = next(
+                    (run.reasons[test] for run in reversed(second_runs.values()) if run.reasons.get(test)), ""
+                )
+                differences.append((test, outcomes_of(second_runs, test), reason))
         with_listener = runs["on with a listener"]
         opens += with_listener.opens
         table.add_row(
             module.removeprefix("pyspark."),
-            *(counted(runs[name]) for name in VARIATIONS),
+            *(format_counts(runs[name]) for name in VARIATIONS),
             f"{with_listener.opens}/{with_listener.closes}",
             " ".join(f"{run.seconds:.0f}" for run in runs.values()),
-            str(len(lasting)) + (f" ({len(first) - len(lasting)} once)" if len(first) > len(lasting) else ""),
+            str(len(confirmed))
+            + (f" ({len(first_differences) - len(confirmed)} once)" if len(first_differences) > len(confirmed) else ""),
         )
     console.print(table)
     if opens == 0:
@@ -291,50 +309,52 @@ def found_differences(
     return compared, idle, differences
 
 
-def outcomes(runs: dict[str, Run], test: str) -> dict[str, str]:
-    """How a test ended, per variation."""
+def outcomes_of(runs: dict[str, Run], test: str) -> dict[str, str]:
+    """The outcome of a test in each variation."""
     return {name: run.outcomes.get(test, "not run") for name, run in runs.items()}
 
 
-def counted(run: Run) -> str:
-    """Such as `12 passed, 1 skipped`."""
+def format_counts(run: Run) -> str:
+    """The counts as text, such as `12 passed, 1 skipped`."""
     counts = collections.Counter(run.outcomes.values())
     return ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items())) or "nothing"
 
 
 def main() -> int:
-    """The command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "source", type=pathlib.Path, nargs="?", metavar="SPARK_SOURCE", help="a tree of Spark's sources"
     )
-    parser.add_argument("--modules", nargs="+", default=list(MODULES), help="modules, instead of the usual ones")
+    parser.add_argument(
+        "--modules", nargs="+", default=list(MODULES), help="modules to run instead of the default ones"
+    )
     parser.add_argument("--timeout", type=float, default=1200, help="seconds for one module in one variation")
-    parser.add_argument("--keep", type=pathlib.Path, help="a new folder for outputs and results, kept")
+    parser.add_argument("--keep", type=pathlib.Path, help="a new directory in which outputs and results are kept")
     options = parser.parse_args()
     if options.source is None or not (options.source / "python" / "pyspark" / "tests").is_dir():
         print(
-            "make compat SPARK_SOURCE=... wants a tree of Spark's sources with python/pyspark/tests in it, such as a clone "
+            "make compat SPARK_SOURCE=... needs a tree of Spark's sources with python/pyspark/tests in it, such as a clone "
             "of Spark at the tag of the installed PySpark",
             file=sys.stderr,
         )
         return 2
     import stagecrew
 
-    # So that an ended run leaves neither its folder nor a JVM.
+    # An interrupted run must leave neither its directory nor a JVM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     with tempfile.TemporaryDirectory(prefix="stagecrew-compat-") as temporary:
-        # A copy, so that the jar can be built anew during a long run.
+        # A copy, so that the jar can be rebuilt during a long run.
         jar = pathlib.Path(shutil.copy(stagecrew.jar_path(), temporary))
-        house = House(options.source.resolve(), pathlib.Path(temporary) / "house")
-        environments = {name: house.variation(name, jar) for name in VARIATIONS}
+        installation = SparkInstallation(options.source.resolve(), pathlib.Path(temporary) / "house")
+        environments = {name: installation.variation(name, jar) for name in VARIATIONS}
         folder = options.keep.resolve() if options.keep else pathlib.Path(temporary) / "runs"
         compared, idle, differences = found_differences(options.modules, environments, folder, options.timeout)
-    for test, ends, reason in differences:
-        print(f"\nDIFFERENCE {test}: {ends}\n{reason}")
+    for test, test_outcomes, reason in differences:
+        print(f"\nDIFFERENCE {test}: {test_outcomes}\n{reason}")
     for refused, reason in REFUSED.items():
         if any(refused.startswith(module + ".") for module in options.modules):
-            print(f"not compared, as the plugin refuses {reason}: {refused}")
+            print(f"not compared, because the plugin refuses {reason}: {refused}")
     for reason in idle:
         print(f"NOTHING COMPARED {reason}")
     print(f"{compared} tests compared, {len(differences)} differ")

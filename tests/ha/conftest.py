@@ -1,4 +1,4 @@
-"""Servers that tests of stores share."""
+"""Servers that the tests of stores share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def zookeeper() -> Iterator[object]:
-    """A real ZooKeeper server, that nobody kills."""
-    from zookeeper import zookeeper
+    """A real ZooKeeper server that no test kills."""
+    from support.zookeeper import zookeeper
 
     with zookeeper() as server:
         yield server

@@ -1,4 +1,4 @@
-"""Jobs that survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
+"""Jobs survive their driver: real drivers, real Spark, a real store, and SIGKILL."""
 
 import contextlib
 import dataclasses
@@ -14,17 +14,18 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive, standalone_cluster
-from hajobs import job_of, lines
-from haprocesses import LONG, QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT
-from webpages import fetched
+from support.cli import run_stagecrew
+from support.clusters import standalone_cluster
+from support.driver_processes import LONG_TIMEOUT, QUICK_CONF, campaigning_drivers, wait_until
+from support.example_jobs import job_spec, recorded_lines
+from support.processes import is_alive
+from support.web_pages import fetch_json
 
-ODD = "a = b: c # d ! \\ é € 𝄞"
+SPECIAL_CHARACTERS = "a = b: c # d ! \\ é € 𝄞"
 SCRIPT = f"""
 import sys
 import stagecrew
@@ -32,165 +33,172 @@ from pyspark import SparkContext
 assert sys.argv[1:] == ["a b", "--c"], sys.argv
 assert stagecrew.current_job().id == "script"
 SparkContext._ensure_initialized()
-assert SparkContext._jvm.System.getProperty("spark.odd") == {ODD!r}
+assert SparkContext._jvm.System.getProperty("spark.odd") == {SPECIAL_CHARACTERS!r}
 """
 
 
 @pytest.fixture
 def drivers(tmp_path):
-    """Over SQLite, with a folder that jobs write to."""
-    with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
+    """Drivers over SQLite, with a directory that jobs write to."""
+    with campaigning_drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
 
 
-def test_a_leader_that_is_killed(drivers):
-    """A standby runs the job of a killed leader to its end: finished steps are not run again, and its process has ended itself."""
+def test_a_standby_finishes_the_job_of_a_killed_leader(drivers):
+    """A standby finishes the job of a killed leader.
+
+    Finished steps do not run again, and the old run has ended itself.
+    """
     out = drivers.folder / "out"
     (out / "hold-2").touch()
     drivers.start()
     leader = drivers.leader()
     standby = drivers.start()
-    drivers.submit(job_of("steps", drivers, count=4), "job")
-    until(lambda: lines(drivers, "step-2"), "the third step runs")
+    drivers.submit(job_spec("steps", drivers, count=4), "job")
+    wait_until(lambda: recorded_lines(drivers, "step-2"), "the third step runs")
     orphan = drivers.process("job")
     drivers.kill(leader)
     assert drivers.leader() is standby
-    until(lambda: not alive(orphan), "the run of the killed leader has ended itself")
-    until(lambda: len(lines(drivers, "step-2")) == 2, "the step that was cut short runs again")
+    wait_until(lambda: not is_alive(orphan), "the run of the killed leader has ended itself")
+    wait_until(lambda: len(recorded_lines(drivers, "step-2")) == 2, "the interrupted step runs again")
     (out / "go-2").touch()
     result = drivers.result("job")
     assert result.value() == 60
-    assert [lines(drivers, f"step-{number}") for number in range(4)] == [["1"], ["1"], ["1", "2"], ["2"]]
+    assert [recorded_lines(drivers, f"step-{number}") for number in range(4)] == [["1"], ["1"], ["1", "2"], ["2"]]
     assert drivers.record("job").run == 2
 
 
 @pytest.mark.long
-def test_a_job_in_the_tab(drivers):
-    """The tab of a job's driver says which run it is, who leads in which term, and how far its steps are: also of the run that recovers it."""
+def test_the_tab_shows_each_run_of_a_job(drivers):
+    """The tab of a job's driver shows run, leader, term and steps, also for the run that recovers the job."""
     out = drivers.folder / "out"
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0"}
 
-    def page(run):
-        url = until(lambda: lines(drivers, "ui")[run - 1 :], f"run {run} is in its second step")[0]
+    def jobs_page(run):
+        url = wait_until(lambda: recorded_lines(drivers, "ui")[run - 1 :], f"run {run} is in its second step")[0]
         return f"http://127.0.0.1:{urlsplit(url).port}/stagecrew/jobs"
 
-    def shown(run):
-        told = fetched(f"{page(run)}/json/")["recovery"]
-        assert all(step["started"] <= step["ended"] for step in told["steps"] if step["state"] != "running")
-        return told["facts"], [(step["name"], step["state"]) for step in told["steps"]]
+    def shown_steps(run):
+        recovery = fetch_json(f"{jobs_page(run)}/json/")["recovery"]
+        assert all(step["started"] <= step["ended"] for step in recovery["steps"] if step["state"] != "running")
+        return recovery["facts"], [(step["name"], step["state"]) for step in recovery["steps"]]
 
     drivers.start()
     leader = drivers.leader()
     standby = drivers.start()
-    drivers.submit(job_of("shown", drivers, conf), "job")
+    drivers.submit(job_spec("shown", drivers, conf), "job")
     with drivers.jobs() as jobs:
         first = jobs.leader()
         facts = {"job": "job", "run": "1", "term": str(first.term), "leader": first.host, "store": "sqlite"}
-        assert shown(1) == (facts, [("load", "finished"), ("sum", "running")])
+        assert shown_steps(1) == (facts, [("load", "finished"), ("sum", "running")])
         drivers.kill(leader)
         assert drivers.leader() is standby
         second = jobs.leader()
         assert second.term > first.term
-        again = facts | {"run": "2", "term": str(second.term)}
-        assert shown(2) == (again, [("load", "found"), ("sum", "running")])
-        with urllib.request.urlopen(page(2), timeout=60) as response:
-            assert str(drivers.folder) not in response.read().decode()  # where the store is
+        second_facts = facts | {"run": "2", "term": str(second.term)}
+        assert shown_steps(2) == (second_facts, [("load", "found"), ("sum", "running")])
+        with urllib.request.urlopen(jobs_page(2), timeout=60) as response:
+            assert str(drivers.folder) not in response.read().decode()  # the location of the store
     (out / "go").touch()
     assert drivers.result("job").value() == 13
 
 
 @pytest.fixture
 def drivers_at_zookeeper(tmp_path, zookeeper):
-    """Over ZooKeeper, in a folder of the test's own, with sessions of four seconds."""
-    with campaign(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path) as found:
+    """Drivers over ZooKeeper in a separate path, with sessions of four seconds."""
+    with campaigning_drivers(f"zookeeper://{zookeeper.hosts}/failover-{uuid.uuid4().hex}?timeout=4", tmp_path) as found:
         yield found
 
 
-@pytest.mark.parametrize("how", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
-def test_a_leader_on_zookeeper(drivers_at_zookeeper, how):
-    """A leader that is killed, or only stopped, past its session is followed; its run ends itself; back again, it leads no more."""
+@pytest.mark.parametrize("fault", ["stopped", pytest.param("killed", marks=pytest.mark.long)])
+def test_a_leader_lost_past_its_session_is_followed(drivers_at_zookeeper, fault):
+    """A leader that is killed or stopped past its session is followed, and its run ends.
+
+    It does not lead when it resumes.
+    """
     drivers = drivers_at_zookeeper
     out = drivers.folder / "out"
     (out / "hold-1").touch()
     drivers.start()
     leader = drivers.leader()
     standby = drivers.start()
-    drivers.submit(job_of("steps", drivers, count=2), "job")
-    until(lambda: lines(drivers, "step-1"), "the second step runs")
+    drivers.submit(job_spec("steps", drivers, count=2), "job")
+    wait_until(lambda: recorded_lines(drivers, "step-1"), "the second step runs")
     orphan = drivers.process("job")
-    if how == "killed":
+    if fault == "killed":
         drivers.kill(leader)
     else:
         leader.send_signal(signal.SIGSTOP)
-    until(lambda: not alive(orphan), "the run has ended itself")
-    until(lambda: len(lines(drivers, "step-1")) == 2, "the step that was cut short runs again")
+    wait_until(lambda: not is_alive(orphan), "the run has ended itself")
+    wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the interrupted step runs again")
     assert drivers.leader() is standby
     leader.send_signal(signal.SIGCONT)
     (out / "go-1").touch()
     assert drivers.result("job").value() == 10
-    assert [lines(drivers, "step-0"), lines(drivers, "step-1")] == [["1"], ["1", "2"]]
+    assert [recorded_lines(drivers, "step-0"), recorded_lines(drivers, "step-1")] == [["1"], ["1", "2"]]
     assert drivers.leader() is standby
 
 
-def test_rows_of_a_job_whose_leader_is_killed(drivers):
-    """Its commit is there once, with all rows, when the leader is killed while tasks stage; and nothing that they staged is left."""
+def test_rows_are_committed_once_when_the_leader_is_killed(drivers):
+    """The leader is killed while tasks stage. All rows are committed once, and no staged rows are left."""
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("committing", drivers), "job")
-    until(lambda: lines(drivers, "writes"), "the job writes")
+    drivers.submit(job_spec("committing", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "writes"), "the job writes")
     drivers.kill(leader)
     assert drivers.result("job").value() == 100
     assert sorted(pq.read_table(out / "table")["id"].to_pylist()) == list(range(100))
-    assert lines(drivers, "writes") == ["1", "2"]
+    assert recorded_lines(drivers, "writes") == ["1", "2"]
     assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
 
 
 @pytest.mark.long
-def test_a_jvm_that_is_killed_in_an_action(drivers):
-    """A job whose JVM is killed while its Python waits for an action has not failed by what that raises: it runs again."""
+def test_a_job_runs_again_when_its_jvm_is_killed_in_an_action(drivers):
+    """If the JVM is killed while Python waits for an action, the resulting error does not fail the job: it runs
+    again."""
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     drivers.start()
-    drivers.submit(job_of("committing", drivers), "job")
-    until(lambda: lines(drivers, "writes"), "the job writes")
+    drivers.submit(job_spec("committing", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "writes"), "the job writes")
     os.kill(psutil.Process(drivers.process("job")).ppid(), signal.SIGKILL)
     assert drivers.result("job").value() == 100
-    assert lines(drivers, "writes") == ["1", "2"]
+    assert recorded_lines(drivers, "writes") == ["1", "2"]
     assert [path.name for path in out.iterdir() if path.name.startswith("_stagecrew")] == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("which", ["jvm", "python"])
-def test_a_run_that_is_killed(drivers, which):
-    """SIGKILL of the job's Python, or of its JVM alone, loses a run, not the job; the commit that was decided is not done again."""
+@pytest.mark.parametrize("killed_process", ["jvm", "python"])
+def test_a_killed_run_does_not_repeat_a_decided_commit(drivers, killed_process):
+    """SIGKILL of the job's Python or JVM loses a run, not the job. A decided commit is not repeated."""
     out = drivers.folder / "out"
     (out / "hold-end").touch()
     drivers.start()
-    drivers.submit(job_of("committing", drivers), "job")
-    until(lambda: lines(drivers, "written"), "the rows are written")
+    drivers.submit(job_spec("committing", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "written"), "the rows are written")
     run = drivers.process("job")
-    os.kill(run if which == "python" else psutil.Process(run).ppid(), signal.SIGKILL)
-    until(lambda: len(lines(drivers, "written")) == 2, "another run goes on")
-    assert not alive(run)
+    os.kill(run if killed_process == "python" else psutil.Process(run).ppid(), signal.SIGKILL)
+    wait_until(lambda: len(recorded_lines(drivers, "written")) == 2, "another run continues")
+    assert not is_alive(run)
     (out / "go-end").touch()
     assert drivers.result("job").value() == 100
-    assert lines(drivers, "writes") == ["1"]
+    assert recorded_lines(drivers, "writes") == ["1"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["1", "behind-1"])
-def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
-    """A coordinator that dies in the middle of an action, or between two, goes on as of the last step: results are as if undisturbed."""
+def test_a_coordinator_resumes_from_the_last_step_of_a_killed_job(drivers, moment):
+    """A coordinator that dies during or between actions resumes from the last step. Results are as if undisturbed."""
     (drivers.folder / "out" / f"hold-{moment}").touch()
     drivers.start()
-    drivers.submit(job_of("counting", drivers), "job")
+    drivers.submit(job_spec("counting", drivers), "job")
     started = "action-1" if moment == "1" else "behind-1"
-    until(lambda: lines(drivers, started), "the job has come to its moment")
+    wait_until(lambda: recorded_lines(drivers, started), "the job has reached the moment")
     os.kill(drivers.process("job"), signal.SIGKILL)
-    until(lambda: len(lines(drivers, started)) == 2, "another run goes on")
+    wait_until(lambda: len(recorded_lines(drivers, started)) == 2, "another run continues")
     (drivers.folder / "out" / f"go-{moment}").touch()
     assert drivers.result("job").value() == [
         list(range(1, 11)),
@@ -200,82 +208,91 @@ def test_a_coordinator_of_a_job_that_is_killed(drivers, moment):
 
 
 @pytest.mark.long
-def test_splits_of_a_job_that_is_killed(drivers):
-    """A job that dies in the middle of reading splits reads each once in the end, those of its finished step first and in their order,
-    though its enumerator gives them in another order the second time."""
+def test_a_killed_job_reads_each_split_once(drivers):
+    """A job that dies while it reads splits reads each split once in the end.
+
+    Splits of its finished step come first and in their order, although the enumerator returns another order later.
+    """
     drivers.start()
-    drivers.submit(job_of("splitting", drivers), "job")
-    until(lambda: lines(drivers, "second"), "the second step reads")
+    drivers.submit(job_spec("splitting", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "second"), "the second step reads")
     os.kill(drivers.process("job"), signal.SIGKILL)
     first, second = drivers.result("job").value()
     assert (first, {rows for _, rows in second}) == (0, {20_000})
     read = [n for n, _ in second]
-    known = next(number for number, n in enumerate(read) if n != number)  # those that the first step had read
+    known = next(number for number, n in enumerate(read) if n != number)  # splits that the first step had read
     assert read == [*range(known), *range(19, known - 1, -1)]
     assert 1 <= known <= 6
-    assert [lines(drivers, name) for name in ("first", "second")] == [["1"], ["1", "2"]]
+    assert [recorded_lines(drivers, name) for name in ("first", "second")] == [["1"], ["1", "2"]]
 
 
 @pytest.mark.long
-def test_a_run_that_is_stopped_while_its_leader_is_killed(drivers):
-    """A standby that takes over begins no run of a job whose process of before is only stopped: it tends to others, and the next run
-    begins when that process is gone."""
+def test_no_run_starts_while_the_stopped_process_of_the_last_one_exists(drivers):
+    """A standby starts no new run while the earlier run's process is only stopped.
+
+    It reconciles other jobs meanwhile, and starts the next run when that process has ended.
+    """
     out = drivers.folder / "out"
     (out / "hold-1").touch()
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=2), "job")
-    until(lambda: lines(drivers, "step-1"), "the second step runs")
-    old = psutil.Process(drivers.process("job"))
-    old.suspend()
+    drivers.submit(job_spec("steps", drivers, count=2), "job")
+    wait_until(lambda: recorded_lines(drivers, "step-1"), "the second step runs")
+    old_run = psutil.Process(drivers.process("job"))
+    old_run.suspend()
     try:
         drivers.kill(leader)
-        drivers.submit(job_of("fails", drivers), "other")
-        assert drivers.result("other").state == "failed"  # the standby leads, and has looked at both jobs
-        assert (drivers.record("job").run, lines(drivers, "step-1"), old.status()) == (1, ["1"], psutil.STATUS_STOPPED)
+        drivers.submit(job_spec("fails", drivers), "other")
+        assert drivers.result("other").state == "failed"  # the standby leads and has reconciled both jobs
+        assert (drivers.record("job").run, recorded_lines(drivers, "step-1"), old_run.status()) == (
+            1,
+            ["1"],
+            psutil.STATUS_STOPPED,
+        )
     finally:
-        old.resume()
-    until(lambda: len(lines(drivers, "step-1")) == 2, "the next run goes on")
-    assert not alive(old.pid)
+        old_run.resume()
+    wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the next run continues")
+    assert not is_alive(old_run.pid)
     (out / "go-1").touch()
     assert drivers.result("job").value() == 10
     assert drivers.record("job").run == 2
 
 
-def test_hand_over(drivers):
-    """SIGTERM of the leader hands over at once: its run ends, and the standby runs the job."""
+def test_sigterm_of_the_leader_hands_over_at_once(drivers):
+    """After SIGTERM the leader hands over at once: its run ends, and the standby runs the job."""
     out = drivers.folder / "out"
     (out / "hold-1").touch()
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=2), "job")
-    until(lambda: lines(drivers, "step-1"), "the second step runs")
+    drivers.submit(job_spec("steps", drivers, count=2), "job")
+    wait_until(lambda: recorded_lines(drivers, "step-1"), "the second step runs")
     run = drivers.process("job")
     leader.terminate()
     assert leader.wait(60) == 0
     drivers.running.remove(leader)
-    assert not alive(run)
-    until(lambda: len(lines(drivers, "step-1")) == 2, "the standby runs it")
+    assert not is_alive(run)
+    wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the standby runs the job")
     (out / "go-1").touch()
     assert drivers.result("job").value() == 10
 
 
-def test_ends_of_jobs(drivers):
-    """Several at once: one that raises, or returns what cannot be pickled, has failed, with why; one that dies each time is given up; one is cancelled."""
+def test_jobs_fail_end_and_are_cancelled_independently(drivers):
+    """Jobs that raise or return unpicklable values fail with the reason, one that always dies is given up, one is
+    cancelled."""
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     script = drivers.folder / "script.py"
     script.write_text(
         "import sys, stagecrew\nassert sys.argv[1:] == ['a b', '--c']\nprint(stagecrew.current_job().id)\n"
     )
-    drivers.submit(job_of("fails", drivers), "failing")
-    drivers.submit(job_of("unpicklable", drivers), "unpicklable")
-    drivers.submit(job_of("dies", drivers, max_attempts=2), "dying")
-    drivers.submit(job_of("steps", drivers, count=1), "held")
-    drivers.submit(job_of("steps", drivers, count=1), "early")
-    drivers.submit(JobSpec.of_script(script, ["a b", "--c"], QUICK | {"spark.odd": ODD}), "script")
+    drivers.submit(job_spec("fails", drivers), "failing")
+    drivers.submit(job_spec("unpicklable", drivers), "unpicklable")
+    drivers.submit(job_spec("dies", drivers, max_attempts=2), "dying")
+    drivers.submit(job_spec("steps", drivers, count=1), "held")
+    drivers.submit(job_spec("steps", drivers, count=1), "early")
+    drivers.submit(JobSpec.of_script(script, ["a b", "--c"], QUICK_CONF | {"spark.odd": SPECIAL_CHARACTERS}), "script")
     script.unlink()
     with drivers.jobs() as jobs:
         jobs.cancel("early")
@@ -287,19 +304,19 @@ def test_ends_of_jobs(drivers):
     assert unpicklable.reason.startswith("what the job returned cannot be pickled: TypeError")
     assert drivers.result("script").state == "succeeded"
     assert drivers.result("early").state == "cancelled"
-    until(lambda: lines(drivers, "step-0"), "the held one runs")
+    wait_until(lambda: recorded_lines(drivers, "step-0"), "the held job runs")
     run = drivers.process("held")
     with drivers.jobs() as jobs:
         jobs.cancel("held")
     assert drivers.result("held").state == "cancelled"
-    assert not alive(run)
+    assert not is_alive(run)
     dying = drivers.result("dying")
-    assert (dying.state, lines(drivers, "died")) == ("failed", ["1", "2"])
+    assert (dying.state, recorded_lines(drivers, "died")) == ("failed", ["1", "2"])
     assert "each of its 2 runs was lost" in dying.reason
 
 
-def test_several_jobs_of_a_leader_that_is_killed(drivers):
-    """All running jobs of a killed leader go on under the next, each from its own steps."""
+def test_all_jobs_of_a_killed_leader_continue(drivers):
+    """All running jobs of a killed leader continue under the next one, each from its own steps."""
     out = drivers.folder / "out"
     folders = [out / str(number) for number in range(3)]
     for folder in folders:
@@ -308,25 +325,30 @@ def test_several_jobs_of_a_leader_that_is_killed(drivers):
     drivers.start()
     leader = drivers.leader()
     for number, folder in enumerate(folders):
-        spec = job_of("steps", drivers, count=2)
+        spec = job_spec("steps", drivers, count=2)
         drivers.submit(
             dataclasses.replace(spec, arguments=pickle.dumps({"folder": str(folder), "count": 2})), f"job-{number}"
         )
     for number in range(3):
-        until(lambda number=number: lines(drivers, f"{number}/step-1"), f"job {number} is in its second step")
+        wait_until(
+            lambda number=number: recorded_lines(drivers, f"{number}/step-1"), f"job {number} is in its second step"
+        )
     drivers.start()
     drivers.kill(leader)
     for folder in folders:
         (folder / "go-1").touch()
     for number in range(3):
         assert drivers.result(f"job-{number}").value() == 10
-        assert lines(drivers, f"{number}/step-0") == ["1"]
+        assert recorded_lines(drivers, f"{number}/step-0") == ["1"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_on_a_standalone_cluster(drivers, tmp_path):
-    """The same with executors of a cluster: rows once, though the leader dies while tasks stage; no executor is left."""
+def test_a_failover_on_a_standalone_cluster_commits_rows_once(drivers, tmp_path):
+    """Executors run on a cluster.
+
+    Rows are committed once although the leader dies while tasks stage; no executor is left.
+    """
     out = drivers.folder / "out"
     (out / "hold-task").touch()
     (tmp_path / "cluster").mkdir()
@@ -335,8 +357,8 @@ def test_on_a_standalone_cluster(drivers, tmp_path):
         leader = drivers.leader()
         drivers.start()
         conf = {"spark.master": master, "spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1"}
-        drivers.submit(job_of("committing", drivers, conf), "job")
-        until(lambda: lines(drivers, "writes"), "the job writes")
+        drivers.submit(job_spec("committing", drivers, conf), "job")
+        wait_until(lambda: recorded_lines(drivers, "writes"), "the job writes")
         drivers.kill(leader)
         assert drivers.result("job").value() == 100
     assert sorted(pq.read_table(out / "table")["id"].to_pylist()) == list(range(100))
@@ -345,53 +367,59 @@ def test_on_a_standalone_cluster(drivers, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_ten_kills_in_a_row(drivers):
-    """Ten leaders are killed, each in the middle of a step: every step that was done stays done, and the result is right."""
+def test_a_job_survives_ten_killed_leaders(drivers):
+    """Ten leaders are killed, each during a step. Finished steps stay finished, and the result is right."""
     out = drivers.folder / "out"
     for number in range(10):
         (out / f"hold-{number}").touch()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=10, max_attempts=30), "job")
+    drivers.submit(job_spec("steps", drivers, count=10, max_attempts=30), "job")
     for number in range(10):
-        until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
+        wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
         leader = drivers.leader()
         drivers.start()
         drivers.kill(leader)
-        until(lambda number=number: len(lines(drivers, f"step-{number}")) == 2, f"step {number} runs again")
+        wait_until(
+            lambda number=number: len(recorded_lines(drivers, f"step-{number}")) == 2, f"step {number} runs again"
+        )
         (out / f"go-{number}").touch()
     assert drivers.result("job").value() == 450
-    assert all(len(lines(drivers, f"step-{number}")) == 2 for number in range(10))
+    assert all(len(recorded_lines(drivers, f"step-{number}")) == 2 for number in range(10))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_killed_in_the_middle_of_each_step(drivers):
-    """A job of five steps whose process is killed in each: finished steps are not run again."""
+def test_finished_steps_are_not_repeated_when_each_step_is_killed(drivers):
+    """The process of a job with five steps is killed in each step. Finished steps do not run again."""
     out = drivers.folder / "out"
     for number in range(5):
         (out / f"hold-{number}").touch()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=5), "job")
+    drivers.submit(job_spec("steps", drivers, count=5), "job")
     for number in range(5):
-        until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
+        wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
         os.kill(drivers.process("job"), signal.SIGKILL)
-        until(lambda number=number: len(lines(drivers, f"step-{number}")) == 2, f"step {number} runs again")
+        wait_until(
+            lambda number=number: len(recorded_lines(drivers, f"step-{number}")) == 2, f"step {number} runs again"
+        )
         (out / f"go-{number}").touch()
     assert drivers.result("job").value() == 100
-    assert [lines(drivers, f"step-{number}") for number in range(5)] == [[str(n + 1), str(n + 2)] for n in range(5)]
+    assert [recorded_lines(drivers, f"step-{number}") for number in range(5)] == [
+        [str(n + 1), str(n + 2)] for n in range(5)
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
-def test_a_leader_that_is_killed_at_any_moment(drivers, seconds):
-    """Wherever the leader is with two short jobs - taking them up, starting, ending, cleaning - they end once, under the next."""
+def test_jobs_end_once_whenever_the_leader_is_killed(drivers, seconds):
+    """Whatever the leader is doing with two short jobs (start, end, clean up), each ends once under the next leader."""
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=2), "one")
-    drivers.submit(job_of("fails", drivers), "two")
-    time.sleep(seconds)  # the moment
+    drivers.submit(job_spec("steps", drivers, count=2), "one")
+    drivers.submit(job_spec("fails", drivers), "two")
+    time.sleep(seconds)  # the moment of the kill
     drivers.kill(leader)
     assert drivers.result("one").value() == 10
     assert drivers.result("two").state == "failed"
@@ -399,33 +427,38 @@ def test_a_leader_that_is_killed_at_any_moment(drivers, seconds):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_stream_of_a_job_that_is_killed(drivers):
-    """A batch that was cut short begins with the coordinator as it was behind the batch before; one that was done is not done again."""
+def test_a_killed_stream_resumes_from_its_last_batch(drivers):
+    """An interrupted batch starts with the coordinator state after the previous batch.
+
+    A finished batch is not repeated.
+    """
     out = drivers.folder / "out"
     (out / "input").mkdir()
     for number in range(3):
         (out / "input" / f"{number}.txt").write_text("one\ntwo\n")
     (out / "hold-1").touch()
     drivers.start()
-    drivers.submit(job_of("streaming", drivers), "job")
-    until(lambda: lines(drivers, "batch-1"), "the second batch runs")
+    drivers.submit(job_spec("streaming", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "batch-1"), "the second batch runs")
     os.kill(drivers.process("job"), signal.SIGKILL)
-    until(lambda: len(lines(drivers, "batch-1")) == 2, "it runs again")
+    wait_until(lambda: len(recorded_lines(drivers, "batch-1")) == 2, "the second batch runs again")
     (out / "go-1").touch()
     assert drivers.result("job").value() == {1: [3, 4], 2: [5, 6]}
-    assert [lines(drivers, f"batch-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
+    assert [recorded_lines(drivers, f"batch-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
 
 
-def test_a_driver_that_the_store_does_not_let_in(zookeeper, tmp_path):
-    """Without the credentials of the store's first user, or where a newer stagecrew has written it, a driver ends with a line that says so:
-    it would wait for ever."""
+def test_a_driver_that_the_store_refuses_ends_with_a_message(zookeeper, tmp_path):
+    """Without the store's credentials, or if a newer stagecrew has written it, a driver ends with a message.
+
+    Otherwise it would wait indefinitely.
+    """
     chroot = f"/refusing-{uuid.uuid4().hex}"
     url = f"zookeeper://{zookeeper.hosts}{chroot}?timeout=4"
-    places = {"STAGECREW_STORE": url, "STAGECREW_STATE": str(tmp_path)}
+    environment = {"STAGECREW_STORE": url, "STAGECREW_STATE": str(tmp_path)}
     with contextlib.closing(open_store(url, {"STAGECREW_STORE_CREDENTIALS": "crew:s3cret"})) as store:
         store.ensure("a")
-        given = places | {"STAGECREW_STORE_CREDENTIALS": "crew:wrong"}
-        refused = command("driver", "--work", str(tmp_path / "work"), timeout=LONG, **given)
+        wrong_credentials = environment | {"STAGECREW_STORE_CREDENTIALS": "crew:wrong"}
+        refused = run_stagecrew("driver", "--work", str(tmp_path / "work"), timeout=LONG_TIMEOUT, **wrong_credentials)
         assert (refused.returncode, "STAGECREW_STORE_CREDENTIALS" in refused.stderr.splitlines()[-1]) == (1, True)
         assert "Traceback" not in refused.stderr
         assert "wrong" not in refused.stderr
@@ -433,76 +466,86 @@ def test_a_driver_that_the_store_does_not_let_in(zookeeper, tmp_path):
     with contextlib.closing(open_store(newer, {})) as store:
         store.ensure("a")
         store._session._kazoo.set(f"{chroot}-newer/entries", b"stagecrew store %d" % (FORMAT + 1))
-    refused = command("driver", "--work", str(tmp_path / "work"), timeout=LONG, **places | {"STAGECREW_STORE": newer})
+    refused = run_stagecrew(
+        "driver", "--work", str(tmp_path / "work"), timeout=LONG_TIMEOUT, **environment | {"STAGECREW_STORE": newer}
+    )
     assert (refused.returncode, f"has format {FORMAT + 1}" in refused.stderr.splitlines()[-1]) == (1, True)
     assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_store_that_comes_later(tmp_path):
-    """Drivers that are started before their store wait for it: when it comes one of them leads, and runs what is submitted then."""
-    from zookeeper import zookeeper
+def test_drivers_wait_for_a_store_that_starts_later(tmp_path):
+    """Drivers started before their store wait for it. When it starts, one of them leads and runs submitted jobs."""
+    from support.zookeeper import zookeeper
 
     with zookeeper() as server:
         server.kill()
-        with campaign(f"zookeeper://{server.hosts}/later?timeout=4", tmp_path) as drivers:
+        with campaigning_drivers(f"zookeeper://{server.hosts}/later?timeout=4", tmp_path) as drivers:
             first, second = drivers.start(wait=False), drivers.start(wait=False)
             for number in (0, 1):
                 log = tmp_path / f"driver-{number}.log"
-                until(lambda log=log: "no campaign, it is tried again" in log.read_text(), "a driver campaigns in vain")
+                wait_until(
+                    lambda log=log: "no campaign, it is tried again" in log.read_text(), "a driver fails to campaign"
+                )
                 assert "the store cannot be reached yet" in log.read_text()
             assert (first.poll(), second.poll()) == (None, None)
             server.start()
             server.wait()
             assert drivers.leader() in (first, second)
-            drivers.submit(job_of("steps", drivers, count=2), "job")
+            drivers.submit(job_spec("steps", drivers, count=2), "job")
             assert drivers.result("job").value() == 10
             assert drivers.record("job").run == 1
-            drivers.nothing_left("job")
+            drivers.assert_nothing_left("job")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_store_that_is_away(tmp_path):
-    """ZooKeeper is killed while a job runs and comes back past the session: the job runs again under whoever leads then, to its end."""
-    from zookeeper import zookeeper
+def test_a_job_runs_again_after_the_store_was_lost(tmp_path):
+    """ZooKeeper is killed during a job and returns after the session.
 
-    with zookeeper() as server, campaign(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
+    The job runs again under the next leader, to its end.
+    """
+    from support.zookeeper import zookeeper
+
+    with zookeeper() as server, campaigning_drivers(f"zookeeper://{server.hosts}/away?timeout=4", tmp_path) as drivers:
         out = tmp_path / "out"
         (out / "hold-1").touch()
         drivers.start()
         drivers.start()
-        drivers.submit(job_of("steps", drivers, count=2), "job")
-        until(lambda: lines(drivers, "step-1"), "the second step runs")
+        drivers.submit(job_spec("steps", drivers, count=2), "job")
+        wait_until(lambda: recorded_lines(drivers, "step-1"), "the second step runs")
         orphan = drivers.process("job")
         server.kill()
-        until(lambda: not alive(orphan), "its run ends, as it hears nothing of the store")
+        wait_until(lambda: not is_alive(orphan), "the run ends because it has lost the store")
         with pytest.raises(StoreUnavailable):
-            drivers.submit(job_of("steps", drivers, count=1), "other")
+            drivers.submit(job_spec("steps", drivers, count=1), "other")
         server.start()
         server.wait()
-        until(lambda: len(lines(drivers, "step-1")) == 2, "it runs again")
+        wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the second step runs again")
         (out / "go-1").touch()
         assert drivers.result("job").value() == 10
-        assert lines(drivers, "step-0") == ["1"]
+        assert recorded_lines(drivers, "step-0") == ["1"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_storage_that_is_away(drivers):
-    """A job whose step ends while the storage is away waits for it and goes on, in its first run; submitting is a named error meanwhile."""
+def test_a_job_waits_while_the_storage_is_missing(drivers):
+    """A job whose step ends while the storage is missing waits and continues in its first run.
+
+    Submitting raises meanwhile.
+    """
     out = drivers.folder / "out"
     (out / "hold-0").touch()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=2), "job")
-    until(lambda: lines(drivers, "step-0"), "the first step runs")
+    drivers.submit(job_spec("steps", drivers, count=2), "job")
+    wait_until(lambda: recorded_lines(drivers, "step-0"), "the first step runs")
     away = drivers.state.rename(drivers.folder / "away")
     (out / "go-0").touch()
-    until(lambda: "waits for its result to be stored" in drivers.logs("job"), "the step waits")
+    wait_until(lambda: "waits for its result to be stored" in drivers.logs("job"), "the step waits")
     with pytest.raises(StateStorageError, match="no folder that is there"):
-        drivers.submit(job_of("steps", drivers, count=1), "other")
-    assert lines(drivers, "step-1") == []
+        drivers.submit(job_spec("steps", drivers, count=1), "other")
+    assert recorded_lines(drivers, "step-1") == []
     away.rename(drivers.state)
     assert drivers.result("job").value() == 10
-    assert [drivers.record("job").run, lines(drivers, "step-0")] == [1, ["1"]]
+    assert [drivers.record("job").run, recorded_lines(drivers, "step-0")] == [1, ["1"]]

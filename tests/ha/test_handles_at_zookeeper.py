@@ -1,4 +1,4 @@
-"""State handles whose references are on ZooKeeper."""
+"""State handles with their references in ZooKeeper."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 
-from handlesteps import quick_folder, real_world
-from handlesuite import *  # noqa: F403 (its tests are collected here)
+from support.handle_contract import *  # noqa: F403 (its tests are collected here)
+from support.handle_faults import quick_folder, real_world
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""Jobs whose state storage is full, or read-only: a small file system of the test's own, with real drivers and runs."""
+"""Jobs whose state storage is full or read-only: real drivers and runs, with a small file system mounted by the
+test."""
 
 import contextlib
 import os
@@ -6,21 +7,21 @@ import subprocess
 
 import pytest
 
-from commands import command
-from hajobs import MODULE, job_of, lines
-from haprocesses import campaign, until
+from support.cli import run_stagecrew
+from support.driver_processes import campaigning_drivers, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Disk:
-    """A file system of 8 MB: SQLite's log alone may have half of that."""
+    """A file system of 8 MB. SQLite's log may use half of it."""
 
     def __init__(self, folder):
         self.folder, self._filler = folder, folder / "filler"
 
     def fill(self):
-        """To the last block."""
+        """Fills the disk to the last block."""
         descriptor = os.open(self._filler, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         with contextlib.suppress(OSError):
             while os.write(descriptor, bytes(65536)):
@@ -59,13 +60,13 @@ def disk(tmp_path):
 
 @pytest.fixture
 def drivers(tmp_path, disk):
-    """Whose storage is that disk; the store is elsewhere."""
-    with campaign(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
+    """Drivers whose state storage is the small disk. The store is elsewhere."""
+    with campaigning_drivers(f"sqlite://{tmp_path}/jobs.db", tmp_path) as found:
         yield found
 
 
-WAYS = pytest.mark.parametrize(
-    ("close", "open_", "words"),
+BROKEN_STORAGE = pytest.mark.parametrize(
+    ("break_storage", "repair_storage", "message"),
     [
         pytest.param(Disk.fill, Disk.make_room, "There is no room left: make room", id="full"),
         pytest.param(Disk.lock, Disk.unlock, "It is read-only: give this user a storage", id="read-only"),
@@ -73,102 +74,115 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-def refused(drivers, disk, words):
-    """Submitting is an error in a line, with exit code 1, and stores nothing, neither state nor job; what only reads works."""
+def check_submit_is_refused(drivers, disk, message):
+    """`submit` fails with one line and exit code 1, and stores neither state nor job. Read-only commands work."""
     places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
     (drivers.folder / "ha_jobs.py").write_text(MODULE)
     with drivers.jobs() as jobs:
-        before = (jobs.names(), disk.files())
-    submitted = command("submit", "--id", "late", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
+        stored_before = (jobs.names(), disk.files())
+    submitted = run_stagecrew(
+        "submit", "--id", "late", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places
+    )
     assert (submitted.returncode, submitted.stdout) == (1, "")
     [line] = submitted.stderr.splitlines()
-    assert words in line
+    assert message in line
     with drivers.jobs() as jobs:
-        assert (jobs.names(), disk.files()) == before
-        assert jobs._store.children("specs") == [name for name in before[0] if not jobs.read(name)[0].clean]
-    assert command("jobs", **places).returncode == 0
-    assert command("leader", **places).returncode == 0
-    assert command("result", "late", **places).returncode == 1
+        assert (jobs.names(), disk.files()) == stored_before
+        assert jobs._store.children("specs") == [name for name in stored_before[0] if not jobs.read(name)[0].clean]
+    assert run_stagecrew("jobs", **places).returncode == 0
+    assert run_stagecrew("leader", **places).returncode == 0
+    assert run_stagecrew("result", "late", **places).returncode == 1
 
 
-@WAYS
-def test_jobs_go_on(drivers, disk, close, open_, words):
-    """Jobs that run wait where they need the storage - a step, a commit, the end - and go on in their first run when it is right again."""
+@BROKEN_STORAGE
+def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_storage, repair_storage, message):
+    """Running jobs wait in a step, a commit or their end, and continue in their first run when the storage is
+    repaired."""
     (drivers.folder / "out" / "hold-0").touch()
     (drivers.folder / "out" / "hold-stage").touch()
     driver = drivers.start()
     for job, function in {"steps": "steps", "rows": "storing", "ends": "ending"}.items():
-        drivers.submit(job_of(function, drivers, **({"count": 2} if job == "steps" else {})), job)
+        drivers.submit(job_spec(function, drivers, **({"count": 2} if job == "steps" else {})), job)
     for name in ("step-0", "stages", "ending"):
-        until(lambda name=name: lines(drivers, name), f"{name} runs")
-    close(disk)
-    refused(drivers, disk, words)
+        wait_until(lambda name=name: recorded_lines(drivers, name), f"{name} runs")
+    break_storage(disk)
+    check_submit_is_refused(drivers, disk, message)
     for name in ("go-0", "go-stage", "go-ending"):
         (drivers.folder / "out" / name).touch()
-    for job, said in {
+    for job, log_line in {
         "steps": "is done, and waits for its result",
         "rows": "waits for its record",
         "ends": "waits for its result",
     }.items():
-        until(lambda job=job, said=said: said in drivers.logs(job), f"{job} waits for the storage: {drivers.logs(job)}")
-    assert (driver.poll(), lines(drivers, "step-1"), lines(drivers, "written")) == (None, [], [])
-    open_(disk)
+        wait_until(
+            lambda job=job, log_line=log_line: log_line in drivers.logs(job),
+            f"{job} waits for the storage: {drivers.logs(job)}",
+        )
+    assert (driver.poll(), recorded_lines(drivers, "step-1"), recorded_lines(drivers, "written")) == (None, [], [])
+    repair_storage(disk)
     assert [drivers.result(job).value() for job in ("steps", "rows", "ends")] == [10, 100, 7]
     assert [drivers.record(job).run for job in ("steps", "rows", "ends")] == [1, 1, 1]
-    assert [lines(drivers, name) for name in ("step-0", "step-1", "stages")] == [["1"], ["1"], ["1"]]
-    drivers.nothing_left("steps", "rows", "ends")
+    assert [recorded_lines(drivers, name) for name in ("step-0", "step-1", "stages")] == [["1"], ["1"], ["1"]]
+    drivers.assert_nothing_left("steps", "rows", "ends")
 
 
-@WAYS
-def test_a_failover(drivers, disk, close, open_, words):
-    """A standby takes a job up meanwhile, and finished steps are known to it; a job that is cancelled ends when the storage is right."""
+@BROKEN_STORAGE
+def test_a_failover_works_while_the_storage_is_broken(drivers, disk, break_storage, repair_storage, message):
+    """A standby recovers a job meanwhile and knows its finished steps.
+
+    A cancelled job ends when the storage is repaired.
+    """
     (drivers.folder / "out" / "hold-1").touch()
     drivers.start()
     leader = drivers.leader()
     drivers.start()
-    drivers.submit(job_of("steps", drivers, count=3), "steps")
-    drivers.submit(job_of("ending", drivers), "ends")
-    until(lambda: lines(drivers, "step-1") and lines(drivers, "ending"), "the jobs run")
-    close(disk)
+    drivers.submit(job_spec("steps", drivers, count=3), "steps")
+    drivers.submit(job_spec("ending", drivers), "ends")
+    wait_until(lambda: recorded_lines(drivers, "step-1") and recorded_lines(drivers, "ending"), "the jobs run")
+    break_storage(disk)
     drivers.kill(leader)
-    until(lambda: len(lines(drivers, "step-1")) == 2, "the step that was cut short runs again")
+    wait_until(lambda: len(recorded_lines(drivers, "step-1")) == 2, "the interrupted step runs again")
     with drivers.jobs() as jobs:
         jobs.cancel("ends")
     (drivers.folder / "out" / "go-1").touch()
     for job in ("steps", "ends"):
-        until(
+        wait_until(
             lambda job=job: "waits for its result" in drivers.logs(job),
             f"{job} waits for the storage: {drivers.logs(job)}",
         )
-    refused(drivers, disk, words)
-    open_(disk)
+    check_submit_is_refused(drivers, disk, message)
+    repair_storage(disk)
     assert drivers.result("steps").value() == 30
     assert drivers.result("ends").state == "cancelled"
-    assert [lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
+    assert [recorded_lines(drivers, f"step-{number}") for number in range(3)] == [["1"], ["1", "2"], ["2"]]
     assert drivers.record("steps").run == 2
-    drivers.nothing_left("steps", "ends")
+    drivers.assert_nothing_left("steps", "ends")
 
 
-def test_a_disk_of_both(tmp_path, disk):
-    """Store and storage lie on one disk, which is full for longer than a leader needs to look: the leader leads, its job goes on in its
-    first run when there is room, and submitting is an error in a line meanwhile."""
-    with campaign(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
+def test_jobs_wait_when_store_and_storage_share_a_full_disk(tmp_path, disk):
+    """Store and storage share a disk that stays full longer than the leader's check interval.
+
+    The leader keeps leading, `submit` fails with one line, and the jobs continue in their first run when there is room.
+    """
+    with campaigning_drivers(f"sqlite://{disk.folder}/jobs.db", tmp_path) as drivers:
         (drivers.folder / "out" / "hold-0").touch()
         driver = drivers.start()
-        drivers.submit(job_of("steps", drivers, count=2), "steps")
-        drivers.submit(job_of("ending", drivers), "ends")
-        until(lambda: lines(drivers, "step-0") and lines(drivers, "ending"), "the jobs run")
+        drivers.submit(job_spec("steps", drivers, count=2), "steps")
+        drivers.submit(job_spec("ending", drivers), "ends")
+        wait_until(lambda: recorded_lines(drivers, "step-0") and recorded_lines(drivers, "ending"), "the jobs run")
         disk.fill()
         (drivers.folder / "ha_jobs.py").write_text(MODULE)
         places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-        submitted = command("submit", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
+        submitted = run_stagecrew("submit", "--arg", "folder=/", "ha_jobs:ending", cwd=drivers.folder, **places)
         assert (submitted.returncode, submitted.stdout) == (1, "")
         [line] = submitted.stderr.splitlines()
         assert "no room" in line
         for name in ("go-0", "go-ending"):
             (drivers.folder / "out" / name).touch()
         for job in ("steps", "ends"):
-            until(lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}")
+            wait_until(
+                lambda job=job: drivers.logs(job).count("waits for its ") > 2, f"{job} waits: {drivers.logs(job)}"
+            )
         assert driver.poll() is None
         disk.make_room()
         assert [drivers.result(job).value() for job in ("steps", "ends")] == [10, 7]

@@ -1,4 +1,4 @@
-"""Jobs over ZooKeeper whose servers die, and whose network stands still for a driver, a run, or both; and over TLS."""
+"""Jobs over ZooKeeper: servers die, the network stalls for a driver, a run or both, and connections use TLS."""
 
 import json
 import os
@@ -11,190 +11,201 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive
-from hajobs import MODULE, job_of, lines
-from haprocesses import FAULT_POINTS, QUICK, campaign, until
-from zookeeper import Proxy, ensemble, tls_zookeeper
+from support.cli import run_stagecrew
+from support.driver_processes import KILL_POINTS, QUICK_CONF, campaigning_drivers, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
+from support.processes import is_alive
+from support.tcp_proxy import Proxy
+from support.zookeeper import ensemble, tls_zookeeper
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-#: Of a session, in seconds.
+#: The session timeout, in seconds.
 TIMEOUT = 4
-#: What a loaded machine may add.
+#: Seconds that a loaded machine may add.
 SLACK = 4
 
 
-def rows_once(drivers):
+def check_rows_are_stored_once(drivers):
     assert sorted(pq.read_table(drivers.folder / "out" / "table")["id"].to_pylist()) == list(range(100))
 
 
-def process(drivers):
-    """Who runs the job; None when nobody has a session for that."""
+def job_process(drivers):
+    """The process that runs the job, or None if no process has a session for it."""
     with drivers.jobs() as jobs:
         return jobs.process("job")
 
 
-def serving(servers):
-    """The server that leads the others, when two at least serve."""
+def leading_server(servers):
+    """The leading server, if at least two servers serve."""
     modes = {server: server.serving() for server in servers if server.alive}
-    leading = [server for server, said in modes.items() if "Mode: leader" in said]
-    return leading[0] if leading and sum("Mode:" in said for said in modes.values()) > 1 else None
+    leading = [server for server, status in modes.items() if "Mode: leader" in status]
+    return leading[0] if leading and sum("Mode:" in status for status in modes.values()) > 1 else None
 
 
-def test_the_leading_server_of_an_ensemble_is_killed(tmp_path):
-    """Twice, while jobs run: drivers go on, finished steps are kept, rows are there once, and only a change of leadership costs a run."""
+def test_jobs_survive_when_the_ensembles_leader_is_killed(tmp_path):
+    """The server is killed twice while jobs run. Finished steps and rows are kept; only a new leader costs a run."""
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
-        with campaign(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
+        with campaigning_drivers(f"zookeeper://{hosts}/jobs?timeout=10", tmp_path) as drivers:
             out = tmp_path / "out"
             for name in ("hold-1", "hold-2", "hold-stage"):
                 (out / name).touch()
             pair = [drivers.start(), drivers.start()]
-            drivers.submit(job_of("steps", drivers, count=4), "steps")
-            drivers.submit(job_of("storing", drivers), "rows")
-            until(lambda: lines(drivers, "stages"), "the job stages")
+            drivers.submit(job_spec("steps", drivers, count=4), "steps")
+            drivers.submit(job_spec("storing", drivers), "rows")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
             for number in (1, 2):
-                until(lambda number=number: lines(drivers, f"step-{number}"), f"step {number} runs")
-                killed = until(lambda: serving(servers), "a server leads")
+                wait_until(lambda number=number: recorded_lines(drivers, f"step-{number}"), f"step {number} runs")
+                killed = wait_until(lambda: leading_server(servers), "a server leads")
                 killed.kill()
-                until(lambda: serving(servers), "another leads")
+                wait_until(lambda: leading_server(servers), "another server leads")
                 (out / f"go-{number}").touch()
-                until(
-                    lambda number=number: lines(drivers, f"step-{number + 1}"), f"the job goes on behind step {number}"
+                wait_until(
+                    lambda number=number: recorded_lines(drivers, f"step-{number + 1}"),
+                    f"the job continues after step {number}",
                 )
                 killed.start()
                 killed.wait()
             (out / "go-stage").touch()
             assert drivers.result("steps").value() == 60
             assert drivers.result("rows").value() == 100
-            rows_once(drivers)
+            check_rows_are_stored_once(drivers)
             assert [driver.poll() for driver in pair] == [None, None]
             with drivers.jobs() as jobs:
                 term = jobs.leader().term
             for job in ("steps", "rows"):
                 assert drivers.record(job).run <= term
-            assert lines(drivers, "step-0") == ["1"]
+            assert recorded_lines(drivers, "step-0") == ["1"]
             for number in (1, 2, 3):
-                runs = lines(drivers, f"step-{number}")
+                runs = recorded_lines(drivers, f"step-{number}")
                 assert runs == sorted(set(runs), key=int)
-            assert len(lines(drivers, "step-3")) == 1
+            assert len(recorded_lines(drivers, "step-3")) == 1
             print("runs", drivers.record("steps").run, drivers.record("rows").run, "term", term)
-            drivers.nothing_left("steps", "rows")
+            drivers.assert_nothing_left("steps", "rows")
 
 
 @pytest.mark.parametrize(
-    ("cut", "goes_on"),
+    ("cut_off", "reaches_commit"),
     [("both", False), ("both", True), ("run", False), ("run", True), ("driver", False)],
     ids=["both", "both, at its commit", "run", "run, at its commit", "driver"],
 )
-def test_cut_off(zookeeper, tmp_path, cut, goes_on):
-    """A leader, its run, or both hear nothing of ZooKeeper any more: the run ends itself in time and commits nothing, also when it comes
-    to its commit meanwhile; another ends the job; who was cut off stands by again when the network heals."""
+def test_a_run_that_is_cut_off_ends_and_commits_nothing(zookeeper, tmp_path, cut_off, reaches_commit):
+    """A leader, its run, or both lose ZooKeeper: the run ends itself in time and commits nothing, even at its commit.
+
+    Another run finishes the job. The cut-off process becomes a standby again when the network heals.
+    """
     path = f"jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}"
     direct = f"zookeeper://{zookeeper.hosts}/{path}"
     out = tmp_path / "out"
-    with Proxy(zookeeper.port) as proxy, campaign(direct, tmp_path) as drivers:
+    with Proxy(zookeeper.port) as proxy, campaigning_drivers(direct, tmp_path) as drivers:
         (out / "hold-stage").touch()
-        behind = f"zookeeper://{proxy.hosts}/{path}"
-        store = direct if cut == "run" else behind
-        run_store = direct if cut == "driver" else behind
-        first = drivers.start(store=store, STAGECREW_TEST_RUN_STORE=run_store, PYTHONPATH=str(FAULT_POINTS))
+        proxied = f"zookeeper://{proxy.hosts}/{path}"
+        store = direct if cut_off == "run" else proxied
+        run_store = direct if cut_off == "driver" else proxied
+        first = drivers.start(store=store, STAGECREW_TEST_RUN_STORE=run_store, PYTHONPATH=str(KILL_POINTS))
         assert drivers.leader() is first
         second = drivers.start()
-        drivers.submit(job_of("storing", drivers), "job")
-        until(lambda: lines(drivers, "stages"), "the job stages")
+        drivers.submit(job_spec("storing", drivers), "job")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
         orphan = drivers.process("job")
         proxy.hold("to", "from")
-        begun = time.monotonic()
-        if goes_on:
+        cut_at = time.monotonic()
+        if reaches_commit:
             (out / "go-stage").touch()
-        until(lambda: not alive(orphan), "the run has ended itself")
-        assert time.monotonic() - begun < TIMEOUT + SLACK
+        wait_until(lambda: not is_alive(orphan), "the run has ended itself")
+        assert time.monotonic() - cut_at < TIMEOUT + SLACK
         assert not (out / "table").exists()
-        if cut == "run":
-            until(lambda: process(drivers) is None, "its session ends")
-            proxy.heal()  # the next one comes the same way
-        until(lambda: len(lines(drivers, "stages")) == 2, "the next run stages")
+        if cut_off == "run":
+            wait_until(lambda: job_process(drivers) is None, "the run's session ends")
+            proxy.heal()  # the next run also uses the proxy
+        wait_until(lambda: len(recorded_lines(drivers, "stages")) == 2, "the next run stages")
         proxy.heal()
         (out / "go-stage").touch()
         assert drivers.result("job").value() == 100
-        rows_once(drivers)
-        stages = lines(drivers, "stages")
-        assert (len(stages), stages[0], stages[1:]) == (2, "1", lines(drivers, "written"))
-        assert drivers.record("job").run == 2 or cut == "run"  # which may have tried before it was healed
-        assert drivers.leader() is (first if cut == "run" else second)
+        check_rows_are_stored_once(drivers)
+        stages = recorded_lines(drivers, "stages")
+        assert (len(stages), stages[0], stages[1:]) == (2, "1", recorded_lines(drivers, "written"))
+        assert drivers.record("job").run == 2 or cut_off == "run"  # an attempt before the network healed may count too
+        assert drivers.leader() is (first if cut_off == "run" else second)
         with drivers.jobs() as jobs:
-            assert jobs.leader().term == (1 if cut == "run" else 2)
+            assert jobs.leader().term == (1 if cut_off == "run" else 2)
         assert [driver.poll() for driver in (first, second)] == [None, None]
-        drivers.nothing_left("job")
-        # The other ends, and the one that was cut off leads, and runs jobs.
+        drivers.assert_nothing_left("job")
+        # The second driver ends. The one that was cut off leads and runs jobs.
         second.terminate()
         assert second.wait(60) == 0
         drivers.running.remove(second)
         assert drivers.leader() is first
         (out / "go-ending").touch()
-        drivers.submit(job_of("ending", drivers), "next")
+        drivers.submit(job_spec("ending", drivers), "next")
         assert drivers.result("next").value() == 7
-        drivers.nothing_left("job", "next")
+        drivers.assert_nothing_left("job", "next")
 
 
-def test_a_run_that_is_stopped(zookeeper, tmp_path):
-    """A run alone is stopped past its session, and comes back: it ends itself and has committed nothing; the same leader begins the next."""
+def test_a_run_stopped_past_its_session_ends_and_commits_nothing(zookeeper, tmp_path):
+    """The run is stopped past its session and then resumes.
+
+    It ends without a commit, and the leader starts the next run.
+    """
     out = tmp_path / "out"
-    with campaign(f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path) as drivers:
+    with campaigning_drivers(
+        f"zookeeper://{zookeeper.hosts}/jobs-{uuid.uuid4().hex}?timeout={TIMEOUT}", tmp_path
+    ) as drivers:
         (out / "hold-stage").touch()
         drivers.start()
-        drivers.submit(job_of("storing", drivers), "job")
-        until(lambda: lines(drivers, "stages"), "the job stages")
+        drivers.submit(job_spec("storing", drivers), "job")
+        wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
         run = drivers.process("job")
         os.kill(run, signal.SIGSTOP)
-        until(lambda: process(drivers) is None, "its session ends")
+        wait_until(lambda: job_process(drivers) is None, "the run's session ends")
         (out / "go-stage").touch()
         os.kill(run, signal.SIGCONT)
-        until(lambda: not alive(run), "it ends itself")
+        wait_until(lambda: not is_alive(run), "the run ends itself")
         assert drivers.result("job").value() == 100
-        rows_once(drivers)
-        assert [lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
+        check_rows_are_stored_once(drivers)
+        assert [recorded_lines(drivers, name) for name in ("stages", "written")] == [["1", "2"], ["2"]]
         with drivers.jobs() as jobs:
             assert jobs.leader().term == 1
-        drivers.nothing_left("job")
+        drivers.assert_nothing_left("job")
 
 
-def test_over_tls(tmp_path, monkeypatch):
-    """With certificates and credentials of the environment a job is submitted, run and asked for over TLS; its secret is in no command
-    line and no log, and without it nothing is told."""
+def test_a_job_runs_over_tls_without_leaking_the_secret(tmp_path, monkeypatch):
+    """With certificates and credentials from the environment, a job is submitted, run and queried over TLS.
+
+    The secret is in no command line and no log. Without it, commands return nothing.
+    """
     secret = "crew:s3cret"
     monkeypatch.setenv("STAGECREW_STORE_CREDENTIALS", secret)
     (tmp_path / "tls").mkdir()
     files = "&".join(f"{name}={tmp_path}/tls/{file}.pem" for name, file in {"ca": "ca", "certfile": "ca", "keyfile": "key"}.items())  # fmt: skip
     with tls_zookeeper(tmp_path / "tls") as port:
-        with campaign(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
+        with campaigning_drivers(f"zookeeper://127.0.0.1:{port}/jobs?timeout=10&{files}", tmp_path) as drivers:
             (tmp_path / "out" / "hold-stage").touch()
             driver = drivers.start()
             (tmp_path / "ha_jobs.py").write_text(MODULE)
-            places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-            conf = [word for key, value in QUICK.items() for word in ("--conf", f"{key}={value}")]
+            environment = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
+            conf = [word for key, value in QUICK_CONF.items() for word in ("--conf", f"{key}={value}")]
             words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
-            submitted = command(*words, cwd=tmp_path, **places)
+            submitted = run_stagecrew(*words, cwd=tmp_path, **environment)
             assert (submitted.returncode, submitted.stdout) == (0, "job\n"), submitted.stderr
-            until(lambda: lines(drivers, "stages"), "the job stages")
+            wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
             tree = [driver.pid, *(child.pid for child in psutil.Process(driver.pid).children(recursive=True))]
-            assert process(drivers)["pid"] in tree
-            for pid in filter(alive, tree):
+            assert job_process(drivers)["pid"] in tree
+            for pid in filter(is_alive, tree):
                 assert b"s3cret" not in Path(f"/proc/{pid}/cmdline").read_bytes()
             for other in ("crew:wrong", None):
                 with monkeypatch.context() as patch:
                     patch.delenv("STAGECREW_STORE_CREDENTIALS")
-                    given = {} if other is None else {"STAGECREW_STORE_CREDENTIALS": other}
-                    asked = command("result", "job", **places, **given)
-                assert (asked.returncode, asked.stdout) == (1, "")
-                assert "STAGECREW_STORE_CREDENTIALS" in asked.stderr, asked.stderr
+                    credentials = {} if other is None else {"STAGECREW_STORE_CREDENTIALS": other}
+                    refused = run_stagecrew("result", "job", **environment, **credentials)
+                assert (refused.returncode, refused.stdout) == (1, "")
+                assert "STAGECREW_STORE_CREDENTIALS" in refused.stderr, refused.stderr
             (tmp_path / "out" / "go-stage").touch()
-            answered = command("result", "job", "--wait", "--timeout", "120", "--json", **places)
-            assert answered.returncode == 0, answered.stderr
-            assert (json.loads(answered.stdout)["value"], json.loads(answered.stdout)["run"]) == (100, 1)
-            rows_once(drivers)
-            drivers.nothing_left("job")
+            result = run_stagecrew("result", "job", "--wait", "--timeout", "120", "--json", **environment)
+            assert result.returncode == 0, result.stderr
+            assert (json.loads(result.stdout)["value"], json.loads(result.stdout)["run"]) == (100, 1)
+            check_rows_are_stored_once(drivers)
+            drivers.assert_nothing_left("job")
         for log in [*tmp_path.glob("driver-*.log"), *tmp_path.glob("work-*/job/*.log")]:
             assert "s3cret" not in log.read_text()

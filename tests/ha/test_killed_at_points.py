@@ -1,4 +1,4 @@
-"""Submitters, drivers and runs that are killed at named points of what they write, as real processes over a real store."""
+"""Submitters, drivers and runs are killed at named points of their writes: real processes over a real store."""
 
 import signal
 import uuid
@@ -6,78 +6,78 @@ import uuid
 import pyarrow.parquet as pq
 import pytest
 
-from commands import command
-from crewtools import alive
-from hajobs import MODULE, job_of, lines
-from haprocesses import QUICK, campaign, point, until
 from stagecrew.errors import JobUnreadable
+from support.cli import run_stagecrew
+from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point, wait_until
+from support.example_jobs import MODULE, job_spec, recorded_lines
+from support.processes import is_alive
 
-#: Of a run, what it has written, or not, when it dies; and which runs stage the rows. That there is a result and the job is still
-#: running is no point: that is one write.
-RUN = {
-    "claimed": (["2"], r"Create:jobs/job/process"),
-    "a commit is open": (["2"], r"Create:jobs/job/commits/"),
-    "the bytes of a decision": (["1", "2"], r"write .*commits", "after", 2),
-    "decided, not done": (["1"], r"Replace:jobs/job/commits/"),
-    "done, not written down": (["1"], r"Replace:jobs/job/commits/", "before", 2),
-    "done": (["1"], r"Replace:jobs/job/commits/", "after", 2),
-    "the bytes of a step": (["1"], r"write .*steps"),
-    "a step": (["1"], r"Create:jobs/job/steps/"),
-    "claimed for the end": (["1"], r"Replace:jobs/job/claim$"),
-    "no byte of the result": (["1"], r"write .*results", "before"),
-    "the bytes of the result": (["1"], r"write .*results"),
-    "the result": (["1"], r"Create:results/job"),
+#: Points of a run, and which runs stage the rows. There is no point between storing the result and ending the job,
+#: because that is one write.
+RUN_POINTS = {
+    "job claimed": (["2"], r"Create:jobs/job/process"),
+    "commit opened": (["2"], r"Create:jobs/job/commits/"),
+    "decision bytes written": (["1", "2"], r"write .*commits", "after", 2),
+    "commit decided, not applied": (["1"], r"Replace:jobs/job/commits/"),
+    "commit applied, not recorded": (["1"], r"Replace:jobs/job/commits/", "before", 2),
+    "commit recorded as applied": (["1"], r"Replace:jobs/job/commits/", "after", 2),
+    "step bytes written": (["1"], r"write .*steps"),
+    "step stored": (["1"], r"Create:jobs/job/steps/"),
+    "end claimed": (["1"], r"Replace:jobs/job/claim$"),
+    "before result bytes": (["1"], r"write .*results", "before"),
+    "result bytes written": (["1"], r"write .*results"),
+    "result stored": (["1"], r"Create:results/job"),
 }
-#: Of a driver that begins a run, and that cleans behind the job's end.
-DRIVER = {
-    "a run is not counted": (r"Replace:jobs/job Replace:jobs/job/claim", "before"),
-    "a run is counted": (r"Replace:jobs/job Replace:jobs/job/claim",),
-    "a run is started": (r"start job",),
-    "a step is marked": (r"Delete:jobs/job/steps/\S+/locks",),
-    "a step has no bytes": (r"discard .*steps",),
-    "a step is gone": (r"Delete:jobs/job/steps/[^/ ]+$",),
-    "a commit has no bytes": (r"discard .*commits",),
-    "the spec is marked": (r"Delete:specs/job/locks",),
-    "the spec has no bytes": (r"discard .*specs",),
-    "the spec is gone": (r"Delete:specs/job$",),
-    "clean": (r"Replace:jobs/job$",),
+#: Points of a driver that starts a run, and that cleans up after the job's end.
+DRIVER_POINTS = {
+    "before run counted": (r"Replace:jobs/job Replace:jobs/job/claim", "before"),
+    "run counted": (r"Replace:jobs/job Replace:jobs/job/claim",),
+    "run started": (r"start job",),
+    "step marked": (r"Delete:jobs/job/steps/\S+/locks",),
+    "step bytes deleted": (r"discard .*steps",),
+    "step deleted": (r"Delete:jobs/job/steps/[^/ ]+$",),
+    "commit bytes deleted": (r"discard .*commits",),
+    "spec marked": (r"Delete:specs/job/locks",),
+    "spec bytes deleted": (r"discard .*specs",),
+    "spec deleted": (r"Delete:specs/job$",),
+    "job clean": (r"Replace:jobs/job$",),
 }
-#: Of what ends a cancelled job: its driver, and the process that finishes what was decided.
-CANCELLED = {
-    "not ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "before", 2),
+#: Points in the end of a cancelled job: of its driver, and of the process that finishes a decided commit.
+CANCELLED_POINTS = {
+    "before ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "before", 2),
     "ending": ("driver", r"Replace:jobs/job Replace:jobs/job/claim", "after", 2),
-    "aborted": ("run", r"Replace:jobs/job/commits/"),
-    "the bytes of the end": ("run", r"write .*results"),
+    "commit aborted": ("run", r"Replace:jobs/job/commits/"),
+    "result bytes written": ("run", r"write .*results"),
 }
-SUBMIT = {
-    "the bytes of the spec": (r"write .*specs",),
-    "not the job": (r"Create:jobs/job ", "before"),
-    "the job": (r"Create:jobs/job ",),
+SUBMIT_POINTS = {
+    "spec bytes written": (r"write .*specs",),
+    "before job stored": (r"Create:jobs/job ", "before"),
+    "job stored": (r"Create:jobs/job ",),
 }
 
 
-def each(points, cheap=()):
-    """The points by name; all but the cheap ones are for the long run."""
+def at_each_point(points, cheap=()):
+    """Parametrizes a test with the points by name. All but the cheap ones belong to the long run."""
     return pytest.mark.parametrize(
-        "what", [pytest.param(what, id=name, marks=[] if name in cheap else pytest.mark.long) for name, what in points.items()]
+        "fault", [pytest.param(fault, id=name, marks=[] if name in cheap else pytest.mark.long) for name, fault in points.items()]
     )  # fmt: skip
 
 
-def consistent(drivers):
-    """What holds at any time: a job that must be recovered has all that it needs, and one that is at its end its result."""
+def check_consistency(drivers):
+    """Checks what must hold at any time: an open job can be recovered, and an ended job has its result."""
     with drivers.jobs() as jobs:
         for job in jobs.names():
             record, version = jobs.read(job)
             try:
                 assert jobs.result(job) if record.state.is_terminal else jobs.spec(job)
             except JobUnreadable:
-                assert jobs.read(job)[1] != version, "it is not that it went on meanwhile"
+                assert jobs.read(job)[1] != version, "the record has not changed meanwhile, so the job is inconsistent"
 
 
-def ended(drivers, mark, state="succeeded"):
-    """What must hold at the end, whoever was killed where."""
-    until(mark.exists, f"somebody comes to the point: {drivers.logs('job')}")
-    consistent(drivers)
+def check_end(drivers, reached, state="succeeded"):
+    """Checks what must hold at the end, whichever process was killed."""
+    wait_until(reached.exists, f"a process reaches the point: {drivers.logs('job')}")
+    check_consistency(drivers)
     result = drivers.result("job")
     assert result.state == state
     table = drivers.folder / "out" / "table"
@@ -86,100 +86,103 @@ def ended(drivers, mark, state="succeeded"):
         assert sorted(pq.read_table(table)["id"].to_pylist()) == list(range(100))
     else:
         assert not table.exists()
-    drivers.nothing_left("job")
+    drivers.assert_nothing_left("job")
 
 
 @pytest.fixture
 def drivers(request, tmp_path):
-    """Over SQLite, if it is not said otherwise."""
+    """Drivers over SQLite, or over the store named by the parameter."""
     url = f"sqlite://{tmp_path}/jobs.db"
     if getattr(request, "param", "sqlite") == "zookeeper":
         url = f"zookeeper://{request.getfixturevalue('zookeeper').hosts}/points-{uuid.uuid4().hex}?timeout=4"
-    with campaign(url, tmp_path) as found:
+    with campaigning_drivers(url, tmp_path) as found:
         yield found
 
 
 @pytest.fixture
-def mark(tmp_path):
-    """The file that says that the point was reached."""
+def reached(tmp_path):
+    """The file that is created when the point is reached."""
     return tmp_path / "reached"
 
 
-@each(RUN, cheap=["the bytes of the result"])
-def test_a_run_that_is_killed(drivers, mark, what):
-    """The job's own process dies there: another goes on to the end, unless there was the result, and what was decided is not staged again."""
-    stages, *where = what
-    drivers.start(**point(mark, "run", *where))
-    drivers.submit(job_of("storing", drivers), "job")
-    ended(drivers, mark)
-    assert lines(drivers, "stages") == stages
-    assert drivers.record("job").run == (1 if where == [RUN["the result"][1]] else 2)
+@at_each_point(RUN_POINTS, cheap=["result bytes written"])
+def test_a_job_survives_its_run_killed_at_each_point(drivers, reached, fault):
+    """Another run finishes the job unless the result was stored. A decided commit is not staged again."""
+    stages, *point_arguments = fault
+    drivers.start(**kill_point(reached, "run", *point_arguments))
+    drivers.submit(job_spec("storing", drivers), "job")
+    check_end(drivers, reached)
+    assert recorded_lines(drivers, "stages") == stages
+    assert drivers.record("job").run == (1 if point_arguments == [RUN_POINTS["result stored"][1]] else 2)
 
 
-@each(DRIVER)
-def test_a_driver_that_is_killed(drivers, mark, what):
-    """The leader dies there: a standby ends the job, or cleans behind it; a job that had ended does not run again."""
-    leader = drivers.start(**point(mark, "driver", *what))
+@at_each_point(DRIVER_POINTS)
+def test_a_job_survives_its_driver_killed_at_each_point(drivers, reached, fault):
+    """A standby finishes the job, or cleans up after it. A job that had ended does not run again."""
+    leader = drivers.start(**kill_point(reached, "driver", *fault))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    drivers.killed(leader)
+    drivers.submit(job_spec("storing", drivers), "job")
+    drivers.assert_killed(leader)
     had_ended = drivers.record("job").state.is_terminal
-    ended(drivers, mark)
+    check_end(drivers, reached)
     if had_ended:
-        assert (drivers.record("job").run, lines(drivers, "stages")) == (1, ["1"])
+        assert (drivers.record("job").run, recorded_lines(drivers, "stages")) == (1, ["1"])
 
 
-@each({name: RUN[name] for name in ("decided, not done", "claimed for the end", "no byte of the result", "the bytes of the result", "the result")})  # fmt: skip
+@at_each_point({name: RUN_POINTS[name] for name in ("commit decided, not applied", "end claimed", "before result bytes", "result bytes written", "result stored")})  # fmt: skip
 @pytest.mark.parametrize("drivers", ["sqlite", "zookeeper"], indirect=True)
-def test_a_leader_that_is_killed_while_a_run_ends(drivers, mark, what):
-    """The leader dies while its job's process is there, which lives: whichever of that one and the next run ends the job, one does."""
-    _, *where = what
-    moment, number = (where[1:] + ["after", 1][len(where) - 1 :])[:2]
-    leader = drivers.start(**point(mark, "run", where[0], moment, number, "driver"))
+def test_a_job_ends_once_when_the_leader_dies_while_its_run_ends(drivers, reached, fault):
+    """The leader dies while the job's process lives. Exactly one of that process and the next run ends the job."""
+    _, *point_arguments = fault
+    moment, number = (point_arguments[1:] + ["after", 1][len(point_arguments) - 1 :])[:2]
+    leader = drivers.start(**kill_point(reached, "run", point_arguments[0], moment, number, "driver"))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    drivers.killed(leader)
-    ended(drivers, mark)
-    assert lines(drivers, "stages") == ["1"]
+    drivers.submit(job_spec("storing", drivers), "job")
+    drivers.assert_killed(leader)
+    check_end(drivers, reached)
+    assert recorded_lines(drivers, "stages") == ["1"]
 
 
-@each(CANCELLED)
-def test_a_cancelled_job_that_somebody_is_killed_at(drivers, mark, what):
-    """Its driver, or who finishes what was decided, dies there: the job is cancelled in the end, and its commit is not there."""
+@at_each_point(CANCELLED_POINTS)
+def test_a_cancelled_job_commits_nothing_whichever_process_dies(drivers, reached, fault):
+    """Its driver, or the process that finishes a decided commit, dies.
+
+    The job ends cancelled, and nothing is committed.
+    """
     (drivers.folder / "out" / "hold-stage").touch()
-    role, *where = what
-    leader = drivers.start(**point(mark, role, *where))
+    role, *point_arguments = fault
+    leader = drivers.start(**kill_point(reached, role, *point_arguments))
     assert drivers.leader() is leader
     drivers.start()
-    drivers.submit(job_of("storing", drivers), "job")
-    until(lambda: lines(drivers, "stages"), "the job stages")
+    drivers.submit(job_spec("storing", drivers), "job")
+    wait_until(lambda: recorded_lines(drivers, "stages"), "the job stages")
     orphan = drivers.process("job")
     with drivers.jobs() as jobs:
         jobs.cancel("job")
     if role == "driver":
-        drivers.killed(leader)
-    ended(drivers, mark, "cancelled")
-    assert not alive(orphan)
-    assert lines(drivers, "stages") == ["1"]
+        drivers.assert_killed(leader)
+    check_end(drivers, reached, "cancelled")
+    assert not is_alive(orphan)
+    assert recorded_lines(drivers, "stages") == ["1"]
 
 
-@each(SUBMIT)
-def test_a_submitter_that_is_killed(drivers, mark, tmp_path, what):
-    """Who submits dies there: the job is there, whole, or it is not; submitted again it is that job, and runs once."""
+@at_each_point(SUBMIT_POINTS)
+def test_a_job_is_submitted_whole_or_not_when_its_submitter_dies(drivers, reached, tmp_path, fault):
+    """The job is stored completely or not at all. Submitted again, it is that job and runs once."""
     (tmp_path / "ha_jobs.py").write_text(MODULE)
-    places = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
-    conf = [word for key, value in QUICK.items() for word in ("--conf", f"{key}={value}")]
+    environment = {"STAGECREW_STORE": drivers.store, "STAGECREW_STATE": str(drivers.state)}
+    conf = [word for key, value in QUICK_CONF.items() for word in ("--conf", f"{key}={value}")]
     words = ["submit", "--id", "job", *conf, "--arg", f"folder={tmp_path}/out", "ha_jobs:storing"]
-    died = command(*words, cwd=tmp_path, **places, **point(mark, "submit", *what))
-    assert (died.returncode, died.stdout) == (-signal.SIGKILL, "")
-    consistent(drivers)
+    killed = run_stagecrew(*words, cwd=tmp_path, **environment, **kill_point(reached, "submit", *fault))
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "")
+    check_consistency(drivers)
     with drivers.jobs() as jobs:
-        assert jobs.names() == (["job"] if what == SUBMIT["the job"] else [])
-    again = command(*words, cwd=tmp_path, **places)
-    assert (again.returncode, again.stdout) == (0, "job\n"), again.stderr
+        assert jobs.names() == (["job"] if fault == SUBMIT_POINTS["job stored"] else [])
+    repeated = run_stagecrew(*words, cwd=tmp_path, **environment)
+    assert (repeated.returncode, repeated.stdout) == (0, "job\n"), repeated.stderr
     (tmp_path / "ha_jobs.py").unlink()
     drivers.start()
-    ended(drivers, mark)
-    assert (drivers.record("job").run, lines(drivers, "stages")) == (1, ["1"])
+    check_end(drivers, reached)
+    assert (drivers.record("job").run, recorded_lines(drivers, "stages")) == (1, ["1"])

@@ -1,20 +1,19 @@
-"""Programs of jobs as real processes with real Spark, killed at a write to the store: they give the results that the simulation gives without a kill."""
+"""Job programs in real processes with real Spark, killed at a write to the store: same results as the simulation."""
 
 import collections
 import json
-from pathlib import Path
+import zipfile
 
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-import haprograms
-import programs
-from drawnprograms import programs as drawn
-from haprocesses import QUICK, campaign, point
-from histories import history
+import support
 from stagecrew.recovery.specs import JobSpec
+from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
+from support.job_program_histories import history
+from support.job_program_strategy import programs as drawn
 
 
 @pytest.mark.long
@@ -26,23 +25,28 @@ from stagecrew.recovery.specs import JobSpec
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-@given(program=drawn(), where=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
-def test_programs_in_processes(tmp_path_factory, program, where, moment):
-    """A program whose process is killed gives the results and rows of the simulation, in which nobody is."""
+@given(program=drawn(), point_number=st.integers(0, 999), moment=st.sampled_from(["before", "after"]))
+def test_a_killed_process_gives_the_results_of_the_simulation(tmp_path_factory, program, point_number, moment):
+    """A program whose process is killed gives the results and rows of the simulation without a kill."""
     text = str(program)
     assume("'act'" in text and text.count("(") > 30 and "'raise'" not in text and "'nameless'" not in text)
     expected, points = history(program, 1)
     writes = [one for one in points if one.startswith("before ") and " jobs/job" in one]
     folder = tmp_path_factory.mktemp("programs")
-    mark = folder / "reached"
-    with campaign(f"sqlite://{folder}/jobs.db", folder) as drivers:
-        drivers.start(**point(mark, "run", "transact", moment, 1 + where * len(writes) // 1000))
-        files = [Path(module.__file__) for module in (programs, haprograms)]
+    reached = folder / "reached"
+    with campaigning_drivers(f"sqlite://{folder}/jobs.db", folder) as drivers:
+        drivers.start(**kill_point(reached, "run", "transact", moment, 1 + point_number * len(writes) // 1000))
+        archive = folder / "programs.zip"
+        with zipfile.ZipFile(archive, "w") as zipped:
+            for name in ("__init__", "job_programs", "job_programs_on_spark"):
+                zipped.write(f"{support.__path__[0]}/{name}.py", f"support/{name}.py")
         arguments = {"folder": str(folder / "out"), "program": program}
-        drivers.submit(JobSpec.of_function("haprograms:run", arguments, QUICK, files), "job")
+        drivers.submit(
+            JobSpec.of_function("support.job_programs_on_spark:run", arguments, QUICK_CONF, [archive]), "job"
+        )
         result = drivers.result("job", 300)
         assert (result.state, result.reason, result.shown) == ("succeeded", "", expected.value), drivers.logs("job")
-        assert mark.exists()
+        assert reached.exists()
     tables = {path.name[6:]: json.loads(path.read_text()) for path in (folder / "out").glob("table-*")}
     assert tables == json.loads(json.dumps(expected.table))
     rows = collections.defaultdict(list)

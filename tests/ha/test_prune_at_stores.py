@@ -1,4 +1,4 @@
-"""Ended jobs are removed from real stores, while other processes submit, look and prune."""
+"""Ended jobs are removed from real stores while other processes submit, read and prune."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import uuid
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.errors import JobUnknown
 from stagecrew.recovery.jobs import JobState, open_jobs
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
+from support.waiting import eventually
 
 SPEC = JobSpec("job.py", (), {}, {}, b"", 50)
 
 
 @pytest.fixture(params=["sqlite", "zookeeper"])
-def places(request, tmp_path):
-    """The store and the storage of the test's own."""
+def store_and_storage(request, tmp_path):
+    """The URLs of a new store and a new state storage."""
     (tmp_path / "state").mkdir()
     if request.param == "sqlite":
         return f"sqlite://{tmp_path}/jobs.db", str(tmp_path / "state")
@@ -26,36 +26,39 @@ def places(request, tmp_path):
     return f"zookeeper://{hosts}/prune-{uuid.uuid4().hex}?timeout=10", str(tmp_path / "state")
 
 
-def lives(jobs, id_):
-    """A job from its submit to its cleanup, as a run and a leader would do it."""
+def run_to_cleanup(jobs, id_):
+    """Takes a job from its submit to its cleanup, as a run and a leader do."""
     jobs.submit(SPEC, id_)
     jobs.start(id_, jobs.read(id_), jobs.claim(id_))
     jobs.finish(id_, jobs.read(id_), JobState.SUCCEEDED, Result.of_value(id_))
     jobs.clean(id_)
 
 
-def test_prunes_that_meet(places, tmp_path):
-    """Three prunes at once remove each old job once, and nothing else: neither open jobs, nor any that is submitted meanwhile under an id
-    that a prune has freed. Nothing of a removed job is left in the store or in the storage."""
-    ids = [f"a/{number}" for number in range(20)]
-    with open_jobs(*places) as jobs:
-        for id_ in ids:
-            lives(jobs, id_)
-        jobs.submit(SPEC, "open")
-        removed, errors, begun = [], [], threading.Barrier(4)
+def test_concurrent_prunes_remove_each_ended_job_once(store_and_storage, tmp_path):
+    """Three concurrent prunes remove each old job once and nothing else.
 
-        def prunes():
+    They keep open jobs, and jobs submitted meanwhile under an id that a prune has freed. Nothing of a removed job is
+    left in the store or in the storage.
+    """
+    ids = [f"a/{number}" for number in range(20)]
+    with open_jobs(*store_and_storage) as jobs:
+        for id_ in ids:
+            run_to_cleanup(jobs, id_)
+        jobs.submit(SPEC, "open")
+        removed, errors, barrier = [], [], threading.Barrier(4)
+
+        def prune():
             try:
-                with open_jobs(*places) as mine:
-                    begun.wait(60)
-                    removed.extend(one.job for one in mine.prune(0.0) if one.removed)
+                with open_jobs(*store_and_storage) as own_jobs:
+                    barrier.wait(60)
+                    removed.extend(one.job for one in own_jobs.prune(0.0) if one.removed)
             except Exception as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=prunes) for _ in range(3)]
+        threads = [threading.Thread(target=prune) for _ in range(3)]
         for thread in threads:
             thread.start()
-        begun.wait(60)
+        barrier.wait(60)
         for id_ in ids[-3:]:
             eventually(lambda id_=id_: id_ in removed or errors)
             jobs.submit(SPEC, id_)
@@ -68,6 +71,6 @@ def test_prunes_that_meet(places, tmp_path):
             jobs.result(ids[0])
         assert not list(jobs.prune(0.0))
         files = [path for path in (tmp_path / "state").rglob("*") if path.is_file()]
-        assert len(files) == len(jobs.names())  # what each of them runs
-        lives(jobs, ids[0])
+        assert len(files) == len(jobs.names())  # the spec of each remaining job
+        run_to_cleanup(jobs, ids[0])
         assert jobs.result(ids[0]).value() == ids[0]

@@ -1,4 +1,5 @@
-"""What befalls a SQLite store: kills at any moment, full and broken disks, files that are deleted or of others."""
+"""SQLite stores under faults: kills at any moment, full and failing disks, deleted files, and files of other
+programs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.errors import (
     PossiblyInconsistentError,
     RecoveryMisused,
@@ -34,7 +34,8 @@ from stagecrew.recovery.election import Unanswered
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.sessionfiles import alive
 from stagecrew.recovery.stores.sqlite import FORMAT, SQLiteStore
-from storeprocess import StoreProcess
+from support.store_process import StoreProcess
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -44,37 +45,37 @@ def path(tmp_path):
 
 @pytest.fixture
 def store(path):
-    with contextlib.closing(SQLiteStore(path)) as opened:
-        yield opened
+    with contextlib.closing(SQLiteStore(path)) as store:
+        yield store
 
 
 def url(path):
     return f"sqlite://{path}"
 
 
-def test_many_sessions_make_one_store(tmp_path):
-    """Sessions that open a store at the same moment, which is not there yet, all open the one that one of them makes."""
+def test_concurrent_sessions_create_one_store(tmp_path):
+    """Concurrent sessions open a store that does not exist yet. All of them open the one that one of them creates."""
 
-    def opens(path, barrier):
+    def open_and_close(path, barrier):
         barrier.wait(30)
         SQLiteStore(path).close()
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         for number in range(30):
             barrier = threading.Barrier(8)
-            opened = [threads.submit(opens, tmp_path / f"{number}.db", barrier) for _ in range(8)]
+            opened = [threads.submit(open_and_close, tmp_path / f"{number}.db", barrier) for _ in range(8)]
             for one in opened:
                 one.result(60)
 
 
-def test_files_are_for_their_user_alone_and_none_of_a_session_is_left(path):
+def test_files_are_private_and_a_closed_session_leaves_none(path):
     descriptors = len(os.listdir("/proc/self/fd"))
-    before = os.umask(0)
+    umask_before = os.umask(0)
     try:
         store = SQLiteStore(path)
         store.ensure("a")
     finally:
-        os.umask(before)
+        os.umask(umask_before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in path.parent.iterdir() if one.is_file())
     folder = Path(f"{path}.sessions")
@@ -87,8 +88,8 @@ def test_files_are_for_their_user_alone_and_none_of_a_session_is_left(path):
     assert list(folder.iterdir()) == []
 
 
-def test_what_is_answered_is_on_the_disk(path):
-    """Every session, the one that makes the store and each that opens it, has its transactions on the disk before they are answered."""
+def test_transactions_are_on_disk_before_they_return(path):
+    """Every session, whether it creates or opens the store, has its transactions on disk before they return."""
     with contextlib.closing(SQLiteStore(path)) as first, contextlib.closing(SQLiteStore(path)) as second:
         for store in (first, second):
             settings = [
@@ -97,22 +98,22 @@ def test_what_is_answered_is_on_the_disk(path):
             assert settings == [2, "wal"]
 
 
-def killed_in_the_middle(path, seed, kills):
-    """Whatever was answered is there, and of what was not, all or nothing."""
-    chance = random.Random(seed)
+def check_kills_in_transactions(path, seed, kills):
+    """Every transaction that returned is stored. Every other one is stored completely or not at all."""
+    rng = random.Random(seed)
     with contextlib.closing(SQLiteStore(path)) as store:
         store.ensure("a", "b")
         for _ in range(kills):
             with StoreProcess(url(path)) as process:
                 process("transact", Create("held", ephemeral=True))
-                process.tell("count", "a", "b")
-                answered = chance.randrange(1, 40)
-                told = [int(process._process.stdout.readline()) for _ in range(answered)]
-                time.sleep(chance.random() / 200)  # anywhere in a transaction
+                process.send("count", "a", "b")
+                replies = rng.randrange(1, 40)
+                versions = [int(process._process.stdout.readline()) for _ in range(replies)]
+                time.sleep(rng.random() / 200)  # at any moment of a transaction
                 process.kill()
             a, b = store.read("a"), store.read("b")
             assert a == b == Entry(b"%d" % a.version, a.version)
-            assert a.version >= told[-1]
+            assert a.version >= versions[-1]
             assert store.children("held") == []
             assert store.read("held") is None
             store.transact(
@@ -122,40 +123,40 @@ def killed_in_the_middle(path, seed, kills):
         assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_process_that_is_killed_leaves_no_half_transaction(path):
-    killed_in_the_middle(path, 7, 4)
+def test_a_killed_process_leaves_no_partial_transaction(path):
+    check_kills_in_transactions(path, 7, 4)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(3))
-def test_many_processes_that_are_killed_leave_no_half_transaction(path, seed):
-    killed_in_the_middle(path, seed, 40)
+def test_many_killed_processes_leave_no_partial_transaction(path, seed):
+    check_kills_in_transactions(path, seed, 40)
 
 
-def test_processes_that_open_a_new_database_together_all_get_it(path):
-    with contextlib.ExitStack() as all_of_them:
-        processes = [all_of_them.enter_context(StoreProcess.begun(url(path))) for _ in range(6)]
-        sessions = [process.answer() for process in processes]
+def test_processes_can_open_a_new_database_at_the_same_time(path):
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(StoreProcess.starting(url(path))) for _ in range(6)]
+        sessions = [process.receive() for process in processes]
         assert len(set(sessions)) == 6
         for number, process in enumerate(processes):
             process("transact", Create(f"n{number}", ephemeral=True))
         assert all(processes[0]("read", f"n{number}").session == sessions[number] for number in range(6))
 
 
-def test_opening_takes_away_what_dead_sessions_left(path):
+def test_opening_removes_what_dead_sessions_left(path):
     with StoreProcess(url(path)) as process:
         process("transact", Create("e", ephemeral=True))
         process.kill()
     folder = Path(f"{path}.sessions")
-    (folder / "stray").touch()  # of one that died before it was known
+    (folder / "stray").touch()  # from a session that died before it was registered
     with contextlib.closing(SQLiteStore(path)) as store, contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT name FROM sessions").fetchall() == [(store.session,)]
         assert database.execute("SELECT count(*) FROM entries").fetchone() == (0,)
         assert [file.name for file in folder.iterdir()] == [store.session]
 
 
-def test_a_fork_does_not_keep_the_session_of_its_dead_parent_alive(path, tmp_path):
-    """G25: the lock goes over to forks. Those of Python give it back."""
+def test_a_fork_does_not_keep_its_dead_parents_session_alive(path, tmp_path):
+    """G25: forks inherit the lock. Forks made by Python release it."""
     program = """if True:
         import os, sys, time
         from stagecrew.recovery.stores.contract import Create
@@ -182,7 +183,7 @@ def test_a_fork_does_not_keep_the_session_of_its_dead_parent_alive(path, tmp_pat
             os.kill(child, signal.SIGKILL)
 
 
-def test_who_loses_its_file_loses_its_session_and_what_it_held(path, store):
+def test_a_session_whose_file_is_deleted_is_lost(path, store):
     with contextlib.closing(SQLiteStore(path)) as other:
         store.transact(Create("e", ephemeral=True))
         (Path(f"{path}.sessions") / store.session).unlink()
@@ -195,41 +196,41 @@ def test_who_loses_its_file_loses_its_session_and_what_it_held(path, store):
         assert other.read("late") is None
 
 
-def test_who_was_buried_replaces_nothing_behind_a_check(path, store):
-    """A transaction that begins with a check, as each of a leader does, is none of a session that others have taken for dead."""
+def test_a_session_that_was_declared_dead_writes_nothing(path, store):
+    """After other sessions have declared a session dead, its transactions fail, even those that start with a check."""
     store.transact(Create("a"), Create("b", b"before"), Create("e", ephemeral=True))
     with contextlib.closing(SQLiteStore(path)) as other:
         (Path(f"{path}.sessions") / store.session).unlink()
-        assert other.read("e") is None  # by which it is buried
+        assert other.read("e") is None  # this read declares the session dead
         for operations in ((Check("a"), Replace("b", b"late", 0)), (Check("a", 0), Create("c")), (Check("a"),), ()):
             with pytest.raises(SessionLost, match="is over"):
                 store.transact(*operations)
         assert (other.read("b"), other.read("c")) == (Entry(b"before", 0, None), None)
 
 
-def test_a_disk_that_fails_is_an_error_of_the_store(tmp_path):
-    """Where the place of the database cannot be looked at, nothing is done, the store says so, and the session lasts until that can be."""
-    place = tmp_path / "place"
-    place.mkdir()
-    with contextlib.closing(SQLiteStore(place / "crew.db")) as store:
+def test_an_inaccessible_directory_is_an_error_of_the_store(tmp_path):
+    """If the database's directory is inaccessible, nothing is done, the store says so, and the session survives."""
+    directory = tmp_path / "place"
+    directory.mkdir()
+    with contextlib.closing(SQLiteStore(directory / "crew.db")) as store:
         store.ensure("a")
-        place.rename(tmp_path / "away")
-        place.write_bytes(b"")  # in the way: the system answers ENOTDIR
+        directory.rename(tmp_path / "away")
+        directory.write_bytes(b"")  # a file in its place, so that system calls fail with ENOTDIR
         for call in (lambda: store.read("a"), lambda: store.children("a"), lambda: store.transact(Create("b"))):
             with pytest.raises(
                 StoreUnavailable, match=r"crew.db cannot be used: .*Not a directory.*; nothing was done"
             ):
                 call()
         assert isinstance(LeaseClient(store, time.monotonic).ask(), Unanswered)
-        place.unlink()
-        (tmp_path / "away").rename(place)
+        directory.unlink()
+        (tmp_path / "away").rename(directory)
         assert store.transact(Create("b")) == [0]
-        place.rename(tmp_path / "away")
-        place.write_bytes(b"")
+        directory.rename(tmp_path / "away")
+        directory.write_bytes(b"")
     assert not alive(str(tmp_path / "away" / "crew.db.sessions"), store.session)
 
 
-def test_who_loses_the_database_writes_to_no_deleted_one(path, store):
+def test_nothing_is_written_to_a_deleted_database(path, store):
     store.ensure("a")
     path.unlink()
     with pytest.raises(SessionLost, match="deleted or replaced"):
@@ -240,7 +241,7 @@ def test_who_loses_the_database_writes_to_no_deleted_one(path, store):
             store.read("a")
 
 
-# -- What is refused
+# -- Refused databases
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_who_loses_the_database_writes_to_no_deleted_one(path, store):
      ("fuse.sshfs", True), ("fuse", True), ("9p", True), ("virtiofs", True), ("ext4", False), ("xfs", False), ("btrfs", False),
      ("tmpfs", False), ("overlay", False), ("zfs", False), ("fuseblk", False), ("fuse.fuse-overlayfs", False)],
 )  # fmt: skip
-def test_a_database_on_a_file_system_of_several_machines_is_refused(tmp_path, kind, refused):
+def test_a_database_on_a_network_file_system_is_refused(tmp_path, kind, refused):
     folder = tmp_path / "with space"
     folder.mkdir()
     mounts = tmp_path / "mountinfo"
@@ -270,13 +271,13 @@ def test_a_database_on_a_file_system_of_several_machines_is_refused(tmp_path, ki
         SQLiteStore(folder / "crew.db", mounts=str(mounts)).close()
 
 
-def test_where_the_system_does_not_tell_the_file_system_nothing_is_refused(tmp_path):
+def test_an_unknown_file_system_is_accepted(tmp_path):
     assert filesystem("/", str(tmp_path / "none")) is None
     assert not shared(None)
     assert filesystem("/proc") == "proc"
 
 
-def test_a_newer_format_is_refused_and_left_as_it_is(path):
+def test_a_newer_format_is_refused_and_unchanged(path):
     SQLiteStore(path).close()
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
@@ -286,7 +287,7 @@ def test_a_newer_format_is_refused_and_left_as_it_is(path):
     assert path.read_bytes() == before
 
 
-def test_a_database_of_another_program_is_refused_and_left_as_it_is(path):
+def test_a_database_of_another_program_is_refused_and_unchanged(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE theirs (x)")
     before = path.read_bytes()
@@ -295,14 +296,14 @@ def test_a_database_of_another_program_is_refused_and_left_as_it_is(path):
     assert path.read_bytes() == before
 
 
-def test_what_is_no_database_is_refused_and_left_as_it_is(path):
+def test_a_file_that_is_no_database_is_refused_and_unchanged(path):
     path.write_bytes(b"a letter to my aunt\n" * 100)
     with pytest.raises(StoreUnsupported, match="is damaged, or no database"):
         SQLiteStore(path)
     assert path.read_bytes() == b"a letter to my aunt\n" * 100
 
 
-def test_a_damaged_database_is_refused_in_clear_words_and_not_deleted(path):
+def test_a_damaged_database_is_refused_and_not_deleted(path):
     with contextlib.closing(SQLiteStore(path)) as store:
         store.ensure(*(f"a/{'x' * 100}{number}" for number in range(500)))
     damaged = bytearray(path.read_bytes())
@@ -314,12 +315,12 @@ def test_a_damaged_database_is_refused_in_clear_words_and_not_deleted(path):
     assert len(path.read_bytes()) == len(damaged)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_directory_is_named(tmp_path):
     with pytest.raises(RecoveryMisused, match="there is no folder for .*none/crew.db"):
         SQLiteStore(tmp_path / "none" / "crew.db")
 
 
-def test_a_folder_that_cannot_be_written_is_refused(path):
+def test_an_unwritable_directory_is_refused(path):
     SQLiteStore(path).close()
     program = """if True:
         import os, sys
@@ -338,21 +339,23 @@ def test_a_folder_that_cannot_be_written_is_refused(path):
         except Exception as error:
             print(type(error).__name__, error)
     """
-    above = [str(one) for one in path.parents if one.owner() == Path("~").expanduser().owner() and "pytest" in str(one)]
-    said = subprocess.run(
-        [sys.executable, "-c", "import stagecrew.recovery.stores.sqlite\n" + program, path, path.parent, *above],
+    parents = [
+        str(one) for one in path.parents if one.owner() == Path("~").expanduser().owner() and "pytest" in str(one)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", "import stagecrew.recovery.stores.sqlite\n" + program, path, path.parent, *parents],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     path.parent.chmod(0o700)
-    assert said.stdout.startswith("StoreRefused"), said
-    assert str(path) in said.stdout
+    assert done.stdout.startswith("StoreRefused"), done
+    assert str(path) in done.stdout
 
 
-# -- Disks
+# -- Full disks
 
 
-def test_a_full_database_refuses_and_does_nothing_and_goes_on_when_there_is_room(store):
-    """SQLite's own limit of pages is met in the same way as the end of a disk."""
+def test_a_full_database_refuses_writes_until_there_is_room(store):
+    """SQLite's own page limit behaves like the end of a disk."""
     store.ensure("a")
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
@@ -363,8 +366,8 @@ def test_a_full_database_refuses_and_does_nothing_and_goes_on_when_there_is_room
     assert store.transact(Replace("a", b"1", 0)) == [1]
 
 
-def test_a_write_that_the_disk_does_not_take_is_unknown_and_repeating_it_tells(path):
-    """No file may grow further, which SQLite meets while it commits."""
+def test_a_commit_that_cannot_be_written_has_an_unknown_outcome(path):
+    """No file may grow, which SQLite notices during the commit. A repetition finds out."""
     with contextlib.closing(SQLiteStore(path)) as store, StoreProcess(url(path)) as process:
         process("transact", Create("a"))
         process("limit", os.path.getsize(f"{path}-wal"))
@@ -379,7 +382,7 @@ def test_a_write_that_the_disk_does_not_take_is_unknown_and_repeating_it_tells(p
         assert store.read("a") == Entry(b"y" * 9000, 1)
 
 
-FULL = """if True:
+FULL_DISK_PROGRAM = """if True:
     import os, sys
     from stagecrew.errors import *
     from stagecrew.recovery.stores.contract import *
@@ -405,25 +408,25 @@ FULL = """if True:
 """
 
 
-def test_a_full_disk_refuses_and_does_nothing(tmp_path):
+def test_a_full_disk_refuses_writes_and_changes_nothing(tmp_path):
     if os.geteuid() != 0 or not shutil.which("unshare"):
         pytest.skip("needs root, to mount a small disk")
     (tmp_path / "disk").mkdir()
-    said = subprocess.run(
+    completed = subprocess.run(
         ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=2m full "$2" && head -c 400000 /dev/zero > "$2/filler" && "$1" -c "$3" "$2"',
-         "sh", sys.executable, tmp_path / "disk", FULL],
+         "sh", sys.executable, tmp_path / "disk", FULL_DISK_PROGRAM],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    done, refused = map(int, said.stdout.split())
+    assert completed.returncode == 0, completed.stderr
+    done, refused = map(int, completed.stdout.split())
     assert done > 5
     assert refused == 5
 
 
-# -- Others
+# -- Other processes
 
 
-def test_who_waits_too_long_for_another_says_for_whom_and_has_done_nothing(path):
+def test_waiting_too_long_for_a_lock_raises_and_changes_nothing(path):
     with (
         contextlib.closing(SQLiteStore(path, patience=0.3)) as store,
         contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other,
@@ -436,19 +439,19 @@ def test_who_waits_too_long_for_another_says_for_whom_and_has_done_nothing(path)
         with pytest.raises(StoreUnavailable):
             SQLiteStore(path, patience=0.3)
         assert len(list(Path(f"{path}.sessions").iterdir())) == 1
-        begun = time.monotonic()
+        started = time.monotonic()
         SQLiteStore.close(store)
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - started < 3
         other.execute("ROLLBACK")
     with contextlib.closing(SQLiteStore(path)) as store, contextlib.closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT name FROM sessions").fetchall() == [(store.session,)]
 
 
-def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_and_no_longer_than_it_is(path):
+def test_a_process_stopped_in_a_transaction_blocks_others_only_while_stopped(path):
     with contextlib.closing(SQLiteStore(path, patience=0.2)) as store, StoreProcess(url(path)) as process:
         store.ensure("a", "b")
-        process.tell("count", "a", "b")
-        chance = random.Random(3)
+        process.send("count", "a", "b")
+        rng = random.Random(3)
 
         def held_up():
             process.kill(signal.SIGSTOP)
@@ -457,7 +460,7 @@ def test_a_process_that_is_stopped_in_a_transaction_holds_others_up_and_no_longe
             except StoreUnavailable:
                 return True
             process.kill(signal.SIGCONT)
-            time.sleep(chance.random() / 100)
+            time.sleep(rng.random() / 100)
             return False
 
         eventually(held_up, 60)

@@ -1,4 +1,4 @@
-"""The contract of a coordination store, for both of them and for the model that other tests use instead."""
+"""The contract of a coordination store, for SQLite, ZooKeeper, and the model that other tests use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from crewtools import eventually
-from modelstore import ModelServer
 from stagecrew.errors import PossiblyInconsistentError, RecoveryMisused, SessionLost, StoreConflict, StoreRefused
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import (
@@ -29,13 +27,15 @@ from stagecrew.recovery.stores.contract import (
     segment,
     text_of,
 )
-from storeprocess import StoreProcess
+from support.model_store import ModelServer
+from support.store_process import StoreProcess
+from support.waiting import eventually
 
 KINDS = ["sqlite", "zookeeper"]
 
 
 class Backend:
-    """A place where stores are opened, with a root for each test."""
+    """Opens stores at one place, with a new root for each test."""
 
     def __init__(self, url, server=None):
         self.url, self._server, self._opened = url, server, []
@@ -46,7 +46,7 @@ class Backend:
         return store
 
     def fresh(self):
-        """A store, and the key of an entry under which there is nothing."""
+        """A store, and the key of a new entry without children."""
         store, root = self.open(), f"t{uuid.uuid4().hex}"
         store.ensure(root)
         return store, root
@@ -56,7 +56,7 @@ class Backend:
             store.close()
 
 
-def opened(kind, request):
+def open_backend(kind, request):
     if kind == "model":
         return Backend(None, ModelServer())
     if kind == "sqlite":
@@ -66,21 +66,21 @@ def opened(kind, request):
 
 @pytest.fixture(params=["model", *KINDS])
 def backend(request):
-    made = opened(request.param, request)
-    yield made
-    made.close()
+    backend_of_kind = open_backend(request.param, request)
+    yield backend_of_kind
+    backend_of_kind.close()
 
 
 @pytest.fixture(params=KINDS)
-def real(request):
-    """A store that other processes can use too."""
-    made = opened(request.param, request)
-    yield made
-    made.close()
+def process_backend(request):
+    """A store that several processes can use."""
+    backend_of_kind = open_backend(request.param, request)
+    yield backend_of_kind
+    backend_of_kind.close()
 
 
 def conflict(store, *operations):
-    """What stands in the way of a transaction: the index of the operation, and why."""
+    """The index of the operation that a transaction conflicts at, and the reason."""
     with pytest.raises(StoreConflict) as raised:
         store.transact(*operations)
     return raised.value.index, raised.value.why
@@ -89,7 +89,7 @@ def conflict(store, *operations):
 # -- One session
 
 
-def test_entries_are_made_read_changed_and_taken_away(backend):
+def test_entries_are_created_read_replaced_and_deleted(backend):
     store, root = backend.fresh()
     key = f"{root}/a"
     assert store.read(key) is None
@@ -104,11 +104,11 @@ def test_entries_are_made_read_changed_and_taken_away(backend):
     assert store.transact(Delete(key, 2)) == [None]
     assert store.read(key) is None
     assert store.children(root) == []
-    assert store.transact(Create(key)) == [0], "a key is free again, and its versions begin anew"
+    assert store.transact(Create(key)) == [0], "a deleted key is free again, and its versions start at 0"
     assert store.read(key) == Entry(b"", 0)
 
 
-def test_a_transaction_sees_what_its_earlier_operations_did(backend):
+def test_a_transaction_sees_its_earlier_operations(backend):
     store, root = backend.fresh()
     a, b = f"{root}/a", f"{root}/a/b"
     assert store.transact(
@@ -122,44 +122,52 @@ def test_a_transaction_sees_what_its_earlier_operations_did(backend):
 
 
 CONFLICTS = {
-    "a key is there": (lambda r: [Create(f"{r}/a")], "exists"),
-    "nothing above": (lambda r: [Create(f"{r}/none/b")], "no parent"),
-    "an ephemeral above": (lambda r: [Create(f"{r}/ephemeral/b")], "no parent"),
-    "replace what is not there": (lambda r: [Replace(f"{r}/none", b"", 0)], "missing"),
+    "create an existing key": (lambda r: [Create(f"{r}/a")], "exists"),
+    "create without a parent": (lambda r: [Create(f"{r}/none/b")], "no parent"),
+    "create below an ephemeral entry": (lambda r: [Create(f"{r}/ephemeral/b")], "no parent"),
+    "replace a missing key": (lambda r: [Replace(f"{r}/none", b"", 0)], "missing"),
     "replace another version": (lambda r: [Replace(f"{r}/a", b"", 0)], "version"),
     "replace a later version": (lambda r: [Replace(f"{r}/a", b"", 2)], "version"),
-    "delete what is not there": (lambda r: [Delete(f"{r}/none")], "missing"),
-    "delete a version that is not there": (lambda r: [Delete(f"{r}/none", 0)], "missing"),
+    "delete a missing key": (lambda r: [Delete(f"{r}/none")], "missing"),
+    "delete a version of a missing key": (lambda r: [Delete(f"{r}/none", 0)], "missing"),
     "delete another version": (lambda r: [Delete(f"{r}/a", 3)], "version"),
     "delete with children": (lambda r: [Delete(f"{r}/a", 1)], "not empty"),
     "delete with a child of this transaction": (lambda r: [Create(f"{r}/b/c"), Delete(f"{r}/b")], "not empty"),
-    "check what is not there": (lambda r: [Check(f"{r}/none")], "missing"),
-    "check a version that is not there": (lambda r: [Check(f"{r}/none", 0)], "missing"),
+    "check a missing key": (lambda r: [Check(f"{r}/none")], "missing"),
+    "check a version of a missing key": (lambda r: [Check(f"{r}/none", 0)], "missing"),
     "check another version": (lambda r: [Check(f"{r}/a", 0)], "version"),
-    "the same key twice": (lambda r: [Create(f"{r}/new"), Create(f"{r}/new")], "exists"),
-    "a version changed before": (lambda r: [Replace(f"{r}/a", b"", 1), Check(f"{r}/a", 1)], "version"),
+    "create the same key twice": (lambda r: [Create(f"{r}/new"), Create(f"{r}/new")], "exists"),
+    "check a version replaced before": (lambda r: [Replace(f"{r}/a", b"", 1), Check(f"{r}/a", 1)], "version"),
 }
 
 
-def test_each_conflict_says_which_operation_failed_and_why_and_nothing_was_done(backend):
+def test_a_conflict_names_its_operation_and_reason_and_changes_nothing(backend):
     store, root = backend.fresh()
     a = f"{root}/a"
     store.transact(Create(a, b"0"), Replace(a, b"1", 0), Create(f"{a}/child"), Create(f"{root}/b"))
     store.transact(Create(f"{root}/ephemeral", ephemeral=True), Create(f"{root}/done", b"before"))
 
-    def all_of_it():
+    def contents():
         return [(key, store.read(f"{root}/{key}"), store.children(f"{root}/{key}")) for key in store.children(root)]
 
-    before = all_of_it()
+    contents_before = contents()
     for name, (operations, why) in CONFLICTS.items():
-        asked = operations(root)
-        assert conflict(store, *asked) == (len(asked) - 1, why), name
-        first = [Replace(f"{root}/done", b"after", 0), Create(f"{root}/x"), Delete(f"{a}/child"), Create(f"{a}/child2")]
-        assert conflict(store, *first, *asked, Create(f"{root}/y")) == (len(first) + len(asked) - 1, why), name
-        assert all_of_it() == before, name
+        requested = operations(root)
+        assert conflict(store, *requested) == (len(requested) - 1, why), name
+        earlier_operations = [
+            Replace(f"{root}/done", b"after", 0),
+            Create(f"{root}/x"),
+            Delete(f"{a}/child"),
+            Create(f"{a}/child2"),
+        ]
+        assert conflict(store, *earlier_operations, *requested, Create(f"{root}/y")) == (
+            len(earlier_operations) + len(requested) - 1,
+            why,
+        ), name
+        assert contents() == contents_before, name
 
 
-def test_ensure_makes_what_is_not_there_with_all_above_it(backend):
+def test_ensure_creates_missing_entries_and_their_parents(backend):
     store, root = backend.fresh()
     store.transact(Create(f"{root}/a", b"kept"))
     store.ensure(f"{root}/a/b/c", f"{root}/d", f"{root}/a")
@@ -172,7 +180,7 @@ def test_ensure_makes_what_is_not_there_with_all_above_it(backend):
         store.ensure(f"{root}/e/f")
 
 
-def test_children_are_sorted_and_only_those_right_below(backend):
+def test_children_are_sorted_and_direct(backend):
     store, root = backend.fresh()
     names = ["b", "a", "a.b", "a-b", "B", "%41", "~", "_", "10", "9"]
     store.transact(
@@ -184,14 +192,14 @@ def test_children_are_sorted_and_only_those_right_below(backend):
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(min_size=1))
-def test_any_text_is_a_part_of_a_key(text):
+def test_any_text_can_be_encoded_as_part_of_a_key(text):
     part = segment(text)
     assert text_of(part) == text
     assert "/" not in part
     assert checked_key(f"jobs/{part}/state")
 
 
-def test_odd_keys_and_all_bytes_are_kept(backend):
+def test_unusual_keys_and_all_bytes_are_kept(backend):
     store, root = backend.fresh()
     texts = [
         "a/b",
@@ -214,7 +222,7 @@ def test_odd_keys_and_all_bytes_are_kept(backend):
     assert {text_of(part) for part in store.children(root)} == set(texts)
 
 
-def test_what_is_too_large_is_refused_before_it_is_sent(backend):
+def test_values_and_transactions_that_are_too_large_are_refused(backend):
     store, root = backend.fresh()
     key, largest = f"{root}/a", os.urandom(LARGEST)
     store.transact(Create(key, largest))
@@ -229,14 +237,14 @@ def test_what_is_too_large_is_refused_before_it_is_sent(backend):
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "a//b", ".", "a/..", "%", "a b", "a\n", "ü", "a\x00"])
-def test_what_is_no_key_is_an_error_that_says_so(backend, key):
+def test_an_invalid_key_is_refused(backend, key):
     store, _ = backend.fresh()
-    for ask in (store.read, store.children, store.ensure, lambda key: store.transact(Create(key))):
+    for call in (store.read, store.children, store.ensure, lambda key: store.transact(Create(key))):
         with pytest.raises(RecoveryMisused, match="is no key"):
-            ask(key)
+            call(key)
 
 
-def test_what_is_no_value_and_no_version_is_an_error_that_says_so(backend):
+def test_invalid_values_and_versions_are_refused(backend):
     store, root = backend.fresh()
     with pytest.raises(RecoveryMisused, match="is str: give bytes"):
         store.transact(Create(f"{root}/a", "text"))
@@ -251,14 +259,16 @@ def test_what_is_no_value_and_no_version_is_an_error_that_says_so(backend):
 # -- Sessions
 
 
-def test_a_session_ends_with_close_and_takes_its_ephemeral_entries_away(backend):
+def test_closing_a_session_removes_its_ephemeral_entries(backend):
     one, root = backend.fresh()
     two = backend.open()
     assert one.session != two.session
     one.transact(Create(f"{root}/e", b"1", ephemeral=True), Create(f"{root}/stays"))
     one.transact(Replace(f"{root}/e", b"2", 0))
     two.transact(Replace(f"{root}/e", b"3", 1))
-    assert two.read(f"{root}/e") == Entry(b"3", 2, one.session), "it stays the session's that made it"
+    assert two.read(f"{root}/e") == Entry(b"3", 2, one.session), (
+        "the entry still belongs to the session that created it"
+    )
     assert two.children(root) == ["e", "stays"]
     assert not one.suspended
     one.close()
@@ -266,14 +276,14 @@ def test_a_session_ends_with_close_and_takes_its_ephemeral_entries_away(backend)
     assert one.suspended
     assert two.children(root) == ["stays"]
     assert two.read(f"{root}/e") is None
-    for ask in (one.read, one.children, one.ensure, lambda key: one.transact(Check(key))):
+    for call in (one.read, one.children, one.ensure, lambda key: one.transact(Check(key))):
         with pytest.raises(SessionLost):
-            ask(root)
+            call(root)
     assert two.transact(Create(f"{root}/e", ephemeral=True)) == [0]
     assert not two.suspended
 
 
-def test_an_ephemeral_entry_can_be_deleted_by_anybody(backend):
+def test_another_session_can_delete_an_ephemeral_entry(backend):
     one, root = backend.fresh()
     two = backend.open()
     one.transact(Create(f"{root}/e", ephemeral=True))
@@ -282,7 +292,7 @@ def test_an_ephemeral_entry_can_be_deleted_by_anybody(backend):
     assert two.read(f"{root}/e") == Entry(b"2", 0, two.session)
 
 
-def test_a_session_of_many_threads_does_each_of_their_transactions_once(backend):
+def test_transactions_of_several_threads_are_done_once(backend):
     store, root = backend.fresh()
     store.transact(Create(f"{root}/n"))
     counts = []
@@ -306,20 +316,20 @@ def test_a_session_of_many_threads_does_each_of_their_transactions_once(backend)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_fork_may_not_use_the_session_and_its_parent_goes_on(real):
-    store, root = real.fresh()
+def test_a_fork_cannot_use_its_parents_session(process_backend):
+    store, root = process_backend.fresh()
     store.transact(Create(f"{root}/e", ephemeral=True))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        said = "nothing"
+        message = "nothing"
         try:
             store.read(root)
         except RecoveryMisused as error:
             store.close()
-            said = str(error)
+            message = str(error)
         finally:
-            os.write(writing, said.encode())
+            os.write(writing, message.encode())
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -332,10 +342,10 @@ def test_a_fork_may_not_use_the_session_and_its_parent_goes_on(real):
 # -- Sessions of several processes
 
 
-def test_what_a_killed_process_held_is_gone(real):
-    """SQLite: at once. ZooKeeper: when the session's time-out is over."""
-    store, root = real.fresh()
-    with StoreProcess(real.url) as other:
+def test_ephemeral_entries_of_a_killed_process_are_removed(process_backend):
+    """With SQLite they are removed at once, with ZooKeeper after the session timeout."""
+    store, root = process_backend.fresh()
+    with StoreProcess(process_backend.url) as other:
         other(
             "transact",
             Create(f"{root}/e", ephemeral=True),
@@ -351,49 +361,49 @@ def test_what_a_killed_process_held_is_gone(real):
         assert store.transact(Create(f"{root}/e", ephemeral=True)) == [0]
 
 
-@pytest.mark.parametrize("ask", ["read", "children", "create", "delete above", "replace"])
-def test_on_one_host_whoever_looks_finds_that_a_process_is_dead(ask, request):
-    backend = opened("sqlite", request)
+@pytest.mark.parametrize("call", ["read", "children", "create", "delete above", "replace"])
+def test_any_call_on_sqlite_detects_a_dead_process(call, request):
+    backend = open_backend("sqlite", request)
     store, root = backend.fresh()
     store.transact(Create(f"{root}/a"))
     key = f"{root}/a/e"
     with StoreProcess(backend.url) as other:
         other("transact", Create(key, ephemeral=True))
         other.kill()
-        if ask == "read":
+        if call == "read":
             assert store.read(key) is None
-        elif ask == "children":
+        elif call == "children":
             assert store.children(f"{root}/a") == []
-        elif ask == "create":
+        elif call == "create":
             assert store.transact(Create(key)) == [0]
-        elif ask == "delete above":
+        elif call == "delete above":
             assert store.transact(Delete(f"{root}/a")) == [None]
         else:
             assert conflict(store, Replace(key, b"", 0)) == (0, "missing")
     backend.close()
 
 
-def test_of_two_processes_that_race_exactly_one_wins(real):
-    store, root = real.fresh()
+def test_exactly_one_of_two_racing_processes_wins(process_backend):
+    store, root = process_backend.fresh()
     store.transact(Create(f"{root}/n"))
-    with StoreProcess(real.url) as one, StoreProcess(real.url) as two:
+    with StoreProcess(process_backend.url) as one, StoreProcess(process_backend.url) as two:
         for turn in range(20):
             for operation in (Create(f"{root}/{turn}", b"", ephemeral=True), Replace(f"{root}/n", b"", turn)):
                 for process in (one, two):
-                    process.tell("transact", operation)
+                    process.send("transact", operation)
                 results = []
                 for process in (one, two):
                     try:
-                        results.append(process.answer())
+                        results.append(process.receive())
                     except StoreConflict as error:
                         results.append(error.why)
                 assert sorted(map(str, results)) in (["[0]", "exists"], [f"[{turn + 1}]", "version"])
         assert store.read(f"{root}/n").version == 20
 
 
-def test_a_paused_process_writes_nothing_when_its_session_is_over(request):
-    """On ZooKeeper, whose sessions end by time."""
-    backend = opened("zookeeper", request)
+def test_a_paused_process_writes_nothing_after_its_session_has_ended(request):
+    """Sessions end by time on ZooKeeper only."""
+    backend = open_backend("zookeeper", request)
     store, root = backend.fresh()
     store.transact(Create(f"{root}/n"))
     with StoreProcess(backend.url) as other:
@@ -401,19 +411,19 @@ def test_a_paused_process_writes_nothing_when_its_session_is_over(request):
         other.kill(signal.SIGSTOP)
         eventually(lambda: store.read(f"{root}/e") is None, store.timeout + 4)
         for number in range(5):
-            other.tell("transact", Create(f"{root}/late-{number}"))
-        other.tell("transact", Create(f"{root}/late-e", ephemeral=True))
+            other.send("transact", Create(f"{root}/late-{number}"))
+        other.send("transact", Create(f"{root}/late-e", ephemeral=True))
         other.kill(signal.SIGCONT)
         for _ in range(6):
             with pytest.raises((SessionLost, PossiblyInconsistentError)):
-                other.answer()
+                other.receive()
         assert other("suspended")
         assert store.children(root) == ["n"]
     backend.close()
 
 
-def test_on_one_host_a_stopped_process_keeps_what_it_has(request):
-    backend = opened("sqlite", request)
+def test_a_stopped_process_on_sqlite_keeps_its_session(request):
+    backend = open_backend("sqlite", request)
     store, root = backend.fresh()
     with StoreProcess(backend.url) as other:
         other("transact", Create(f"{root}/e", ephemeral=True))
@@ -424,7 +434,7 @@ def test_on_one_host_a_stopped_process_keeps_what_it_has(request):
     backend.close()
 
 
-# -- Any transactions of several sessions, beside the model
+# -- Any transactions of several sessions, compared with the model
 
 NAMES = ["a", "b", "a/a", "a/b", "b/a", "a/a/a"]
 keys = st.sampled_from(NAMES)
@@ -437,8 +447,8 @@ operations = st.one_of(
 )
 
 
-class Beside(RuleBasedStateMachine):
-    """A store and the model are told the same, and say the same."""
+class ModelComparison(RuleBasedStateMachine):
+    """Runs the same calls on a store and on the model. Both must return the same."""
 
     backend = None  # set by the test
 
@@ -455,41 +465,44 @@ class Beside(RuleBasedStateMachine):
     def open(self):
         self.sessions.append((self.backend.open(), self.model.session()))
 
-    @rule(who=st.integers(0, 1), asked=st.lists(operations, min_size=1, max_size=4))
-    def transact(self, who, asked):
-        below = [dataclasses.replace(one, key=f"{self.root}/{one.key}") for one in asked]
-        answers = []
-        for store in self.sessions[who]:
+    @rule(session_number=st.integers(0, 1), requested=st.lists(operations, min_size=1, max_size=4))
+    def transact(self, session_number, requested):
+        rooted = [dataclasses.replace(one, key=f"{self.root}/{one.key}") for one in requested]
+        outcomes = []
+        for store in self.sessions[session_number]:
             try:
-                answers.append(store.transact(*below))
+                outcomes.append(store.transact(*rooted))
             except StoreConflict as error:
-                answers.append((error.index, error.why))
-        assert answers[0] == answers[1]
+                outcomes.append((error.index, error.why))
+        assert outcomes[0] == outcomes[1]
 
-    @rule(who=st.integers(0, 1))
-    def close(self, who):
-        for store in self.sessions.pop(who):
+    @rule(session_number=st.integers(0, 1))
+    def close(self, session_number):
+        for store in self.sessions.pop(session_number):
             store.close()
         self.open()
 
     @invariant()
-    def the_same_is_there(self):
+    def both_have_the_same_entries(self):
         if not hasattr(self, "sessions"):
             return
-        places = [self.root, *(f"{self.root}/{name}" for name in NAMES)]
+        keys_to_compare = [self.root, *(f"{self.root}/{name}" for name in NAMES)]
         names = [
             {store.session: number for number, store in enumerate(side)} for side in zip(*self.sessions, strict=True)
         ]
-        for real, model in self.sessions[:1]:
-            for key in places:
-                there, here = (
+        for real_store, model_store in self.sessions[:1]:
+            for key in keys_to_compare:
+                real_state, model_state = (
                     (
-                        entry and (entry.value, entry.version, entry.session and known[entry.session]),
+                        entry and (entry.value, entry.version, entry.session and session_numbers[entry.session]),
                         store.children(key),
                     )
-                    for store, known, entry in ((real, names[0], real.read(key)), (model, names[1], model.read(key)))
+                    for store, session_numbers, entry in (
+                        (real_store, names[0], real_store.read(key)),
+                        (model_store, names[1], model_store.read(key)),
+                    )
                 )
-                assert there == here
+                assert real_state == model_state
 
     def teardown(self):
         for pair in getattr(self, "sessions", ()):
@@ -497,17 +510,17 @@ class Beside(RuleBasedStateMachine):
                 store.close()
 
 
-def beside(backend, examples, steps):
-    machine = type("Machine", (Beside,), {"backend": backend})
+def check_against_model(backend, examples, steps):
+    machine = type("Machine", (ModelComparison,), {"backend": backend})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None, derandomize=True)
     )  # fmt: skip
 
 
-def test_any_transactions_of_several_sessions_do_what_the_model_says(real):
-    beside(real, 12, 15)
+def test_transactions_of_several_sessions_agree_with_the_model(process_backend):
+    check_against_model(process_backend, 12, 15)
 
 
 @pytest.mark.long
-def test_many_transactions_of_several_sessions_do_what_the_model_says(real):
-    beside(real, 100, 40)
+def test_many_transactions_of_several_sessions_agree_with_the_model(process_backend):
+    check_against_model(process_backend, 100, 40)

@@ -1,4 +1,4 @@
-"""What befalls a ZooKeeper store: servers that die, networks that stand still, answers that are lost, others without credentials."""
+"""ZooKeeper stores under faults: dead servers, stalled networks, lost replies, and clients without credentials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kazoo.exceptions import NoAuthError
 from kazoo.protocol.serialization import Transaction
 from kazoo.security import OPEN_ACL_UNSAFE
 
-from crewtools import eventually
 from stagecrew.errors import (
     ConfigurationError,
     PossiblyInconsistentError,
@@ -33,8 +32,10 @@ from stagecrew.errors import (
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
-from zookeeper import Proxy, ensemble, tls_zookeeper
-from zookeeper import zookeeper as started
+from support.tcp_proxy import Proxy
+from support.waiting import eventually
+from support.zookeeper import ensemble, tls_zookeeper
+from support.zookeeper import zookeeper as started
 
 TIMEOUT = 4
 
@@ -45,20 +46,20 @@ def chroot():
 
 
 @pytest.fixture
-def direct(zookeeper, chroot):
-    """A store that nothing stands before."""
+def direct_store(zookeeper, chroot):
+    """A store with a direct connection."""
     with contextlib.closing(ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT)) as store:
         yield store
 
 
 @pytest.fixture
 def proxy(zookeeper):
-    with Proxy(zookeeper.port) as between:
-        yield between
+    with Proxy(zookeeper.port) as opened:
+        yield opened
 
 
 @pytest.fixture
-def store(direct, proxy, chroot):
+def store(direct_store, proxy, chroot):
     """A store behind a network that can fail."""
     with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT)) as store:
         store.ensure("a")
@@ -66,8 +67,8 @@ def store(direct, proxy, chroot):
 
 
 @contextlib.contextmanager
-def meanwhile(work, *arguments):
-    """Something that happens in another thread; asked for its answer, or its error, at the end."""
+def in_thread(work, *arguments):
+    """Runs work in another thread. Yields a function that waits for its result or raises its error."""
     outcome = []
 
     def run():
@@ -76,9 +77,9 @@ def meanwhile(work, *arguments):
         except Exception as error:
             outcome.append((None, error))
 
-    def answer():
+    def get_result():
         thread.join(60)
-        assert outcome, "it has not ended"
+        assert outcome, "the work has not ended"
         if outcome[0][1]:
             raise outcome[0][1]
         return outcome[0][0]
@@ -86,109 +87,107 @@ def meanwhile(work, *arguments):
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield answer
+        yield get_result
     finally:
         thread.join(60)
 
 
-# -- Lost on the way
+# -- Lost messages
 
 
-def test_what_was_written_is_known_when_its_answer_is_lost(store, direct, proxy):
+def test_a_transaction_whose_reply_is_lost_returns_its_result(store, direct_store, proxy):
     proxy.hold("from")
     operations = [Create("a/e", b"1", ephemeral=True), Replace("a", b"1", 0), Check("a"), Create("a/d"), Delete("a/d")]
-    with meanwhile(store.transact, *operations) as answer:
-        eventually(lambda: direct.read("a") == Entry(b"1", 1))
+    with in_thread(store.transact, *operations) as get_result:
+        eventually(lambda: direct_store.read("a") == Entry(b"1", 1))
         proxy.heal()
         proxy.cut()
-        assert answer() == [0, 1, 1, 0, None]
-    assert direct.children("a") == ["e"]
-    assert direct.read("a/e") == Entry(b"1", 0, store.session)
+        assert get_result() == [0, 1, 1, 0, None]
+    assert direct_store.children("a") == ["e"]
+    assert direct_store.read("a/e") == Entry(b"1", 0, store.session)
     assert store.transact(Replace("a", b"2", 1)) == [2]
 
 
-def test_what_was_lost_before_it_arrived_is_done_once_the_network_heals(store, direct, proxy):
+def test_a_lost_transaction_is_done_once_the_network_heals(store, direct_store, proxy):
     proxy.hold("to")
-    with meanwhile(store.transact, Replace("a", b"1", 0), Create("a/b")) as answer:
+    with in_thread(store.transact, Replace("a", b"1", 0), Create("a/b")) as get_result:
         time.sleep(0.2)
-        assert direct.read("a") == Entry(b"", 0)
+        assert direct_store.read("a") == Entry(b"", 0)
         proxy.cut()
         proxy.heal()
-        assert answer() == [1, 0]
-    assert direct.read("a") == Entry(b"1", 1)
+        assert get_result() == [1, 0]
+    assert direct_store.read("a") == Entry(b"1", 1)
 
 
-def test_a_conflict_behind_a_lost_answer_is_a_conflict(store, direct, proxy):
+def test_a_conflict_after_a_lost_request_is_reported(store, direct_store, proxy):
     proxy.hold("to")
-    with meanwhile(store.transact, Replace("a", b"mine", 0)) as answer:
+    with in_thread(store.transact, Replace("a", b"mine", 0)) as get_result:
         time.sleep(0.2)
-        direct.transact(Replace("a", b"other", 0))
+        direct_store.transact(Replace("a", b"other", 0))
         proxy.cut()
         proxy.heal()
         with pytest.raises(StoreConflict, match="another version"):
-            answer()
-    assert direct.read("a") == Entry(b"other", 1)
+            get_result()
+    assert direct_store.read("a") == Entry(b"other", 1)
 
 
-def test_what_arrives_late_is_not_done_a_second_time(store, direct, proxy):
-    """The first sending stands in the network, and comes to the server when its repetition is done and undone."""
+def test_a_late_duplicate_is_not_done_again(store, direct_store, proxy):
+    """The first request stalls in the network and reaches the server after its repetition was done and undone."""
     late = list(proxy._connections)
     proxy.hold("to", new=False)
-    with meanwhile(store.transact, Create("a/b", b"once")) as answer:
-        # kazoo notices by itself that nobody answers, and connects anew.
-        assert answer() == [0]
+    with in_thread(store.transact, Create("a/b", b"once")) as get_result:
+        # kazoo detects the missing reply and reconnects.
+        assert get_result() == [0]
     assert len(proxy._connections) > len(late)
     store.transact(Delete("a/b"))
-    changed = direct.read("a").version
+    changed = direct_store.read("a").version
     proxy.heal()
     for _ in range(20):
         store.transact(Replace("a", b"", changed))
         changed += 1
-        assert direct.children("a") == []
+        assert direct_store.children("a") == []
         time.sleep(0.02)
     assert not store.suspended
 
 
-def test_nobody_knows_while_the_network_stands_still_and_the_next_transaction_finds_out(
-    zookeeper, proxy, direct, chroot
-):
+def test_an_unknown_outcome_is_resolved_by_the_next_transaction(zookeeper, proxy, direct_store, chroot):
     with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
         store.ensure("a")
         proxy.hold("from")
         with pytest.raises(PossiblyInconsistentError, match="nobody knows"):
             store.transact(Create("a/done"))
-        assert direct.children("a") == ["done"]
+        assert direct_store.children("a") == ["done"]
         with pytest.raises(StoreUnavailable, match="nothing was done"):
             store.transact(Create("a/other"))
         with pytest.raises(StoreUnavailable):
             store.read("a")
-        assert direct.children("a") == ["done"]
+        assert direct_store.children("a") == ["done"]
         proxy.heal()
         with pytest.raises(StoreConflict, match="already"):
             store.transact(Create("a/done"))
         proxy.hold("to")
         with pytest.raises(PossiblyInconsistentError):
             store.transact(Create("a/late"))
-        assert direct.children("a") == ["done"]
+        assert direct_store.children("a") == ["done"]
         proxy.heal()
-        with contextlib.suppress(StoreConflict):  # whether the one on its way came first
+        with contextlib.suppress(StoreConflict):  # the request in transit may have arrived first
             store.transact(Create("a/late"))
-        assert direct.children("a") == ["done", "late"]
+        assert direct_store.children("a") == ["done", "late"]
 
 
-def test_when_nobody_was_there_nothing_was_done_and_it_says_so(zookeeper, chroot):
+def test_an_unreachable_server_is_reported_and_nothing_is_done(zookeeper, chroot):
     proxy = Proxy(zookeeper.port)
     with proxy, contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
         store.ensure("a")
         proxy.cut()
         proxy.close()
         eventually(lambda: store.suspended)
-        for ask in (store.read, store.children, lambda key: store.transact(Create(key))):
+        for call in (store.read, store.children, lambda key: store.transact(Create(key))):
             with pytest.raises(StoreUnavailable, match="did not answer within 0.5 s .*nothing was done"):
-                ask("b")
+                call("b")
 
 
-def test_a_store_that_is_not_there_yet_is_opened_by_the_first_call_that_finds_it(zookeeper, chroot):
+def test_an_unavailable_store_is_opened_by_the_first_call_that_reaches_it(zookeeper, chroot):
     with Proxy(zookeeper.port) as proxy:
         proxy.hold("to", "from")
         with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.3)) as store:
@@ -199,21 +198,21 @@ def test_a_store_that_is_not_there_yet_is_opened_by_the_first_call_that_finds_it
                 store.read("a")
             proxy.heal()
 
-            def there():
+            def session_is_open():
                 with contextlib.suppress(StoreUnavailable):
                     return store.session
 
-            eventually(there)
+            eventually(session_is_open)
             store.ensure("a")
             assert not store.suspended
 
 
-def test_a_session_that_is_cut_off_longer_than_its_time_out_is_over_for_good(store, direct, proxy):
+def test_a_session_cut_off_past_its_timeout_is_lost_permanently(store, direct_store, proxy):
     store.transact(Create("a/e", ephemeral=True))
     proxy.hold("to", "from")
     eventually(lambda: store.suspended, TIMEOUT)
-    assert direct.children("a") == ["e"], "it knows of the cut before the server gives it up"
-    eventually(lambda: direct.children("a") == [], TIMEOUT + 2)
+    assert direct_store.children("a") == ["e"], "the store detects the cut before the server ends the session"
+    eventually(lambda: direct_store.children("a") == [], TIMEOUT + 2)
     name = store.session
     proxy.heal()
     proxy.cut()
@@ -224,14 +223,14 @@ def test_a_session_that_is_cut_off_longer_than_its_time_out_is_over_for_good(sto
             store.read("a")
         assert store.suspended
         time.sleep(0.02)
-    assert direct.children("a") == []
+    assert direct_store.children("a") == []
     with contextlib.closing(ZooKeeperStore(proxy.hosts, store._root, timeout=TIMEOUT)) as another:
         assert another.transact(Create("a/e", ephemeral=True)) == [0]
         assert another.session != name
 
 
-def test_kazoo_is_not_let_into_a_second_session(store, direct):
-    """What it does by itself when a session has expired; here it is told so by its own means for tests."""
+def test_kazoo_does_not_start_a_second_session(store, direct_store):
+    """What kazoo does on its own after a session has expired. The test triggers it through kazoo's own test hook."""
     from kazoo.protocol.connection import _SESSION_EXPIRED
 
     store.transact(Create("a/e", ephemeral=True))
@@ -243,10 +242,10 @@ def test_kazoo_is_not_let_into_a_second_session(store, direct):
             store.transact(Create("a/late", ephemeral=True))
         time.sleep(0.05)
     assert kazoo.client_id is None
-    assert direct.children("a") == ["e"], "until the time-out"
+    assert direct_store.children("a") == ["e"], "the entry exists until the session timeout"
 
 
-def test_who_loses_the_entry_of_its_session_writes_nothing_more(store, direct, zookeeper):
+def test_a_session_whose_entry_is_deleted_writes_nothing_more(store, direct_store, zookeeper):
     other = KazooClient(zookeeper.hosts)
     other.start()
     other.delete(store._own)
@@ -256,38 +255,38 @@ def test_who_loses_the_entry_of_its_session_writes_nothing_more(store, direct, z
         with pytest.raises(SessionLost):
             store.transact(Create("a/late"))
     assert store.suspended
-    assert direct.children("a") == []
+    assert direct_store.children("a") == []
 
 
-def test_close_is_short_when_nobody_answers(store, direct, proxy):
+def test_close_is_bounded_when_the_server_does_not_respond(store, direct_store, proxy):
     store.transact(Create("a/e", ephemeral=True))
     proxy.hold("to", "from")
-    begun = time.monotonic()
+    started = time.monotonic()
     store.close()
     store.close()
-    assert time.monotonic() - begun < 7
+    assert time.monotonic() - started < 7
     with pytest.raises(SessionLost, match="closed"):
         store.read("a")
-    eventually(lambda: not direct.children("a"), TIMEOUT + 2)
+    eventually(lambda: not direct_store.children("a"), TIMEOUT + 2)
 
 
-def test_closing_leaves_no_thread_and_no_socket(direct, zookeeper, chroot):
-    direct.ensure("a")
-    before = set(threading.enumerate())
+def test_close_leaves_no_thread_and_no_socket(direct_store, zookeeper, chroot):
+    direct_store.ensure("a")
+    threads_before = set(threading.enumerate())
     store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT)
     store.ensure("b")
     connection = store._session._handler._socket
-    assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) > threads_before
     store.close()
-    assert set(threading.enumerate()) <= before
+    assert set(threading.enumerate()) <= threads_before
     assert connection.fileno() == -1
 
 
-def test_the_time_out_is_the_one_that_was_agreed_with_the_server(zookeeper, chroot):
-    """Its sessions are of 1 to 10 s."""
-    for asked, agreed in ((4, 4), (60, 10), (0.5, 1)):
-        with contextlib.closing(ZooKeeperStore(zookeeper.hosts, chroot, timeout=asked)) as store:
-            assert store.timeout == asked
+def test_the_session_timeout_is_the_negotiated_one(zookeeper, chroot):
+    """The server's sessions last between 1 and 10 s."""
+    for requested, agreed in ((4, 4), (60, 10), (0.5, 1)):
+        with contextlib.closing(ZooKeeperStore(zookeeper.hosts, chroot, timeout=requested)) as store:
+            assert store.timeout == requested
             _ = store.session
             assert store.timeout == pytest.approx(agreed, abs=0.01)
 
@@ -295,16 +294,16 @@ def test_the_time_out_is_the_one_that_was_agreed_with_the_server(zookeeper, chro
 # -- Access
 
 
-def test_without_the_credentials_nothing_can_be_read_or_written(zookeeper, chroot):
+def test_nothing_can_be_read_or_written_without_the_credentials(zookeeper, chroot):
     hosts = zookeeper.hosts
     with contextlib.closing(ZooKeeperStore(hosts, chroot, timeout=TIMEOUT, credentials="crew:s3cret")) as store:
         store.ensure("a/b")
         store.transact(Create("a/e", b"1", ephemeral=True))
         for credentials in (None, "crew:wrong"):
             with contextlib.closing(ZooKeeperStore(hosts, chroot, timeout=TIMEOUT, credentials=credentials)) as other:
-                for ask in (other.read, other.children, lambda key, other=other: other.transact(Create(key))):
+                for call in (other.read, other.children, lambda key, other=other: other.transact(Create(key))):
                     with pytest.raises(StoreRefused, match="STAGECREW_STORE_CREDENTIALS") as refused:
-                        ask("a")
+                        call("a")
                     assert "s3cret" not in str(refused.value)
                     assert "wrong" not in str(refused.value)
         plain = KazooClient(hosts)
@@ -326,18 +325,18 @@ def test_without_the_credentials_nothing_can_be_read_or_written(zookeeper, chroo
         finally:
             plain.stop()
             plain.close()
-        with contextlib.closing(ZooKeeperStore(hosts, chroot, timeout=TIMEOUT, credentials="crew:s3cret")) as same:
-            assert same.read("a/e") == Entry(b"1", 0, store.session)
+        with contextlib.closing(ZooKeeperStore(hosts, chroot, timeout=TIMEOUT, credentials="crew:s3cret")) as same_user:
+            assert same_user.read("a/e") == Entry(b"1", 0, store.session)
 
 
-def test_a_place_that_is_open_to_all_is_refused_with_credentials(direct, zookeeper, chroot):
-    direct.ensure("a")
+def test_a_chroot_that_is_open_to_all_is_refused_with_credentials(direct_store, zookeeper, chroot):
+    direct_store.ensure("a")
     store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT, credentials="a:b")
     with contextlib.closing(store), pytest.raises(StoreRefused, match="open to others"):
         store.read("a")
 
 
-def test_credentials_and_values_are_in_no_log_and_no_text(zookeeper, chroot, caplog):
+def test_credentials_and_values_are_in_no_log_and_no_error(zookeeper, chroot, caplog):
     caplog.set_level(1)
     with contextlib.closing(
         ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT, credentials="crew:s3cret")
@@ -347,9 +346,9 @@ def test_credentials_and_values_are_in_no_log_and_no_text(zookeeper, chroot, cap
         with pytest.raises(StoreConflict) as raised:
             store.transact(Create("a", b"val-ue"))
         assert zookeeper.hosts in repr(store)
-        said = caplog.text + repr(store) + str(raised.value) + repr(raised.value)
-        assert "s3cret" not in said
-        assert "val-ue" not in said
+        texts = caplog.text + repr(store) + str(raised.value) + repr(raised.value)
+        assert "s3cret" not in texts
+        assert "val-ue" not in texts
         assert any(record.name == "stagecrew.zookeeper" for record in caplog.records)
 
 
@@ -366,11 +365,11 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
         open_store(url, {"STAGECREW_STORE_CREDENTIALS_FILE": str(tmp_path / "none")})
 
 
-# -- What is refused
+# -- Refused formats and urls
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (b"stagecrew store %d" % (FORMAT + 1), rf"has format {FORMAT + 1}, and this .* knows format {FORMAT}: a newer"),
         (b"stagecrew store 1", rf"has format 1, and this .* knows format {FORMAT}: an older .*Finish its jobs"),
@@ -378,10 +377,10 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
         (b"something", "of another program"),
     ],
 )
-def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, value, words):
-    """A root of an older or a newer format is refused, the error names it, and no node of it is written, made or deleted."""
-    direct.ensure("a", "jobs/one")
-    kazoo = direct._session._kazoo
+def test_another_format_is_refused_and_unchanged(direct_store, zookeeper, chroot, value, message):
+    """A root of an older or newer format is refused with an error that names it. None of its nodes is changed."""
+    direct_store.ensure("a", "jobs/one")
+    kazoo = direct_store._session._kazoo
 
     def nodes(path):
         found = {path: (*kazoo.get(path), kazoo.get_acls(path))}
@@ -390,12 +389,12 @@ def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, 
         return found
 
     kazoo.set(f"{chroot}/entries", value)
-    before = nodes(chroot)
+    nodes_before = nodes(chroot)
     for protected in (None, "crew:s3cret"):
         store = ZooKeeperStore(zookeeper.hosts, chroot, timeout=TIMEOUT, credentials=protected)
-        with contextlib.closing(store), pytest.raises(StoreUnsupported, match=words):
+        with contextlib.closing(store), pytest.raises(StoreUnsupported, match=message):
             store.read("a")
-    assert nodes(chroot) == before
+    assert nodes(chroot) == nodes_before
 
 
 @pytest.mark.parametrize(
@@ -403,14 +402,14 @@ def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, 
     ["", "crew.db", "sqlite:/crew.db", "sqlite://", "sqlite:///", "sqlite://crew.db", "sqlite:///folder/", "sqlite:///a?x=1",
      "zookeeper://", "zookeeper://host", "zookeeper://host/", "zookeeper:///chroot", "etcd://host/a", "postgresql://u:p@h/db"],
 )  # fmt: skip
-def test_what_is_no_url_of_a_store_is_an_error_that_names_both_forms(url):
+def test_an_invalid_store_url_is_refused_with_both_valid_forms(url):
     with pytest.raises(RecoveryMisused, match="sqlite:///path, or zookeeper://host:port,host2:port/chroot") as raised:
         open_store(url)
     assert "u:p" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("url", "words"),
+    ("url", "message"),
     [
         ("zookeeper://crew:s3cret@host/a", "set STAGECREW_STORE_CREDENTIALS instead"),
         ("zookeeper://host:port/a", "host:port,host2:port"),
@@ -423,13 +422,13 @@ def test_what_is_no_url_of_a_store_is_an_error_that_names_both_forms(url):
         ("zookeeper://host/a//b", "is no key"),
     ],
 )
-def test_what_is_wrong_in_a_url_is_said(url, words):
-    with pytest.raises(RecoveryMisused, match=words) as raised:
+def test_the_error_names_the_invalid_part_of_a_url(url, message):
+    with pytest.raises(RecoveryMisused, match=message) as raised:
         open_store(url, {})
     assert "s3cret" not in str(raised.value)
 
 
-def test_wrong_credentials_are_not_told():
+def test_the_error_for_malformed_credentials_does_not_contain_them():
     with pytest.raises(RecoveryMisused, match="user:password") as raised:
         open_store("zookeeper://host/a", {"STAGECREW_STORE_CREDENTIALS": "s3cret"})
     assert "s3cret" not in str(raised.value)
@@ -446,20 +445,20 @@ def test_without_kazoo_the_error_names_what_to_install():
         except Exception as error:
             print(type(error).__name__, error)
     """
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program, f"/tmp/{uuid.uuid4().hex}/none"], capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip
-    assert "RecoveryMisused" in said.stderr
+    assert "RecoveryMisused" in done.stderr
     program = program.replace('open_store("sqlite://" + sys.argv[1]).close()', "")
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert said.stdout.startswith(ConfigurationError.__name__)
-    assert "pip install 'stagecrew[zookeeper]'" in said.stdout
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(ConfigurationError.__name__)
+    assert "pip install 'stagecrew[zookeeper]'" in done.stdout
 
 
 # -- Servers
 
 
-def test_a_server_that_is_killed_and_started_again_ends_no_session_that_is_back_in_time(chroot):
+def test_a_session_survives_a_restart_of_the_server_within_its_timeout(chroot):
     with (
         started(properties=()) as server,
         contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10)) as store,
@@ -468,13 +467,13 @@ def test_a_server_that_is_killed_and_started_again_ends_no_session_that_is_back_
         server.kill()
         eventually(lambda: store.suspended)
         server.start()
-        with meanwhile(store.transact, Replace("n", b"1", 0)) as answer:
-            assert answer() == [1], "who waits long enough is served"
+        with in_thread(store.transact, Replace("n", b"1", 0)) as get_result:
+            assert get_result() == [1], "a call that waits long enough succeeds"
         assert store.read("e") == Entry(b"", 0, store.session)
         assert not store.suspended
 
 
-def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
+def test_tls_requires_the_right_certificates(chroot, tmp_path):
     with tls_zookeeper(tmp_path) as port:
         url = f"zookeeper://127.0.0.1:{port}{chroot}?timeout=4&"
         with contextlib.closing(
@@ -489,7 +488,7 @@ def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
             pytest.raises(StoreUnavailable, match="certificate"),
         ):
             store.read("a")
-        # The server asks for a certificate of ours.
+        # The server requires a client certificate.
         with (
             contextlib.closing(
                 ZooKeeperStore(
@@ -505,13 +504,13 @@ def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
 
 
 @pytest.mark.long
-def test_when_the_leader_of_an_ensemble_is_killed_each_transaction_is_done_once_or_not(chroot):
+def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
         stores = [ZooKeeperStore(hosts, chroot, timeout=10, patience=20) for _ in range(2)]
-        with contextlib.ExitStack() as closing:
+        with contextlib.ExitStack() as stack:
             for store in stores:
-                closing.enter_context(contextlib.closing(store))
+                stack.enter_context(contextlib.closing(store))
             one, other = stores
             one.ensure("n")
             one.transact(Create("e", ephemeral=True))
@@ -528,7 +527,7 @@ def test_when_the_leader_of_an_ensemble_is_killed_each_transaction_is_done_once_
                     except PossiblyInconsistentError:
                         unknown.append(number)
 
-            with meanwhile(work) as ended:
+            with in_thread(work) as wait_for_work:
                 for _ in range(3):
                     (leader,) = [server for server in servers if "Mode: leader" in server.serving()]
                     before = len(done)
@@ -540,19 +539,22 @@ def test_when_the_leader_of_an_ensemble_is_killed_each_transaction_is_done_once_
                     leader.wait()
                     eventually(lambda: sum("Mode:" in server.serving() for server in servers) == 3, 60)
                 stop.set()
-                ended()
-            there = {int(name) for name in other.children("n")}
-            assert set(done) <= there <= {*done, *unknown}
+                wait_for_work()
+            stored = {int(name) for name in other.children("n")}
+            assert set(done) <= stored <= {*done, *unknown}
             assert other.read("e") == Entry(b"", 0, one.session)
 
 
 @pytest.mark.long
-def test_behind_its_transaction_a_session_at_a_server_that_lags_sees_what_was_there_before(chroot):
-    """It reads old entries until then: who leads has to read behind the transaction that made it the leader."""
+def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
+    """Until then the session reads old entries.
+
+    Therefore a leader must read after the transaction that made it leader.
+    """
     network = []
-    with ensemble(network) as servers, contextlib.ExitStack() as closing:
+    with ensemble(network) as servers, contextlib.ExitStack() as stack:
         near, far = (
-            closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, patience=20)))
+            stack.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, patience=20)))
             for server in (servers[1], servers[0])
         )
         near.ensure("jobs", "leader")
@@ -563,60 +565,64 @@ def test_behind_its_transaction_a_session_at_a_server_that_lags_sees_what_was_th
         near.transact(Create("jobs/one"))
         near.transact(Replace("leader", b"gone", 0))
         assert (far.children("jobs"), far.read("leader")) == ([], Entry(b"", 0, None))
-        with meanwhile(far.transact, Create("granted", ephemeral=True)) as granted:
-            eventually(lambda: near.read("granted"), 10, "those that may lead have it")
+        with in_thread(far.transact, Create("granted", ephemeral=True)) as wait_for_grant:
+            eventually(lambda: near.read("granted"), 10, "a majority has the entry")
             for proxy in network:
                 proxy.heal()
-            granted()
+            wait_for_grant()
             assert (far.children("jobs"), far.read("leader")) == (["one"], Entry(b"gone", 1, None))
-        # The version that a check reads there is an old one: it is looked for again, not told as a conflict.
+        # The check reads an old version there. The store reads it again instead of reporting a conflict.
         for proxy in network:
             proxy.hold("from")
         near.transact(Replace("leader", b"another", 1))
         assert far.read("leader").version == 1
-        with meanwhile(far.transact, Check("leader"), Create("jobs/two")) as checked:
+        with in_thread(far.transact, Check("leader"), Create("jobs/two")) as wait_for_check:
             sent = far._session._kazoo._pending
-            eventually(lambda: any(isinstance(one, Transaction) for one, *_ in tuple(sent)), 10, "it is on its way")
+            eventually(
+                lambda: any(isinstance(one, Transaction) for one, *_ in tuple(sent)),
+                10,
+                "the transaction is in transit",
+            )
             for proxy in network:
                 proxy.heal()
-            assert checked() == [2, 0]
+            assert wait_for_check() == [2, 0]
 
 
-def over_a_bad_network(seed, seconds, zookeeper, direct, chroot):
-    """Replaces one entry again and again: answers how often. A replacement that was done twice, or late, would be seen."""
-    chance = random.Random(seed)
-    direct.ensure("n")
+def replace_over_a_bad_network(seed, seconds, zookeeper, direct_store, chroot):
+    """Replaces one entry repeatedly and returns the outcomes. A replacement done twice, or late, would be detected."""
+    rng = random.Random(seed)
+    direct_store.ensure("n")
     stop = threading.Event()
-    with Proxy(zookeeper.port) as proxy, contextlib.ExitStack() as closing:
+    with Proxy(zookeeper.port) as proxy, contextlib.ExitStack() as stack:
 
-        def another():
-            return closing.enter_context(
+        def new_store():
+            return stack.enter_context(
                 contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=1))
             )
 
         def disturb():
-            while not stop.wait(chance.random() / 5):
-                what = chance.choice([("to",), ("from",), ("to", "from")])
-                proxy.hold(*what, new=chance.random() < 0.5)
-                stop.wait(chance.random() * 1.5)
-                if chance.random() < 0.5:
+            while not stop.wait(rng.random() / 5):
+                directions = rng.choice([("to",), ("from",), ("to", "from")])
+                proxy.hold(*directions, new=rng.random() < 0.5)
+                stop.wait(rng.random() * 1.5)
+                if rng.random() < 0.5:
                     proxy.cut()
                 proxy.heal()
 
-        def settle(store, session):
-            """Whatever follows in the session knows how it ended; so does whoever sees that the session is gone."""
+        def wait_until_known(store, session):
+            """Waits until the session knows the outcome, or until the session no longer exists."""
 
-            def settled():
+            def check_transaction():
                 with contextlib.suppress(StoreUnavailable, PossiblyInconsistentError):
                     return store.transact(Check("n"))
 
             try:
-                eventually(settled, 60)
+                eventually(check_transaction, 60)
             except SessionLost:
-                eventually(lambda: session not in direct._session._kazoo.get_children(f"{chroot}/sessions"))
+                eventually(lambda: session not in direct_store._session._kazoo.get_children(f"{chroot}/sessions"))
 
-        store, version, outcomes = another(), 0, collections.Counter()
-        with meanwhile(disturb) as ended:
+        store, version, outcomes = new_store(), 0, collections.Counter()
+        with in_thread(disturb) as wait_for_disturber:
             due = time.monotonic() + seconds
             while time.monotonic() < due:
                 session = store._session and store._session.name
@@ -626,28 +632,28 @@ def over_a_bad_network(seed, seconds, zookeeper, direct, chroot):
                     continue
                 except (StoreUnavailable, SessionLost) as error:
                     outcomes[type(error).__name__] += 1
-                    assert direct.read("n").version == version, "it was said that nothing was done"
+                    assert direct_store.read("n").version == version, "the error says that nothing was done"
                 except PossiblyInconsistentError:
-                    settle(store, session)
-                    found = direct.read("n").version
+                    wait_until_known(store, session)
+                    found = direct_store.read("n").version
                     assert found in (version, version + 1)
                     outcomes[f"unknown, {'done' if found > version else 'not done'}"] += 1
                     version = found
                 if store.suspended and store._session is not None and store._session.over:
-                    store = another()
+                    store = new_store()
             stop.set()
-            ended()
-        assert direct.read("n").version == version
+            wait_for_disturber()
+        assert direct_store.read("n").version == version
         return outcomes
 
 
-def test_over_a_network_that_fails_at_random_each_transaction_is_done_once_or_not(zookeeper, direct, chroot):
-    assert over_a_bad_network(1, 4, zookeeper, direct, chroot)["done"] > 3
+def test_transactions_are_done_at_most_once_over_a_failing_network(zookeeper, direct_store, chroot):
+    assert replace_over_a_bad_network(1, 4, zookeeper, direct_store, chroot)["done"] > 3
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
-def test_over_a_network_that_fails_at_random_for_long_no_transaction_is_done_twice(seed, zookeeper, direct, chroot):
-    outcomes = over_a_bad_network(seed, 60, zookeeper, direct, chroot)
+def test_no_transaction_is_done_twice_over_a_failing_network(seed, zookeeper, direct_store, chroot):
+    outcomes = replace_over_a_bad_network(seed, 60, zookeeper, direct_store, chroot)
     print(outcomes)
     assert outcomes["done"] > 50

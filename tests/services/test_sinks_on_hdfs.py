@@ -1,4 +1,5 @@
-"""ParquetSink on a real HDFS, whose renames move into folders that are there, and fail without a word."""
+"""ParquetSink on a real HDFS, where a rename onto an existing directory moves into it, and a rename may fail
+silently."""
 
 from __future__ import annotations
 
@@ -12,220 +13,226 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.webhdfs import WebHDFS
 
-from hdfs import hdfs
-from schedules import (
-    at_once,
-    failing_at_each_moment,
-    going_on_at_each_moment,
-    killed_at_each_moment,
-    raising_once,
-)
-from sinks import (
-    SCHEMA,
-    Driver,
-    Tasks,
-    Trial,
-    connections_that_are_lost,
-    files_below,
-    first_commits_of_two_schemas,
-    late_at_each_moment,
-    moved_into_another,
-    other_schemas,
-    seeded,
-    undisturbed,
-    watch_files,
-)
 from stagecrew.errors import CommitConflict, CommitFailed
 from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
 from stagecrew.operators.sinks import ParquetSink, parquet
-from zookeeper import Proxy
+from support.commit_schedules import (
+    commit_that_raises,
+    concurrent_commits,
+    failing_at_each_moment,
+    first_commits_of_two_schemas,
+    killed_at_each_moment,
+    late_task_at_each_moment,
+    lost_connections,
+    mismatched_schemas,
+    random_history,
+    rename_into_existing_folder,
+    resume_at_each_moment,
+)
+from support.commit_trials import SCHEMA, Driver, Tasks, Trial, files_below, moments_without_faults, watch_files
+from support.hdfs import hdfs
+from support.tcp_proxy import Proxy
 
 
 @pytest.fixture(scope="module")
-def dfs(tmp_path_factory):
-    """An HDFS of the tests' own."""
-    with hdfs(tmp_path_factory.mktemp("hdfs")) as found:
-        yield found
+def hdfs_filesystem(tmp_path_factory):
+    """An HDFS that the tests start."""
+    with hdfs(tmp_path_factory.mktemp("hdfs")) as filesystem:
+        yield filesystem
 
 
-def at_hdfs(dfs, folder, number, mode="append"):
-    """A folder of its own, with the table `t` in it."""
+def hdfs_trial(hdfs_filesystem, folder, number, mode="append"):
+    """A trial in a directory of its own with the table `t`."""
     path = f"/{folder.name}/{number}"
     table = f"{path}/t"
 
-    def names(below):
+    def names(directory):
         return [
             info.path
-            for info in dfs.get_file_info(pyarrow.fs.FileSelector(below, recursive=True, allow_not_found=True))
+            for info in hdfs_filesystem.get_file_info(
+                pyarrow.fs.FileSelector(directory, recursive=True, allow_not_found=True)
+            )
         ]
 
     def visible():
         found = [name for name in names(table) if name.endswith(".parquet") and "/_" not in name]
-        return [(row["id"], row["text"]) for one in found for row in pq.read_table(one, filesystem=dfs).to_pylist()]
+        return [
+            (row["id"], row["text"])
+            for one in found
+            for row in pq.read_table(one, filesystem=hdfs_filesystem).to_pylist()
+        ]
 
     def left():
-        """What is in no committed folder, but for their marks."""
-        one = table if mode == "create" else f"{table}/stagecrew_commit="
-        return [name for name in names(path) if name != table and not name.startswith(one)] + [
+        """Files outside committed directories, except their marks."""
+        committed_prefix = table if mode == "create" else f"{table}/stagecrew_commit="
+        return [name for name in names(path) if name != table and not name.startswith(committed_prefix)] + [
             name for name in names(table) if "/_" in name and not name.endswith("/_stagecrew.json")
         ]
 
-    commit_log, state = FileCommitLog(folder / f"log-{number}"), lambda: files_below(dfs, path)
-    return Trial(lambda: ParquetSink(table, mode, dfs), commit_log, visible, left, watch_files, state)
+    commit_log, state = FileCommitLog(folder / f"log-{number}"), lambda: files_below(hdfs_filesystem, path)
+    return Trial(lambda: ParquetSink(table, mode, hdfs_filesystem), commit_log, visible, left, watch_files, state)
 
 
 @pytest.fixture(params=["append", pytest.param("create", marks=pytest.mark.long)])
-def make(request, dfs, tmp_path):
-    """Makes trials of each mode."""
-    return lambda name: at_hdfs(dfs, tmp_path, name, request.param)
+def make_trial(request, hdfs_filesystem, tmp_path):
+    """Creates trials of each mode."""
+    return lambda name: hdfs_trial(hdfs_filesystem, tmp_path, name, request.param)
 
 
-def test_once(make):
-    """All rows are there once, and a repeat changes nothing."""
-    trial, tasks = make(0), Tasks(1)
+def test_a_repeated_commit_changes_nothing(make_trial):
+    """All rows are visible once. A repeated commit changes nothing."""
+    trial, tasks = make_trial(0), Tasks(1)
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
     assert trial.drive(Driver(), Tasks(2)).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.long
-def test_random_faults(make):
-    """Drivers die, pause and go on at random, tasks write when nobody needs them: a hundred for each mode."""
-    count = len(undisturbed(make("undisturbed")))
+def test_a_commit_survives_random_faults(make_trial):
+    """Drivers die, pause and resume at random, and tasks write after they are needed: a hundred seeds per mode."""
+    count = len(moments_without_faults(make_trial("undisturbed")))
     for seed in range(100, 200):
-        seeded(make(seed), seed, count)
+        random_history(make_trial(seed), seed, count)
 
 
 @pytest.mark.long
-def test_two_at_once(dfs, tmp_path):
-    """Both land."""
-    assert at_once(at_hdfs(dfs, tmp_path, 0), "staged") == []
+def test_two_concurrent_commits_both_succeed(hdfs_filesystem, tmp_path):
+    """Two commits with staged rows run at the same time, and both succeed."""
+    assert concurrent_commits(hdfs_trial(hdfs_filesystem, tmp_path, 0), "staged") == []
 
 
 @pytest.mark.long
-def test_two_that_have_decided(make, request):
-    """Both land, or one says that it cannot, and leaves nothing."""
+def test_of_two_decided_commits_both_succeed_or_one_conflicts(make_trial, request):
+    """Two decided commits run at the same time. Both succeed, or one raises a conflict and leaves nothing."""
     for number in range(3):
-        assert len(at_once(make(number), "before commit")) == (request.node.callspec.params["make"] == "create")
+        assert len(concurrent_commits(make_trial(number), "before commit")) == (
+            request.node.callspec.params["make_trial"] == "create"
+        )
 
 
 @pytest.mark.parametrize("moments", [(2,), pytest.param((), marks=pytest.mark.long)], ids=["one", "all"])
-def test_a_task_that_is_late(make, moments):
-    """HDFS makes the folder anew in which it writes; it is gone behind that too."""
-    late_at_each_moment(make, moments)
+def test_rows_of_a_late_task_are_never_visible(make_trial, moments):
+    """HDFS recreates the directory that a late task writes to. It is removed all the same."""
+    late_task_at_each_moment(make_trial, moments)
 
 
-@pytest.mark.parametrize("every", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
-def test_the_driver_is_killed_at_each_moment(make, every):
-    """Before and after every write: readers see all rows or none, and the next driver brings all, once, and leaves nothing."""
-    killed_at_each_moment(make, every)
+@pytest.mark.parametrize("every_nth", [25, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+def test_a_commit_survives_the_death_of_its_driver_at_each_moment(make_trial, every_nth):
+    """The driver dies before or after any write: readers see all rows or none.
 
-
-@pytest.mark.long
-def test_a_write_that_fails_at_each_moment(make):
-    """Once, before or after its effect: an error before the decision; behind it the driver goes on by itself."""
-    failing_at_each_moment(make)
+    The next driver completes the commit once.
+    """
+    killed_at_each_moment(make_trial, every_nth)
 
 
 @pytest.mark.long
-def test_an_old_driver_goes_on(make):
-    """One that pauses before or after any write, and goes on when another has committed or aborted, changes nothing."""
-    going_on_at_each_moment(make, 1)
+def test_a_commit_survives_one_failing_write_at_each_moment(make_trial):
+    """A write fails once. Before the decision this is an error; after it the same driver retries."""
+    failing_at_each_moment(make_trial)
 
 
 @pytest.mark.long
-def test_a_commit_that_raises_once(make):
-    """Before or after its effect; it is tried again. When it raises for good, a later driver goes on with what was staged."""
-    raising_once(make)
+def test_a_driver_that_resumes_after_another_has_finished_changes_nothing(make_trial):
+    """A driver pauses before or after any write and resumes after another driver has committed or aborted."""
+    resume_at_each_moment(make_trial, 1)
 
 
-@pytest.mark.parametrize("at", ["meanwhile", *(pytest.param(at, marks=pytest.mark.long) for at in ("there", "empty"))])
-def test_a_folder_that_is_there(dfs, tmp_path, at, monkeypatch):
-    """A rename onto it would move into it: it is a conflict, before anything runs, or when another makes it meanwhile."""
-    trial = at_hdfs(dfs, tmp_path, 0, "create")
+@pytest.mark.long
+def test_a_commit_that_raises_is_retried(make_trial):
+    """A commit that raises before or after its effect is retried. If it always raises, a later driver resumes it."""
+    commit_that_raises(make_trial)
+
+
+@pytest.mark.parametrize(
+    "moment", ["meanwhile", *(pytest.param(moment, marks=pytest.mark.long) for moment in ("there", "empty"))]
+)
+def test_an_existing_table_directory_is_a_conflict(hdfs_filesystem, tmp_path, moment, monkeypatch):
+    """A rename onto an existing directory moves into it, so the commit conflicts, whenever the directory was
+    created."""
+    trial = hdfs_trial(hdfs_filesystem, tmp_path, 0, "create")
     sink = trial.make_sink()
     other = f"/{tmp_path.name}/0/t"
 
     def make_other():
-        if at == "empty":
-            dfs.create_dir(other)
+        if moment == "empty":
+            hdfs_filesystem.create_dir(other)
             return
-        with dfs.open_output_stream(f"{other}/theirs.txt") as stream:
+        with hdfs_filesystem.open_output_stream(f"{other}/theirs.txt") as stream:
             stream.write(b"theirs")
 
     def run(staging):
-        assert at == "meanwhile", "it is said before anything runs"
+        assert moment == "meanwhile", "the conflict must be raised before anything runs"
         return Tasks(1).run(trial.make_sink(), staging)
 
-    if at == "meanwhile":  # behind the look whether it is there
+    if moment == "meanwhile":  # after the check that it does not exist
         move = parquet.move
 
-        def behind(filesystem, source, destination):
+        def make_other_then_move(filesystem, source, destination):
             if destination == other:
                 make_other()
             move(filesystem, source, destination)
 
-        monkeypatch.setattr(parquet, "move", behind)
+        monkeypatch.setattr(parquet, "move", make_other_then_move)
     else:
         make_other()
     with pytest.raises(CommitConflict, match="is there already"):
         commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-    names = dfs.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
-    assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if at != "empty" else [])]
+    names = hdfs_filesystem.get_file_info(pyarrow.fs.FileSelector(f"/{tmp_path.name}/0", recursive=True))
+    assert [info.path for info in names] == [other, *([f"{other}/theirs.txt"] if moment != "empty" else [])]
 
 
-def test_a_folder_that_is_moved_into_another(dfs, tmp_path):
-    """A driver that dies there has left its files in the other's folder: a repeat takes them away."""
+def test_files_moved_into_another_directory_are_removed(hdfs_filesystem, tmp_path):
+    """A driver dies after such a rename. A repeat removes its files from the other directory."""
 
-    def make(name):
+    def make_trial(name):
         (tmp_path / name).mkdir()
-        made = at_hdfs(dfs, tmp_path, 0, "create")
-        made.commit_log = FileCommitLog(tmp_path / name)
-        return made
+        trial = hdfs_trial(hdfs_filesystem, tmp_path, 0, "create")
+        trial.commit_log = FileCommitLog(tmp_path / name)
+        return trial
 
-    moved_into_another(dfs, f"/{tmp_path.name}/0/t", make)
+    rename_into_existing_folder(hdfs_filesystem, f"/{tmp_path.name}/0/t", make_trial)
 
 
 @pytest.mark.parametrize("moments", [(4,), pytest.param(range(1, 60), marks=pytest.mark.long)], ids=["one", "all"])
-def test_first_commits_of_two_schemas(dfs, tmp_path, moments):
-    """Both find nothing there: one lands, the other is told which commit has another schema."""
-    first_commits_of_two_schemas(lambda number: at_hdfs(dfs, tmp_path, number), moments)
+def test_of_two_first_commits_with_different_schemas_one_fails(hdfs_filesystem, tmp_path, moments):
+    """Both commits find no earlier one. One succeeds, the other raises and names the commit with another schema."""
+    first_commits_of_two_schemas(lambda number: hdfs_trial(hdfs_filesystem, tmp_path, number), moments)
 
 
-def test_a_schema_that_does_not_fit(dfs, tmp_path):
-    """It is said by the columns, before anything runs."""
-    other_schemas(at_hdfs(dfs, tmp_path, 0))
+def test_a_mismatched_schema_is_reported_before_anything_runs(hdfs_filesystem, tmp_path):
+    """The error names the columns before anything runs."""
+    mismatched_schemas(hdfs_trial(hdfs_filesystem, tmp_path, 0))
 
 
 @pytest.mark.parametrize(
     "moments", [(30,), pytest.param(range(1, 300, 3), marks=pytest.mark.long)], ids=["one", "some"]
 )
-def test_connections_that_are_lost(dfs, tmp_path, moments):
-    """At any call: a clear error, and never half is visible; a repeat finishes what was decided, and leaves nothing."""
-    with Proxy(urllib.parse.urlsplit(dfs.handler.fs.url).port) as proxy:
+def test_lost_connections_never_leave_a_partial_commit(hdfs_filesystem, tmp_path, moments):
+    """A connection is lost at any call: a clear error, and no partial commit. A repeat completes a decided commit."""
+    with Proxy(urllib.parse.urlsplit(hdfs_filesystem.handler.fs.url).port) as proxy:
         host, _, port = proxy.hosts.partition(":")
         web = WebHDFS(host, int(port), user="root", skip_instance_cache=True)
-        through = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
+        proxied = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
 
-        def make(number):
-            made = at_hdfs(dfs, tmp_path, number, "create" if number % 2 else "append")
-            sink = made.make_sink()
-            made.make_sink = lambda: ParquetSink(sink._path, sink._mode, through)
-            return made
+        def make_trial(number):
+            trial = hdfs_trial(hdfs_filesystem, tmp_path, number, "create" if number % 2 else "append")
+            sink = trial.make_sink()
+            trial.make_sink = lambda: ParquetSink(sink._path, sink._mode, proxied)
+            return trial
 
         with contextlib.closing(web.session):
-            connections_that_are_lost(make, proxy, moments)
-            gc.collect()  # files that were given up are written when they are collected: while there is a server
+            lost_connections(make_trial, proxy, moments)
+            gc.collect()  # abandoned files are written when they are collected, which needs the server
 
 
-def test_where_nothing_can_be_written(dfs, tmp_path):
-    """What its server says, or that it is not there, comes as our error, before anything runs."""
-    with dfs.open_output_stream(f"/{tmp_path.name}/file") as stream:
+def test_an_unwritable_path_is_reported_before_anything_runs(hdfs_filesystem, tmp_path):
+    """The server's error, or its absence, is raised as CommitFailed before anything runs."""
+    with hdfs_filesystem.open_output_stream(f"/{tmp_path.name}/file") as stream:
         stream.write(b"no folder")
-    sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=dfs)
+    sink = ParquetSink(f"/{tmp_path.name}/file/t", filesystem=hdfs_filesystem)
     with pytest.raises(CommitFailed, match="cannot be written: "):
         commit(sink, FileCommitLog(tmp_path), "c", SCHEMA, lambda staging: 1 / 0)
     nowhere = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("webhdfs", host="127.0.0.1", port=1)))

@@ -1,34 +1,35 @@
-"""Spark reads a folder in the middle of commits: it sees nothing of what is staged, nor half of anything."""
+"""Spark reads a directory during commits. It sees no staged row and no partial commit."""
 
 from __future__ import annotations
 
 import pytest
 from pyspark.errors import AnalysisException
 
-from sinks import Driver, Tasks, appended, parquet
+from support.commit_trials import Driver, Tasks
+from support.local_sinks import appended, parquet
 
 
-class Looking(Driver):
-    """Somebody looks at every so many of its calls to the file system."""
+class ReadingDriver(Driver):
+    """A driver during whose calls to the file system a reader reads, at every n-th call."""
 
-    def __init__(self, look, every):
+    def __init__(self, read, every_nth):
         super().__init__()
-        self.look, self.every, self.seen = look, every, []
+        self.read, self.every_nth, self.counts_read = read, every_nth, []
 
     def moment(self, name, holds=False):
         super().moment(name, holds)
-        if self.moments % self.every == 0:
-            self.seen.append(self.look())
+        if self.moments % self.every_nth == 0:
+            self.counts_read.append(self.read())
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("make", [appended, parquet], ids=lambda make: make.__name__)
-def test_a_reader_meanwhile(sessions, tmp_path, make, every):
-    """All rows of a commit, or none; whether Spark looks for partitions or into each folder."""
-    spark, trial = sessions.get("local[2,4]"), make(tmp_path)
+@pytest.mark.parametrize("every_nth", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("make_trial", [appended, parquet], ids=lambda make_trial: make_trial.__name__)
+def test_spark_reads_all_rows_of_a_commit_or_none(sessions, tmp_path, make_trial, every_nth):
+    """Spark sees all rows of a commit or none, whether it discovers partitions or reads recursively."""
+    spark, trial = sessions.get("local[2,4]"), make_trial(tmp_path)
     path = trial.make_sink()._path
 
-    def look():
+    def read():
         found = set()
         for recursive in ("false", "true"):
             try:
@@ -39,13 +40,13 @@ def test_a_reader_meanwhile(sessions, tmp_path, make, every):
                 found.add(0)
         return found
 
-    for already in (0, 40) if make is appended else (0,):
-        driver = Looking(look, every)
-        trial.drive(driver, Tasks(1), f"c {already}")
-        assert {already} in driver.seen
-        assert len(driver.seen) > 3
-        numbers = [number for seen in driver.seen for number in sorted(seen)]
+    for rows_before in (0, 40) if make_trial is appended else (0,):
+        driver = ReadingDriver(read, every_nth)
+        trial.drive(driver, Tasks(1), f"c {rows_before}")
+        assert {rows_before} in driver.counts_read
+        assert len(driver.counts_read) > 3
+        numbers = [number for counts in driver.counts_read for number in sorted(counts)]
         assert numbers == sorted(numbers)
-        assert set(numbers) <= {already, already + 40}
-        assert look() == {already + 40}
-    assert trial.left() == []
+        assert set(numbers) <= {rows_before, rows_before + 40}
+        assert read() == {rows_before + 40}
+    assert trial.leftovers() == []

@@ -7,12 +7,15 @@ import pickle
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from objectstore import s3_server
 from stagecrew.operators.enumerators import Files, ParquetRowGroups
+from support.s3 import s3_server
 
 
-def test_a_uri_of_s3():
-    """Row groups and files that a URI names are read there, also by a copy as tasks have it; splits do not show the secret."""
+def test_splits_are_read_from_an_s3_uri():
+    """Row groups and files named by a URI are read, also by a pickled copy as in tasks.
+
+    Splits do not show the secret.
+    """
     with s3_server() as (filesystem, uri):
         pq.write_table(pa.table({"n": range(10)}), "bucket/states/n.parquet", filesystem=filesystem, row_group_size=4)
         for enumerator in (ParquetRowGroups(uri), Files(uri, "parquet")):

@@ -1,4 +1,4 @@
-"""States on an S3 server, and handles to them."""
+"""States on an S3 server and their handles."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import time
 
 import pytest
 
-from modelstore import ModelServer
-from objectstore import s3_server
 from stagecrew.errors import StateCorrupt, StateStorageError
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.storage import Reference, StateStorage
 from stagecrew.recovery.sweep import Report, sweep
+from support.model_store import ModelServer
+from support.s3 import s3_server
 
 
-def test_states_on_s3():
-    """Written, read, replaced, found corrupt, removed, and swept by the server's clock; the secret of the URI is not shown."""
+def test_states_can_be_stored_on_s3():
+    """States are written, read, replaced, verified, removed and swept by the server's clock.
+
+    No text shows the secret.
+    """
     with s3_server() as (filesystem, uri):
         storage = StateStorage(uri)
         store = ModelServer().session()

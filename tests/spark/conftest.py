@@ -1,4 +1,4 @@
-"""What tests on every master share."""
+"""Fixtures of the tests that run on every master."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     import stagecrew
-    from crewtools import Sessions
+    from support.sessions import Sessions
 
 
 @pytest.fixture
 def spark(sessions: Sessions, master: str) -> SparkSession:
-    """A session on each of the masters."""
+    """A session on each master."""
     return sessions.get(master)
 
 
 @pytest.fixture
 def crew(spark: SparkSession) -> stagecrew.Crew:
-    """Its crew."""
+    """The crew of the session."""
     import stagecrew
 
     return stagecrew.crew(spark)

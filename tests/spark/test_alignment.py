@@ -1,4 +1,7 @@
-"""Alignment in event time on real Spark: nobody is ahead by more than the drift and a batch, whoever fails or is idle."""
+"""Event-time alignment on real Spark.
+
+No source is ahead by more than the drift and one batch, whatever fails or is idle.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ import pytest
 from pyspark import TaskContext, cloudpickle
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually
+from support.journal import Journal
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -30,8 +35,8 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
 
 
-def reading(path: str, pace: dict[int, float], dies: int | None = None, mark: str = "") -> Any:
-    """Work that goes through a hundred event times at its subtask's pace, and writes down each when it may read it."""
+def read_at_pace(path: str, pace: dict[int, float], dies: int | None = None, marker: str = "") -> Any:
+    """Work that reads a hundred event times at its subtask's pace and records each one when it may read it."""
 
     def work(aligner, batches):
         for _ in batches:
@@ -40,19 +45,21 @@ def reading(path: str, pace: dict[int, float], dies: int | None = None, mark: st
         for event in range(100):
             aligner.advance(event)
             journal.write(subtask=aligner.subtask, at=event, pid=os.getpid())
-            if event == 0:  # who has not begun holds nobody
-                eventually(lambda: {entry["subtask"] for entry in journal.read()} == set(pace), 60, "all take part")
+            if event == 0:  # a task that has not begun holds no other
+                eventually(
+                    lambda: {entry["subtask"] for entry in journal.read()} == set(pace), 60, "all tasks take part"
+                )
             time.sleep(pace[aligner.subtask])
-            if event == dies and aligner.subtask == 0 and not os.path.exists(mark):
-                Path(mark).touch()
+            if event == dies and aligner.subtask == 0 and not os.path.exists(marker):
+                Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         yield pa.record_batch({"subtask": [aligner.subtask]})
 
     return work
 
 
-def spreads(entries: list[dict[str, Any]]) -> list[int]:
-    """How far each read was ahead of what the other task had come to, while both read."""
+def distances(entries: list[dict[str, Any]]) -> list[int]:
+    """How far each read was ahead of the slower task's last read, while both were reading."""
     at: dict[int, int] = {}
     found = []
     for entry in entries:
@@ -62,34 +69,34 @@ def spreads(entries: list[dict[str, Any]]) -> list[int]:
     return found
 
 
-def test_the_fast_one_waits(cluster, journal):
+def test_tasks_at_different_paces_stay_within_the_drift(cluster, journal):
     """Two tasks at different paces stay within the drift and one event."""
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
         rows = alignment.map(
-            cluster.range(0, 2, 1, 2), reading(journal.path, {0: 0.01, 1: 0.0}), "subtask long"
+            cluster.range(0, 2, 1, 2), read_at_pace(journal.path, {0: 0.01, 1: 0.0}), "subtask long"
         ).collect()
         assert sorted(row.subtask for row in rows) == [0, 1]
         assert "slowest" in topology.progress["a/1"]
     entries = journal.read()
     assert len(entries) == 200
-    apart = spreads(entries)
-    assert max(apart) <= DRIFT + 1
-    assert max(apart) >= DRIFT - 2  # it did wait
+    ahead = distances(entries)
+    assert max(ahead) <= DRIFT + 1
+    assert max(ahead) >= DRIFT - 2  # the fast task did wait
 
 
-def test_a_task_dies(cluster, journal, tmp_path):
-    """The others do not wait for one that is dead; the next attempt begins anew, and holds them again."""
+def test_a_dead_task_holds_no_other_until_its_next_attempt(cluster, journal, tmp_path):
+    """Other tasks do not wait for a dead one. Its next attempt starts from the beginning and holds them again."""
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
-        work = reading(journal.path, {0: 0.005, 1: 0.005}, dies=30, mark=str(tmp_path / "died"))
+        work = read_at_pace(journal.path, {0: 0.005, 1: 0.005}, dies=30, marker=str(tmp_path / "died"))
         assert alignment.map(cluster.range(0, 2, 1, 2), work, "subtask long").count() == 2
     assert len([entry for entry in journal.read() if entry["subtask"] == 0]) == 131
 
 
-def test_idle_and_finished(cluster, tmp_path):
-    """A source that says it has nothing for now, or ever, holds nobody any more, also where silence says nothing."""
-    there, held, passed = tmp_path / "there", tmp_path / "held", tmp_path / "passed"
+def test_idle_and_finished_sources_hold_no_other(cluster, tmp_path):
+    """A source that calls `idle` or `finish` holds no other source, even without `idle_after`."""
+    waiting, held, passed = tmp_path / "there", tmp_path / "held", tmp_path / "passed"
 
     def work(aligner, batches):
         for _ in batches:
@@ -97,13 +104,13 @@ def test_idle_and_finished(cluster, tmp_path):
         if aligner.subtask == 0:
             aligner.advance(0)
             aligner.advance(0, "second")
-            there.touch()
+            waiting.touch()
             eventually(held.exists, 60)
             aligner.idle()
             aligner.finish("second")
             eventually(passed.exists, 60)
         else:
-            eventually(there.exists, 60)
+            eventually(waiting.exists, 60)
             with pytest.raises(stagecrew.AlignmentFailed):
                 aligner.advance(1000, timeout=0.2)
             held.touch()
@@ -114,22 +121,22 @@ def test_idle_and_finished(cluster, tmp_path):
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT)
         rows = alignment.map(cluster.range(0, 2, 1, 2), work, "attempt long").collect()
-        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first was held
+        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first one failed
 
 
-def test_a_silent_source(cluster, tmp_path):
-    """One that says nothing at all holds nobody after `idle_after` seconds."""
-    there, passed = tmp_path / "there", tmp_path / "passed"
+def test_a_silent_source_holds_no_other_after_idle_after(cluster, tmp_path):
+    """A source that reports nothing holds no other source after `idle_after` seconds."""
+    began, passed = tmp_path / "there", tmp_path / "passed"
 
     def work(aligner, batches):
         for _ in batches:
             pass
         if aligner.subtask == 0:
             aligner.advance(0)
-            there.touch()
+            began.touch()
             eventually(passed.exists, 60)
         else:
-            eventually(there.exists, 60)
+            eventually(began.exists, 60)
             aligner.advance(1000, timeout=30)
             passed.touch()
         yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
@@ -137,27 +144,30 @@ def test_a_silent_source(cluster, tmp_path):
     with stagecrew.crew(cluster).topology("t") as topology:
         alignment = topology.align("a", DRIFT, idle_after=1.0)
         rows = alignment.map(cluster.range(0, 2, 1, 2), work, "attempt long").collect()
-        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first was held
+        assert [row.attempt for row in rows] == [0, 0]  # a second attempt would hide that the first one failed
 
 
-def test_one_that_stands_still(cluster, tmp_path):
-    """Who waits for it too long is told so, with what to do."""
-    there, told = tmp_path / "there", tmp_path / "told"
+def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
+    """A task that waits too long for another one gets an error that says what to do.
+
+    So does one with a wrong type of time.
+    """
+    began, raised = tmp_path / "there", tmp_path / "told"
 
     def work(aligner, batches):
         for _ in batches:
             pass
         aligner.advance(0)
         if aligner.subtask == 0:
-            there.touch()
-            eventually(told.exists, 60)
+            began.touch()
+            eventually(raised.exists, 60)
         else:
-            eventually(there.exists, 60)
+            eventually(began.exists, 60)
             with pytest.raises(stagecrew.AlignmentFailed, match="set idle_after"):
                 aligner.advance(1000, timeout=0.5)
             with pytest.raises(stagecrew.AlignmentFailed, match="cannot be compared"):
                 aligner.advance("noon")
-            told.touch()
+            raised.touch()
         yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
 
     with stagecrew.crew(cluster).topology("t") as topology:
@@ -165,8 +175,8 @@ def test_one_that_stands_still(cluster, tmp_path):
         assert [row.attempt for row in rows] == [0, 0]
 
 
-def test_merged_sources(cluster, journal):
-    """Splits of several sources, one of them skewed: no new split is further ahead of what is read than the drift; all rows are there."""
+def test_merged_sources_are_read_within_the_drift(cluster, journal):
+    """Splits of several sources, one of them skewed, are read within the drift. Every row is returned."""
     sources = {"a": list(range(0, 200, 5)), "b": list(range(0, 200, 50)), "c": [199]}
     path = journal.path
 
@@ -182,40 +192,45 @@ def test_merged_sources(cluster, journal):
     with stagecrew.crew(cluster).topology("t") as topology:
         splits = topology.splits(merged, read, "source string, at long", parallelism=3)
         rows = sorted((row.source, row["at"]) for row in splits.collect())
-        assert rows == sorted((name, at) for name, of in sources.items() for at in of)
-        assert splits.count() == len(rows)  # replayed
-        one = topology.splits(merged, read, "source string, at long", parallelism=1)
-        order = [row["at"] for row in one.collect()]
+        assert rows == sorted((name, at) for name, times in sources.items() for at in times)
+        assert splits.count() == len(rows)  # replays the split log
+        single_reader = topology.splits(merged, read, "source string, at long", parallelism=1)
+        order = [row["at"] for row in single_reader.collect()]
         assert order == sorted(order)
-    began: dict[int, int] = {}
+    reading: dict[int, int] = {}
     for entry in journal.read()[: 2 * len(rows)]:
         if entry["event"] == "begin":
-            assert all(entry["at"] <= other + DRIFT for other in began.values())
-            began[entry["pid"]] = entry["at"]
+            assert all(entry["at"] <= other + DRIFT for other in reading.values())
+            reading[entry["pid"]] = entry["at"]
         else:
-            del began[entry["pid"]]
+            del reading[entry["pid"]]
 
 
-def test_the_example_of_a_stream_starts_again(sessions, tmp_path):
-    """Stopped, failed in a batch, and started again from its checkpoint, it goes on where it was: each row once, within the drift."""
+def test_the_example_stream_resumes_from_its_checkpoint(sessions, tmp_path):
+    """The stream is stopped, fails in a batch and restarts from its checkpoint.
+
+    It returns each row once, within the drift.
+    """
     spark = sessions.get(LOCAL)
     example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/aligned_stream.py"))
     spark.dataSource.register(example["Merged"])
     batches: dict[int, list[tuple[str, int]]] = {}
     everything = sorted((source, at) for source, (events, _) in example["SOURCES"].items() for at in events)
-    fails = [4]
+    failing_batches = [4]
 
-    def keep(frame, number):
-        if number in fails:
-            fails.remove(number)
+    def collect_batch(frame, number):
+        if number in failing_batches:
+            failing_batches.remove(number)
             raise ValueError("the sink is not there")
         batches[number] = [(row.source, row["at"]) for row in frame.collect()]
 
-    def run(enough):
-        stream = spark.readStream.format("merged").load().writeStream.foreachBatch(keep)
+    def run(row_count):
+        stream = spark.readStream.format("merged").load().writeStream.foreachBatch(collect_batch)
         query = stream.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
         try:
-            eventually(lambda: not query.isActive or sum(map(len, batches.values())) >= enough, 60, "the stream's rows")
+            eventually(
+                lambda: not query.isActive or sum(map(len, batches.values())) >= row_count, 60, "the rows of the stream"
+            )
         finally:
             query.stop()
         return query.exception()
@@ -228,16 +243,19 @@ def test_the_example_of_a_stream_starts_again(sessions, tmp_path):
         json.loads((tmp_path / "checkpoint/offsets" / str(number)).read_text().splitlines()[2])
         for number in range(len(batches))
     ]
-    for one, next_ in itertools.pairwise(offsets):
-        assert all(one[source] <= next_[source] for source in one)
+    for previous, following in itertools.pairwise(offsets):
+        assert all(previous[source] <= following[source] for source in previous)
     for number in sorted(batches):
-        ends = dict(sorted(batches[number]))
-        if len(ends) == 2:
-            assert max(ends.values()) - min(ends.values()) <= example["DRIFT"]
+        last_times = dict(sorted(batches[number]))
+        if len(last_times) == 2:
+            assert max(last_times.values()) - min(last_times.values()) <= example["DRIFT"]
 
 
-def test_a_call_that_was_refused(cluster):
-    """It has used nothing: the right call with the same name, or on the same alignment, is done. The next is one too many."""
+def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
+    """A rejected call uses up nothing: the corrected call with the same name or alignment works.
+
+    Only the next one fails.
+    """
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="idle_after"):
             topology.align("a", DRIFT, idle_after=0)
@@ -255,8 +273,8 @@ def test_a_call_that_was_refused(cluster):
             alignment.map(cluster.range(2), work, "id long")
 
 
-def test_bad_input(cluster):
-    """What is no function, no time, no mapping."""
+def test_invalid_arguments_are_rejected(cluster):
+    """Arguments that are no function, no seconds or no ordered times are rejected, and so is a closed topology."""
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="idle_after is after how many seconds"):
             topology.align("a", DRIFT, idle_after=0)
@@ -268,7 +286,7 @@ def test_bad_input(cluster):
             pytest.raises(stagecrew.CoordinatorFailed, match="source 'a' goes back in time"),
             stagecrew.crew(cluster).topology("inner") as inner,
         ):
-            back = stagecrew.EventTimeSplits({"a": [5, 1]}, lambda at: at, DRIFT)
-            inner.splits(back, lambda split: [], "a long", parallelism=1).collect()
+            unordered = stagecrew.EventTimeSplits({"a": [5, 1]}, lambda at: at, DRIFT)
+            inner.splits(unordered, lambda split: [], "a long", parallelism=1).collect()
     with pytest.raises(stagecrew.TopologyClosed):
         topology.align("c", DRIFT)

@@ -1,4 +1,4 @@
-"""What a user may do wrong, and the error that says what happened and what to do."""
+"""User errors: each error says what happened and what to do."""
 
 from __future__ import annotations
 
@@ -14,67 +14,68 @@ from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import OURS, Recorder, Sessions, base
+from support.journal import Recorder
+from support.sessions import PACKAGE_IN_JAR, Sessions, session_builder
 
 TESTS = str(Path(__file__).parent.parent)
 
 
-def refused(sessions: Sessions, **conf: str) -> str:
-    """The text of the error with which the plugin refuses this configuration."""
+def error_of_configuration(sessions: Sessions, **conf: str) -> str:
+    """The message of the error with which the plugin refuses this configuration."""
     sessions.stop()
     with pytest.raises(stagecrew.ConfigurationError) as caught:
         sessions.get("local[1]", **conf)
     return str(caught.value)
 
 
-def test_a_daemon_module_of_the_user(sessions):
-    """A user's own spark.python.daemon.module is refused, with its name and the remedy."""
-    text = refused(sessions, spark__python__daemon__module="my.daemon")
+def test_a_custom_daemon_module_is_refused(sessions):
+    """A user's own `spark.python.daemon.module` is refused with its name and the remedy."""
+    text = error_of_configuration(sessions, spark__python__daemon__module="my.daemon")
     assert "spark.python.daemon.module=my.daemon" in text
     assert "take this setting away" in text
 
 
-def test_no_daemon(sessions):
-    """spark.python.use.daemon=false is refused."""
-    text = refused(sessions, spark__python__use__daemon="false")
+def test_running_without_a_daemon_is_refused(sessions):
+    """`spark.python.use.daemon=false` is refused with the remedy."""
+    text = error_of_configuration(sessions, spark__python__use__daemon="false")
     assert "spark.python.use.daemon=false" in text
     assert "take this setting away" in text
 
 
-def test_unified_execution_at_the_start(sessions):
-    """Unified UDF execution is refused when Spark starts with it."""
-    text = refused(sessions, spark__sql__execution__udf__unified__execution__enabled="true")
+def test_unified_udf_execution_is_refused_at_the_start(sessions):
+    """Unified UDF execution is refused if it is on when Spark starts."""
+    text = error_of_configuration(sessions, spark__sql__execution__udf__unified__execution__enabled="true")
     assert "bypass stagecrew; set it to false" in text
 
 
-def test_a_context_that_runs_without_the_plugin(sessions, journal):
-    """With a SparkContext that runs already without the plugin, configure and crew say that Spark would ignore it."""
+def test_a_running_context_without_the_plugin_is_refused(sessions, journal):
+    """If a SparkContext already runs without the plugin, `configure` and `crew` raise and say what to do."""
     sessions.stop()
-    plain = base("local[1]").getOrCreate()
+    plain = session_builder("local[1]").getOrCreate()
     try:
         assert not stagecrew.is_active(plain)
         with pytest.raises(stagecrew.NotActive, match=r"Stop this session and build it again"):
-            stagecrew.configure(base("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
+            stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
         with pytest.raises(stagecrew.NotActive, match=r"spark-submit --jars"):
             stagecrew.crew(plain)
     finally:
         plain.stop()
 
 
-def test_configure_again_with_the_plugin(sessions, journal):
-    """configure on a running session answers it; new listeners for the application are refused by name."""
+def test_configure_returns_a_running_session_and_refuses_new_listeners(sessions, journal):
+    """`configure` returns the running session. It refuses new application listeners by name."""
     mine = Recorder(journal, "mine")
     spark = sessions.get("local[1]", listeners=(mine,))
     assert stagecrew.is_active(spark)
-    assert stagecrew.configure(base("local[1]"), listeners=[mine]).getOrCreate() is spark
-    with pytest.raises(stagecrew.ConfigurationError, match="not among them: late"):
-        stagecrew.configure(base("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
+    assert stagecrew.configure(session_builder("local[1]"), listeners=[mine]).getOrCreate() is spark
+    with pytest.raises(stagecrew.ConfigurationError, match="it does not have: late"):
+        stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
     with pytest.raises(stagecrew.ConfigurationError, match="takes SparkSession.builder"):
         stagecrew.configure(spark)
 
 
-def test_a_class_and_an_uncalled_resource(sessions):
-    """A listener class, or a resource that was not called, is refused with what to write."""
+def test_a_listener_class_and_an_uncalled_resource_are_refused(sessions):
+    """A listener class, and a resource that was not called, are refused with the correct form."""
     crew = stagecrew.crew(sessions.get("local[1]"))
 
     @stagecrew.resource()
@@ -87,8 +88,8 @@ def test_a_class_and_an_uncalled_resource(sessions):
         crew.topology("t", listeners=[pool])
 
 
-def test_a_listener_that_cannot_be_pickled(sessions, journal):
-    """It is named, with the attribute that cannot travel."""
+def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
+    """The error names the listener and the attribute that cannot be pickled."""
     import threading
 
     crew = stagecrew.crew(sessions.get("local[1]"))
@@ -99,8 +100,9 @@ def test_a_listener_that_cannot_be_pickled(sessions, journal):
         crew.topology("t", listeners=[bad])
 
 
-def test_a_name_that_cannot_be_imported(sessions, caplog):
-    """A name in spark.stagecrew.listeners that no executor can import fails the job, and its sentence comes first."""
+def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog):
+    """A name in `spark.stagecrew.listeners` that nothing can import fails the job, and the error's first line says
+    so."""
     spark = sessions.get("local[2,2]", spark__stagecrew__listeners="no_such_module:pool")
     assert "the driver has no module 'no_such_module'" in caplog.text
     with pytest.raises(
@@ -110,11 +112,11 @@ def test_a_name_that_cannot_be_imported(sessions, caplog):
     (line,) = (line for line in str(caught.value).splitlines() if "this task cannot begin on executor" in line)
     assert "ListenerNotImportable: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
     assert "--py-files" in line
-    assert OURS not in str(caught.value)
+    assert PACKAGE_IN_JAR not in str(caught.value)
 
 
-def test_a_name_that_the_module_does_not_have(sessions, tmp_path, monkeypatch):
-    """It fails the start, and the session is stopped."""
+def test_a_missing_attribute_in_a_listener_name_stops_the_session(sessions, tmp_path, monkeypatch):
+    """A name whose module lacks the attribute fails the start, and the session is stopped."""
     (tmp_path / "without_a_pool.py").write_text("import stagecrew\n")
     monkeypatch.syspath_prepend(tmp_path)
     sessions.stop()
@@ -123,8 +125,8 @@ def test_a_name_that_the_module_does_not_have(sessions, tmp_path, monkeypatch):
     assert SparkContext._active_spark_context is None
 
 
-def test_a_name_that_only_the_driver_can_import(sessions, tmp_path, monkeypatch):
-    """A name in spark.stagecrew.listeners that the driver can import and the executors cannot is named with the remedy."""
+def test_a_listener_name_that_only_the_driver_can_import_is_reported(sessions, tmp_path, monkeypatch):
+    """A name in `spark.stagecrew.listeners` that only the driver can import fails the job with the remedy."""
     (tmp_path / "of_the_driver.py").write_text(
         "import stagecrew\nclass Pool(stagecrew.Listener): pass\npool = Pool()\n"
     )
@@ -138,15 +140,15 @@ def test_a_name_that_only_the_driver_can_import(sessions, tmp_path, monkeypatch)
     assert "--py-files" in str(caught.value)
 
 
-def test_spark_connect(monkeypatch):
-    """A Connect session, or an environment that asks for one, is refused."""
+def test_spark_connect_is_refused(monkeypatch):
+    """A Connect session, or an environment that requests one, is refused."""
     monkeypatch.setenv("SPARK_REMOTE", "sc://localhost")
     with pytest.raises(stagecrew.UnsupportedSession, match="Spark Connect"):
         stagecrew.configure(SparkSession.builder).getOrCreate()
 
 
-def test_unified_execution_that_is_switched_on_later(sessions, journal):
-    """A session that switches unified UDF execution on gets an error, not silently no listeners."""
+def test_unified_udf_execution_switched_on_later_raises(sessions, journal):
+    """A session that switches unified UDF execution on gets an error instead of silently running without listeners."""
     spark = sessions.get("local[2,1]")
     spark.conf.set("spark.sql.execution.udf.unified.execution.enabled", "true")
     try:
@@ -159,8 +161,8 @@ def test_unified_execution_that_is_switched_on_later(sessions, journal):
         spark.conf.unset("spark.sql.execution.udf.unified.execution.enabled")
 
 
-def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A driver of its own."""
+def run_driver(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a driver process of its own."""
     head = f"import os, sys\nsys.path.insert(0, {TESTS!r})\n"
     return subprocess.run(
         [sys.executable, "-c", head + textwrap.dedent(script)],
@@ -168,19 +170,19 @@ def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def test_a_jar_of_another_version(tmp_path):
-    """A jar of another version than the package: the error names both and where the right one lies."""
+def test_a_jar_of_another_version_is_refused(tmp_path):
+    """If the jar and the package have different versions, the error names both and the path of the right jar."""
     other = tmp_path / "stagecrew_2.13-0.0.1.jar"
-    with zipfile.ZipFile(stagecrew.jar_path()) as ours, zipfile.ZipFile(other, "w") as theirs:
-        for item in ours.infolist():
-            data = ours.read(item)
+    with zipfile.ZipFile(stagecrew.jar_path()) as jar, zipfile.ZipFile(other, "w") as other_jar:
+        for item in jar.infolist():
+            data = jar.read(item)
             if item.filename == "stagecrew/_version.py":
                 data = data.replace(stagecrew.__version__.encode(), b"0.0.1")
-            theirs.writestr(item, data)
-    done = run(f"""
-    from crewtools import base
+            other_jar.writestr(item, data)
+    done = run_driver(f"""
+    from support.sessions import session_builder
     import stagecrew
-    spark = base("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
+    spark = session_builder("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
     try:
         stagecrew.crew(spark)
     except stagecrew.VersionMismatch as error:
@@ -192,8 +194,8 @@ def test_a_jar_of_another_version(tmp_path):
     assert stagecrew.jar_path() in done.stdout
 
 
-def test_a_missing_jar(monkeypatch):
-    """Without its jar the package says how to get it back."""
+def test_a_missing_jar_is_reported(monkeypatch):
+    """Without its jar, the package says how to restore it."""
     from stagecrew import jar
 
     monkeypatch.setattr(jar, "__version__", "9.9.9")
@@ -202,13 +204,13 @@ def test_a_missing_jar(monkeypatch):
 
 
 @pytest.mark.long
-def test_a_first_session_without_stagecrew(tmp_path):
-    """In a process whose JVM was started by a plain session, a later session with stagecrew works all the same."""
-    done = run("""
-    from crewtools import base
+def test_stagecrew_works_after_a_plain_session_in_the_same_jvm(tmp_path):
+    """stagecrew works in a process whose JVM was started by a session without it."""
+    done = run_driver("""
+    from support.sessions import session_builder
     import stagecrew
-    base("local[1]").getOrCreate().stop()
-    spark = stagecrew.configure(base("local[1]")).getOrCreate()
+    session_builder("local[1]").getOrCreate().stop()
+    spark = stagecrew.configure(session_builder("local[1]")).getOrCreate()
     @stagecrew.resource()
     def word(context):
         yield "opened"

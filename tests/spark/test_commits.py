@@ -1,4 +1,5 @@
-"""Commits with real Spark: what is committed is what Spark accepted, whatever attempts and drivers do."""
+"""Commits with real Spark: exactly the rows that Spark accepted are committed, whatever happens to tasks and
+drivers."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from pyspark.errors import PySparkException, StreamingQueryException
 from pyspark.sql import functions as f
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, eventually
-from drivers import driver
-from modelstore import ModelServer
-from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.run import _no_fault_of_its_own
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.session.running_job import set_running_job
+from support.driver_scripts import driver_script
+from support.model_store import ModelServer
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.sink_targets import ROWS, SinkTarget, rows_of
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -35,108 +37,111 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 )
 def place(request, tmp_path):
     (tmp_path / "sink").mkdir()
-    return Place(request.param, tmp_path / "sink")
+    return SinkTarget(request.param, tmp_path / "sink")
 
 
 @pytest.fixture
 def cluster(sessions):
-    """A session on a cluster of two executors, in which attempts may fail often."""
+    """A session on a cluster of two executors. A task may fail 30 times."""
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
 
 
 @pytest.fixture
-def strict(sessions):
-    """A session in which attempts may fail twice."""
+def few_retries(sessions):
+    """A session on a cluster of two executors. A task may fail twice."""
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "2"})
 
 
-def through(dataset: Any, work: Any) -> Any:
-    """The dataset, with something done to its tasks."""
+def map_batches(dataset: Any, work: Any) -> Any:
+    """Applies a function to the dataset's batches in its tasks."""
     return dataset.mapInArrow(work, dataset.schema)
 
 
-def test_a_session_remembers_its_commits(strict, place):
-    """One that is decided, and cannot be done yet, goes on when it is called again, though no decisions were given; nothing runs."""
-    times = [4]
+def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
+    """A decided commit that could not be applied resumes when it is called again, even without a commit log.
+
+    No task runs.
+    """
+    failures_left = [4]
     sink = place.sink()
     commit = type(sink).commit
 
-    class Down(type(sink)):
-        """It cannot be reached, for a while."""
+    class UnreachableSink(type(sink)):
+        """A sink that cannot be reached for the first calls."""
 
         def commit(self, staging, messages):
-            if times[0]:
-                times[0] -= 1
+            if failures_left[0]:
+                failures_left[0] -= 1
                 raise OSError("the network is down")
             commit(self, staging, messages)
 
-    def never(batches):
+    def raise_if_run(batches):
         raise ValueError("it ran again")
         yield
 
-    sink.__class__ = Down
+    sink.__class__ = UnreachableSink
     with (
         pytest.raises(stagecrew.CommitPending, match="the network is down"),
-        stagecrew.crew(strict).topology("one") as topology,
+        stagecrew.crew(few_retries).topology("one") as topology,
     ):
-        topology.commit(rows_of(strict), sink, f"daily {place.folder}")
+        topology.commit(rows_of(few_retries), sink, f"daily {place.folder}")
     assert place.visible() == []
-    with stagecrew.crew(strict).topology("two") as topology:
-        report = topology.commit(through(rows_of(strict), never), sink, f"daily {place.folder}")
+    with stagecrew.crew(few_retries).topology("two") as topology:
+        report = topology.commit(map_batches(rows_of(few_retries), raise_if_run), sink, f"daily {place.folder}")
     assert (report.rows, report.repeated) == (40, True)
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long
-def test_ctrl_c(cluster, place):
-    """Ctrl-C while tasks stage: nothing is visible, nothing left."""
+def test_ctrl_c_while_tasks_stage_leaves_nothing(cluster, place):
+    """Ctrl-C while tasks stage: nothing is visible, and nothing is left."""
     import threading
 
     sink = place.sink()
     stage = type(sink).stage
 
-    class Slow(type(sink)):
-        """Its tasks have staged all, and go on for long."""
+    class SlowSink(type(sink)):
+        """Its tasks stage all rows, then keep running."""
 
         def stage(self, staging, partition, attempt, batches):
             message = stage(self, staging, partition, attempt, batches)
             time.sleep(60)
             return message
 
-    sink.__class__ = Slow
+    sink.__class__ = SlowSink
 
-    def interrupts():
+    def interrupt():
         with contextlib.suppress(AssertionError):
             eventually(lambda: topology.progress.get("commit/1", {}).get("staging", 0) >= 2, 20, "tasks stage")
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt), stagecrew.crew(cluster).topology("t") as topology:
-        threading.Thread(target=interrupts).start()
+        threading.Thread(target=interrupt).start()
         topology.commit(rows_of(cluster), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 DRIVER = """
 import os, signal
-from places import Place, ROWS, rows_of
-from sinks import Driver, Killed
+from support.sink_targets import SinkTarget, ROWS, rows_of
+from support.commit_trials import Driver, Killed
 
-class Kills(Driver):
+class DyingDriver(Driver):
     def moment(self, name, holds=False):
         super().moment(name)
         if self.moments == {at}:
             os.kill(os.getpid(), signal.SIGKILL)
 
-place = Place.__new__(Place)
+place = SinkTarget.__new__(SinkTarget)
 place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({folder!r}), {conf!r}
 spark = stagecrew.configure(base({master!r})).getOrCreate()
-watcher = Kills()
+watcher = DyingDriver()
 sink = place.sink()
-decisions = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
+commit_log = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
 
-class Watches(type(sink)):
+class WatchedSink(type(sink)):
     def begin(self, staging):
         watcher.moment("before begin"); super().begin(staging); watcher.moment("after begin")
     def commit(self, staging, messages):
@@ -146,24 +151,24 @@ class Watches(type(sink)):
     def __reduce__(self):
         return (type(sink).__mro__[1].__new__, (type(sink).__mro__[1],), self.__getstate__())
 
-sink.__class__ = Watches
+sink.__class__ = WatchedSink
 for _ in range(1 if {at} else 2):
     with stagecrew.crew(spark).topology("t") as topology:
-        report = topology.commit(rows_of(spark), sink, "one", decisions)
-    there = sorted((str(path), path.stat().st_size) for path in place.folder.rglob("*") if path.is_file())
-    journal.write(event="done", repeated=report.repeated, there=there)
+        report = topology.commit(rows_of(spark), sink, "one", commit_log)
+    files = sorted((str(path), path.stat().st_size) for path in place.folder.rglob("*") if path.is_file())
+    journal.write(event="done", repeated=report.repeated, files=files)
 spark.stop()
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at", range(2, 13))  # from when the commit is opened until it is written that it is done
+@pytest.mark.parametrize("at", range(2, 13))  # from the opening of the commit to the write that it is done
 @pytest.mark.parametrize("name", ["parquet", "sqlite", "iceberg", "objects"])
-def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
-    """A driver that dies by SIGKILL; another brings all rows, once, and leaves nothing; when it repeats that nothing changes."""
+def test_a_commit_survives_sigkill_of_its_driver(sessions, tmp_path, journal, name, at):
+    """After SIGKILL of the driver, the next one commits all rows once and leaves nothing. A repeat changes nothing."""
     sessions.stop()
     (tmp_path / "sink").mkdir()
-    place = Place(name, tmp_path / "sink")
+    place = SinkTarget(name, tmp_path / "sink")
 
     def script(moment: int) -> str:
         values = {
@@ -176,38 +181,41 @@ def test_the_driver_is_killed(sessions, tmp_path, journal, name, at):
         return text
 
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
-    with driver(tmp_path / "one", journal, "local[2]", script(at)) as process:
+    with driver_script(tmp_path / "one", journal, "local[2]", script(at)) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(120)
         assert process.returncode == -signal.SIGKILL
     assert place.visible() in ([], ROWS)
-    with driver(tmp_path / "two", journal, "local[2]", script(0)) as process:
+    with driver_script(tmp_path / "two", journal, "local[2]", script(0)) as process:
         assert process.wait(120) == 0
-    again, repeat = journal.read(event="done")
-    assert again["repeated"] == (at >= 6)  # behind the write of the decision
+    second_run, repeat = journal.read(event="done")
+    assert second_run["repeated"] == (at >= 6)  # after the decision was written
     assert repeat["repeated"]
-    assert again["there"] == repeat["there"]
+    assert second_run["files"] == repeat["files"]
     assert place.visible() == ROWS
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.parametrize("pending", [True, False])
-def test_a_sink_that_is_away_in_a_stream(sessions, pending):
-    """What foreachBatch raised comes back as text alone: a job has not failed when a commit in there could not be done yet."""
+def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pending):
+    """`foreachBatch` reports an exception only as text.
 
-    def each(frame, batch):
+    A pending commit in it must still not count as a failure of the job.
+    """
+
+    def process_batch(frame, batch):
         raise stagecrew.CommitPending("it waits") if pending else ValueError("mine")
 
     stream = sessions.get(LOCAL).readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
-    query = stream.writeStream.foreachBatch(each).start()
+    query = stream.writeStream.foreachBatch(process_batch).start()
     with pytest.raises(StreamingQueryException) as raised:
         query.awaitTermination(120)
-    why = _no_fault_of_its_own(raised.value)
-    assert why == ("CommitPending: it waits" if pending else None)
+    excuse = _no_fault_of_its_own(raised.value)
+    assert excuse == ("CommitPending: it waits" if pending else None)
 
 
-def test_two_topologies_at_once(cluster, place):
-    """Two that commit to one place: both land, or one says that it cannot."""
+def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
+    """If two topologies commit to the same place, both commits succeed, or one raises a conflict."""
     import threading
 
     outcomes: list[Any] = []
@@ -224,46 +232,48 @@ def test_two_topologies_at_once(cluster, place):
         thread.start()
     for thread in threads:
         thread.join(120)
-    conflicts = [one for one in outcomes if isinstance(one, stagecrew.CommitConflict)]
+    conflicts = [outcome for outcome in outcomes if isinstance(outcome, stagecrew.CommitConflict)]
     assert len(outcomes) == 2
     assert len(conflicts) == (1 if place.name == "parquet" else 0)
     assert len(place.visible()) == 40 * (2 - len(conflicts))
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
-def test_other_content(strict, tmp_path, caplog):
-    """An id that is used again for other content raises in a topology. A job's later run gets a warning, and the rows of the earlier run."""
+def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, caplog):
+    """A reused id with other content raises in a topology. A later run of a job gets a warning and the earlier rows."""
     sink, commit_log = ParquetSink(tmp_path / "table"), stagecrew.FileCommitLog(tmp_path / "log")
     session = ModelServer().session()
     session.ensure("steps", "commits")
     (tmp_path / "state").mkdir()
     handles = [StateHandleStore(session, StateStorage(tmp_path / "state"), name) for name in ("steps", "commits")]
-    with stagecrew.crew(strict).topology("t") as topology:
-        assert not topology.commit(rows_of(strict), sink, "daily", commit_log, content="monday").repeated
-        assert topology.commit(rows_of(strict), sink, "daily", commit_log, content="monday").repeated
+    with stagecrew.crew(few_retries).topology("t") as topology:
+        assert not topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
+        assert topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
         with pytest.raises(stagecrew.OperatorMisused, match="content is 'tuesday', there 'monday'"):
-            topology.commit(rows_of(strict), sink, "daily", commit_log, content="tuesday")
+            topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="tuesday")
         assert [record for record in caplog.messages if "with 40 rows. This call has written nothing" in record]
         caplog.clear()
         in_job = ParquetSink(tmp_path / "other")
         try:
             for attempt in (1, 2):
                 set_running_job(Job("nightly", attempt, *handles))
-                assert topology.commit(rows_of(strict), in_job, content=f"run {attempt}").repeated == (attempt == 2)
+                assert topology.commit(rows_of(few_retries), in_job, content=f"run {attempt}").repeated == (
+                    attempt == 2
+                )
             with pytest.raises(stagecrew.OperatorMisused, match="content is 'other', there 'run 1'"):
                 set_running_job(Job("nightly", 1, *handles))
-                topology.commit(rows_of(strict), in_job, content="other")
+                topology.commit(rows_of(few_retries), in_job, content="other")
         finally:
             set_running_job(None)
-    [said] = [record for record in caplog.messages if "earlier run" in record]
-    assert "an earlier run of this job has decided commit 'nightly/commit', and its rows stay" in said
-    assert "content is 'run 2', there 'run 1'" in said
+    [warning] = [record for record in caplog.messages if "earlier run" in record]
+    assert "an earlier run of this job has decided commit 'nightly/commit', and its rows stay" in warning
+    assert "content is 'run 2', there 'run 1'" in warning
 
 
-def test_a_failed_job(strict, place):
-    """Its exception comes through, nothing is visible, nothing left."""
+def test_a_failed_job_leaves_nothing(few_retries, place):
+    """The job's exception is raised, nothing is visible, and nothing is left."""
 
-    def fails(batches):
+    def fail_at_the_end(batches):
         for batch in batches:
             yield batch
             if batch.column(0)[0].as_py() >= 30:
@@ -271,20 +281,20 @@ def test_a_failed_job(strict, place):
 
     with (
         pytest.raises(PySparkException, match="the last partition is bad"),
-        stagecrew.crew(strict).topology("t") as topology,
+        stagecrew.crew(few_retries).topology("t") as topology,
     ):
-        topology.commit(through(rows_of(strict), fails), place.sink())
+        topology.commit(map_batches(rows_of(few_retries), fail_at_the_end), place.sink())
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
-def test_a_file_that_cannot_grow(strict, place, tmp_path):
-    """A task that cannot write all of its rows: the error says so, nothing is visible, nothing left."""
+def test_a_task_that_cannot_write_its_file_leaves_nothing(few_retries, place, tmp_path):
+    """A task cannot write all of its rows: the error says why, nothing is visible, and nothing is left."""
     sink = place.sink()
     stage = type(sink).stage
 
-    class Small(type(sink)):
-        """Its tasks write files of 512 bytes at most."""
+    class SmallFileSink(type(sink)):
+        """Its tasks can write files of at most 512 bytes."""
 
         def stage(self, staging, partition, attempt, batches):
             import resource
@@ -296,27 +306,27 @@ def test_a_file_that_cannot_grow(strict, place, tmp_path):
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    sink.__class__ = Small
+    sink.__class__ = SmallFileSink
     with (
         pytest.raises(PySparkException, match="File too large|disk I/O error"),
-        stagecrew.crew(strict).topology("t") as topology,
+        stagecrew.crew(few_retries).topology("t") as topology,
     ):
-        topology.commit(rows_of(strict), sink)
+        topology.commit(rows_of(few_retries), sink)
     assert place.visible() == []
-    assert place.left() == []
+    assert place.leftovers() == []
 
 
 @pytest.mark.long
-def test_a_full_disk(strict, tmp_path):
-    """A small tmpfs: the error says so, nothing is visible, nothing left."""
+def test_a_full_disk_leaves_nothing(few_retries, tmp_path):
+    """A tmpfs is full: the error says so, and nothing is left."""
     disk = tmp_path / "small"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
     try:
-        large = strict.range(0, 40_000, 1, 4).select(f.sha2(f.col("id").cast("string"), 512).alias("text"))
+        large = few_retries.range(0, 40_000, 1, 4).select(f.sha2(f.col("id").cast("string"), 512).alias("text"))
         with (
             pytest.raises(PySparkException, match="No space left on device"),
-            stagecrew.crew(strict).topology("t") as topology,
+            stagecrew.crew(few_retries).topology("t") as topology,
         ):
             topology.commit(large, ParquetSink(disk / "table"))
         assert list(disk.rglob("*")) == []
@@ -324,41 +334,41 @@ def test_a_full_disk(strict, tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_where_nothing_can_be_written(strict):
-    """It is said before anything runs."""
+def test_an_unwritable_path_is_reported_before_anything_runs(few_retries):
+    """The commit fails before any task runs."""
     with (
         pytest.raises(stagecrew.CommitFailed, match="/proc/nowhere/table cannot be written"),
-        stagecrew.crew(strict).topology("t") as topology,
+        stagecrew.crew(few_retries).topology("t") as topology,
     ):
-        topology.commit(rows_of(strict), ParquetSink("/proc/nowhere/table"))
+        topology.commit(rows_of(few_retries), ParquetSink("/proc/nowhere/table"))
 
 
 @pytest.mark.long
-def test_a_read_only_directory(strict, tmp_path):
-    """It is said before anything runs."""
+def test_a_read_only_directory_is_reported_before_anything_runs(few_retries, tmp_path):
+    """The commit fails before any task runs."""
     disk = tmp_path / "fixed"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,ro", "tmpfs", str(disk)], check=True)
     try:
         with (
             pytest.raises(stagecrew.CommitFailed, match="cannot be written.*Read-only file system"),
-            stagecrew.crew(strict).topology("t") as topology,
+            stagecrew.crew(few_retries).topology("t") as topology,
         ):
-            topology.commit(rows_of(strict), ParquetSink(disk / "table"))
+            topology.commit(rows_of(few_retries), ParquetSink(disk / "table"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_bad_input(strict, tmp_path):
-    """What is no DataFrame, no Committer; a table that is not there."""
-    with stagecrew.crew(strict).topology("t") as topology:
+def test_invalid_arguments_are_rejected(few_retries, tmp_path):
+    """Wrong types of dataset and sink, a missing table and a closed topology are rejected."""
+    with stagecrew.crew(few_retries).topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="takes a DataFrame, not int"):
             topology.commit(7, ParquetSink(tmp_path / "t"))
         with pytest.raises(
             stagecrew.OperatorMisused, match="str is no Committer: it has no begin, stage, commit, done, discard"
         ):
-            topology.commit(rows_of(strict), "a path")
+            topology.commit(rows_of(few_retries), "a path")
         with pytest.raises(stagecrew.CommitFailed, match="no such table: target"):
-            topology.commit(rows_of(strict), DatabaseSink(f"sqlite:///{tmp_path}/new.db", "target"))
+            topology.commit(rows_of(few_retries), DatabaseSink(f"sqlite:///{tmp_path}/new.db", "target"))
     with pytest.raises(stagecrew.TopologyClosed):
-        topology.commit(rows_of(strict), ParquetSink(tmp_path / "t"))
+        topology.commit(rows_of(few_retries), ParquetSink(tmp_path / "t"))

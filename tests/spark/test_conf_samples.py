@@ -1,4 +1,4 @@
-"""The samples in conf/ are used as they are: spark-submit with SPARK_CONF_DIR, and a job that knows nothing of stagecrew."""
+"""spark-submit with SPARK_CONF_DIR=conf/ and a job that does not import stagecrew: the samples work unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """spark-submit with the samples of conf/, everything temporary in `folder`."""
+    """Runs spark-submit with the samples of conf/. All temporary files go to `folder`."""
     temporary = folder / "tmp"
     temporary.mkdir()
     environment = {
@@ -30,7 +30,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "SPARK_LOCAL_DIRS": str(temporary),
         "TMPDIR": str(temporary),
         "PYSPARK_PYTHON": sys.executable,
-        # As if installed, also when the package is only on the path of this process.
+        # Works as if installed, even if the package is only on the path of this process.
         "PYTHONPATH": str(Path(stagecrew.__file__).parents[1]),
     }
     return subprocess.run(
@@ -58,7 +58,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory):
-    """A job that was submitted with the samples and, on the command line, the listener of docs/examples/audit.py."""
+    """A job submitted with the samples and, on the command line, the listener of docs/examples/audit.py."""
     folder = tmp_path_factory.mktemp("submitted")
     done = submit(
         folder,
@@ -71,7 +71,7 @@ def submitted(tmp_path_factory):
 
 
 def test_a_job_that_never_imports_stagecrew_has_listeners(submitted):
-    """With the sample and a name in the configuration, each worker opens before its first task, decorates each and closes."""
+    """With the sample and a name in the configuration, each worker opens, decorates each task and closes."""
     folder, done = submitted
     assert "sum: 285" in done.stdout
     logs = [path.read_text().splitlines() for path in folder.glob("audit-*.log")]
@@ -82,7 +82,7 @@ def test_a_job_that_never_imports_stagecrew_has_listeners(submitted):
 
 
 def test_log_lines_of_a_task_name_their_topology(submitted):
-    """log4j2.properties shows, through MdcListener, topology, stage, partition and attempt in the lines that a task logs."""
+    """Through MdcListener, log4j2.properties shows topology, stage, partition and attempt in log lines of a task."""
     _, done = submitted
     marked = re.findall(r" INFO (\w+) \[(\S+) (\d+)/(\d+) attempt (\d+)\]: ", done.stderr)
     assert {topology for _, topology, *_ in marked} == {"application"}, done.stderr[-8000:]
@@ -90,27 +90,30 @@ def test_log_lines_of_a_task_name_their_topology(submitted):
     assert re.search(r" INFO SparkContext \[-\]: ", done.stderr), "lines outside of a task have no topology"
 
 
-def test_samples_warn_of_nothing(submitted):
-    """Neither Spark nor stagecrew warns of a key of the samples, and log4j2 finds nothing wrong with its file."""
+def test_the_samples_cause_no_warning(submitted):
+    """Neither Spark nor stagecrew warns about a key of the samples, and log4j2 accepts its file."""
     _, done = submitted
     assert "is no setting of stagecrew" not in done.stderr
     assert not re.search(r"main (?:WARN|ERROR) ", done.stderr), done.stderr[:4000]
     assert " WARN stagecrew" not in done.stderr
 
 
-def test_nothing_is_left(submitted):
-    """After the job no place file, no folder and no agent of stagecrew is left."""
+def test_a_job_leaves_no_file_and_no_process(submitted):
+    """After the job no channel file, no folder and no agent of stagecrew is left."""
     folder, _ = submitted
-    left = [path for path in (folder / "tmp").rglob("*") if "channel" in path.name or "stagecrew" in path.name]
-    assert left == []
+    remaining = [path for path in (folder / "tmp").rglob("*") if "channel" in path.name or "stagecrew" in path.name]
+    assert remaining == []
     psutil = pytest.importorskip("psutil")
     ours = [p.info for p in psutil.process_iter(["cmdline", "cwd"]) if (p.info["cwd"] or "").startswith(str(folder))]
     assert ours == []
 
 
 @pytest.mark.long
-def test_without_the_jar_spark_says_so(tmp_path):
-    """With the sample and no jar, the session fails and names the plugin's class: nothing runs without its listeners."""
+def test_a_session_without_the_jar_names_the_plugin(tmp_path):
+    """With the samples but without the jar, the session fails and names the plugin's class.
+
+    Nothing runs without listeners.
+    """
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     done = subprocess.run(
         [

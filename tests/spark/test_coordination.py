@@ -11,21 +11,22 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import LOCAL_CLUSTER, eventually
+from support.sessions import LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Recording(stagecrew.Coordinator):
-    """Keeps what it is called with, answers requests with their double, and sends each evaluation its subtask."""
+    """Records its calls, replies to requests with twice their value, and sends each evaluation its subtask number."""
 
-    made: list[Recording]
+    instances: list[Recording]
 
     def __init__(self, context):
         super().__init__(context)
         self.calls: list[tuple[Any, ...]] = []
         self.threads: set[str] = set()
-        type(self).made.append(self)
+        type(self).instances.append(self)
 
     def _note(self, *call: Any) -> None:
         self.threads.add(threading.current_thread().name)
@@ -67,38 +68,38 @@ class Recording(stagecrew.Coordinator):
 
 @pytest.fixture
 def recording() -> type[Recording]:
-    """A class of this test alone."""
-    return type("Recording", (Recording,), {"made": []})
+    """A fresh subclass, so that each test has its own list of instances."""
+    return type("Recording", (Recording,), {"instances": []})
 
 
 @pytest.fixture
 def cluster(sessions):
-    """A session on a cluster of two executors: what does not differ between masters is looked at on one."""
+    """A session on a cluster of two executors, for behaviour that is the same on every master."""
     return sessions.get(LOCAL_CLUSTER)
 
 
 @pytest.fixture
-def crew_there(cluster):
-    """Its crew."""
+def cluster_crew(cluster):
+    """The crew of the `cluster` session."""
     return stagecrew.crew(cluster)
 
 
-def total(batches: Any) -> int:
+def id_sum(batches: Any) -> int:
     return sum(sum(batch.column("id").to_pylist()) for batch in batches)
 
 
-def one(*values: int) -> pa.RecordBatch:
+def one_row(*values: int) -> pa.RecordBatch:
     return pa.record_batch({name: [value] for name, value in zip("abc", values, strict=False)})
 
 
-def test_events_and_requests_both_ways(spark, crew, recording):
-    """Each subtask's events, requests and their replies arrive, in order; the coordinator hears of its evaluations."""
+def test_events_and_requests_arrive_in_both_directions(spark, crew, recording):
+    """Each subtask's events, requests and replies arrive in order. The coordinator is notified of each evaluation."""
 
     def work(gateway, batches):
         for i in range(100):
             gateway.send(i)
-        doubled = gateway.request(total(batches))
-        yield one(
+        doubled = gateway.request(id_sum(batches))
+        yield one_row(
             gateway.subtask,
             doubled,
             sum(1 for event in gateway.events(timeout=30) if event == ("hello", gateway.subtask)),
@@ -108,7 +109,7 @@ def test_events_and_requests_both_ways(spark, crew, recording):
         operator = topology.coordinate("doubler", recording)
         rows = operator.map(spark.range(0, 40, 1, 4), work, "a long, b long, c long").collect()
     assert sorted(map(tuple, rows)) == [(n, 2 * sum(range(10 * n, 10 * n + 10)), 1) for n in range(4)]
-    (coordinator,) = recording.made
+    (coordinator,) = recording.instances
     assert coordinator.calls[0] == ("start",)
     assert coordinator.calls[-1] == ("close",)
     assert all(name.startswith("stagecrew-coordinator") for name in coordinator.threads)
@@ -116,51 +117,54 @@ def test_events_and_requests_both_ways(spark, crew, recording):
     assert set(evaluations) == {0, 1, 2, 3}
     assert {evaluation for (evaluation,) in coordinator.named("finished")} == set(evaluations.values())
     for evaluation in evaluations.values():
-        assert [event for of, event in coordinator.named("event") if of == evaluation] == list(range(100))
-        mine = [call[0] for call in coordinator.calls if call[1:2] == (evaluation,)]
-        assert mine == ["ready", *["event"] * 100, "request", "finished"]
+        assert [event for sender, event in coordinator.named("event") if sender == evaluation] == list(range(100))
+        calls = [call[0] for call in coordinator.calls if call[1:2] == (evaluation,)]
+        assert calls == ["ready", *["event"] * 100, "request", "finished"]
     assert not coordinator.named("failed")
     assert not coordinator.named("reset")
 
 
-def test_a_subtask_keeps_its_identity(cluster, crew_there, recording):
-    """Under coalesce, a union with itself, behind another dataset and a cache a subtask is the bound dataset's partition."""
+def test_a_subtask_keeps_its_number_in_derived_datasets(cluster, cluster_crew, recording):
+    """Under coalesce, union and a cache, a subtask still has the partition number of the bound dataset."""
 
     def work(gateway, batches):
-        yield one(gateway.subtask, total(batches))
+        yield one_row(gateway.subtask, id_sum(batches))
 
-    def of(n: int) -> tuple[int, int]:
+    def expected_row(n: int) -> tuple[int, int]:
         return n, sum(range(10 * n, 10 * n + 10))
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         operator = topology.coordinate("o", recording)
         bound = operator.map(cluster.range(0, 40, 1, 4), work, "a long, b long")
-        assert sorted(map(tuple, bound.coalesce(2).collect())) == [of(n) for n in range(4)]
-        assert sorted(map(tuple, bound.union(bound).collect())) == sorted([of(n) for n in range(4)] * 2)
+        assert sorted(map(tuple, bound.coalesce(2).collect())) == [expected_row(n) for n in range(4)]
+        assert sorted(map(tuple, bound.union(bound).collect())) == sorted([expected_row(n) for n in range(4)] * 2)
         other = cluster.range(3).selectExpr("cast(-1 as long) a", "cast(0 as long) b")
-        assert sorted(map(tuple, other.union(bound).where("a >= 0").collect())) == [of(n) for n in range(4)]
+        assert sorted(map(tuple, other.union(bound).where("a >= 0").collect())) == [expected_row(n) for n in range(4)]
         cached = bound.cache()
         assert cached.count() == 4
-        assert sorted(map(tuple, cached.collect())) == [of(n) for n in range(4)]
+        assert sorted(map(tuple, cached.collect())) == [expected_row(n) for n in range(4)]
         cached.unpersist()
 
 
-def test_a_bound_function_elsewhere(cluster, crew_there, recording):
-    """`bind` gives any function a gateway: a partition of an RDD, a UDF; its evaluations have no subtask."""
+def test_a_bound_function_works_without_a_subtask(cluster, cluster_crew, recording):
+    """`bind` gives any function a gateway: on a partition of an RDD, for example. Its evaluations have no subtask."""
 
     def work(gateway, rows):
         yield gateway.subtask, gateway.request(sum(rows))
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         operator = topology.coordinate("o", recording)
         found = cluster.sparkContext.parallelize(range(8), 2).mapPartitions(operator.bind(work)).collect()
     assert sorted(found) == [(None, 12), (None, 44)]
-    (coordinator,) = recording.made
+    (coordinator,) = recording.instances
     assert {evaluation.subtask for (evaluation,) in coordinator.named("ready")} == {None}
 
 
-def test_a_request_that_fails(cluster, crew_there, recording):
-    """What handle_request raises is the task's RequestFailed with the coordinator's traceback, and fails nothing else."""
+def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_crew, recording):
+    """An exception of `handle_request` is raised in the task as RequestFailed with its traceback.
+
+    Nothing else fails.
+    """
 
     class Refusing(recording):
         def handle_request(self, evaluation, request):
@@ -172,15 +176,15 @@ def test_a_request_that_fails(cluster, crew_there, recording):
         except stagecrew.RequestFailed as error:
             yield pa.record_batch({"a": [str(error)], "b": [type(error.__cause__).__name__]})
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         (row,) = topology.coordinate("o", Refusing).map(cluster.range(0, 1, 1, 1), work, "a string, b string").collect()
     assert row.b == "KeyError"
     assert "handle_request" in row.a
     assert "no such thing" in row.a
 
 
-def test_a_coordinator_that_raises_fails_its_topology(cluster, crew_there, recording):
-    """What a callback raises cancels the topology, once, and is the cause of what the `with` raises."""
+def test_a_coordinator_that_raises_fails_its_topology_once(cluster, cluster_crew, recording):
+    """An exception of a callback cancels the topology. The `with` raises an error with that exception as its cause."""
 
     class Broken(recording):
         def handle_event(self, evaluation, event):
@@ -190,20 +194,20 @@ def test_a_coordinator_that_raises_fails_its_topology(cluster, crew_there, recor
         gateway.send(1)
         list(gateway.events())
         for _ in gateway.events(timeout=60):
-            yield one(1)
+            yield one_row(1)
 
     with (
         pytest.raises(stagecrew.CoordinatorFailed, match="in the coordinator") as caught,
-        crew_there.topology("t") as topology,
+        cluster_crew.topology("t") as topology,
     ):
         topology.coordinate("o", Broken).map(cluster.range(0, 2, 1, 2), work, "a long").collect()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    (coordinator,) = recording.made
+    (coordinator,) = recording.instances
     assert coordinator.calls[-1] == ("close",)
 
 
-def test_a_task_that_fails_comes_again(spark, crew, recording, tmp_path):
-    """After a failed attempt the coordinator hears failed, then reset, then ready of the next; once each."""
+def test_a_retried_task_is_failed_reset_and_ready_once(spark, crew, recording, tmp_path):
+    """After a failed attempt the coordinator gets `failed`, `subtask_reset` and the next `ready`, once each."""
     marker = tmp_path / "failed once"
 
     def work(gateway, batches):
@@ -211,12 +215,12 @@ def test_a_task_that_fails_comes_again(spark, crew, recording, tmp_path):
         if not marker.exists():
             marker.touch()
             raise ValueError("on purpose")
-        yield one(gateway.subtask)
+        yield one_row(gateway.subtask)
 
     with crew.topology("t") as topology:
         rows = topology.coordinate("o", recording).map(spark.range(0, 1, 1, 1), work, "a long").collect()
     assert [row.a for row in rows] == [0]
-    (coordinator,) = recording.made
+    (coordinator,) = recording.instances
     first, second = [evaluation for (evaluation,) in coordinator.named("ready")]
     assert (first.attempt_number, second.attempt_number) == (0, 1)
     assert [call[0] for call in coordinator.calls] == [
@@ -226,44 +230,47 @@ def test_a_task_that_fails_comes_again(spark, crew, recording, tmp_path):
     assert "ValueError: on purpose" in coordinator.named("failed")[0][1]
 
 
-def test_an_evaluation_that_is_cut_short(cluster, crew_there, recording):
-    """One whose rows a limit does not need is reported as cut, not as finished."""
+def test_an_evaluation_that_a_limit_ends_early_is_abandoned(cluster, cluster_crew, recording):
+    """An evaluation whose remaining rows a limit does not need is reported as abandoned, not as finished."""
 
     def work(gateway, batches):
         for batch in batches:
             while True:
-                yield one(batch.num_rows)
+                yield one_row(batch.num_rows)
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         operator = topology.coordinate("o", recording)
         assert operator.map(cluster.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
-        (coordinator,) = recording.made
-        eventually(lambda: coordinator.named("abandoned"), 20, "the cut is reported")
+        (coordinator,) = recording.instances
+        eventually(lambda: coordinator.named("abandoned"), 20, "the abandoned evaluation is reported")
     assert not coordinator.named("finished")
     assert not coordinator.named("failed")
 
 
-def test_a_dataset_of_a_closed_topology_in_another(cluster, crew_there, recording):
-    """Its coordinator is gone: its tasks fail, and say that it is to be run inside its own `with`."""
+def test_a_dataset_of_a_closed_topology_fails_in_another_one(cluster, cluster_crew, recording):
+    """The coordinator no longer exists. The tasks fail and say that the dataset must run inside its own `with`."""
 
     def work(gateway, batches):
         gateway.request(1)
         yield from batches
 
-    with crew_there.topology("first") as topology:
+    with cluster_crew.topology("first") as topology:
         operator = topology.coordinate("o", recording)
         dataset = operator.map(cluster.range(0, 1, 1, 1), work, "id long")
-    with crew_there.topology("second"), pytest.raises(Exception, match="topology 'first' has ended.*inside its `with`"):
+    with (
+        cluster_crew.topology("second"),
+        pytest.raises(Exception, match="topology 'first' has ended.*inside its `with`"),
+    ):
         dataset.collect()
 
 
-def test_bad_input(cluster, crew_there, recording):
-    """What cannot work is refused by name, with what to do."""
+def test_invalid_arguments_are_rejected_with_the_remedy(cluster, cluster_crew, recording):
+    """Invalid arguments, and use after the end of the topology, are rejected by name with what to do."""
 
     def work(gateway, batches):
         yield from batches
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="made by a factory"):
             topology.coordinate("o", 3)
         operator = topology.coordinate("o", recording)
@@ -274,29 +281,29 @@ def test_bad_input(cluster, crew_there, recording):
         late = operator.map(cluster.range(2), work, "id long")
     with pytest.raises(stagecrew.TopologyClosed, match="bind it inside"):
         operator.map(cluster.range(2), work, "id long")
-    with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
+    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
         topology.coordinate("o", recording)
     with pytest.raises(Exception, match="outside of topology 't': run the action inside its `with`"):
         late.collect()
 
 
-def test_events_that_cannot_travel(cluster, crew_there, recording):
-    """An event that cannot be pickled, or is too large, is refused where it is sent, and the task goes on."""
+def test_an_event_that_cannot_be_sent_does_not_fail_the_task(cluster, cluster_crew, recording):
+    """An event that cannot be pickled or is too large is refused where it is sent, and the task continues."""
 
     def work(gateway, batches):
-        said = []
+        errors = []
         for event in (threading.Lock(), b"x" * (17 << 20)):
             try:
                 gateway.send(event)
             except stagecrew.CoordinationError as error:
-                said.append(f"{type(error).__name__}: {error}")
+                errors.append(f"{type(error).__name__}: {error}")
         gateway.send("fine")
-        yield pa.record_batch({"a": said})
+        yield pa.record_batch({"a": errors})
 
-    with crew_there.topology("t") as topology:
+    with cluster_crew.topology("t") as topology:
         rows = topology.coordinate("o", recording).map(cluster.range(0, 1, 1, 1), work, "a string").collect()
     assert "EventNotPicklable: cannot pickle a lock" in rows[0].a
     assert "EventTooLarge" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a
-    (coordinator,) = recording.made
+    (coordinator,) = recording.instances
     assert [event for _, event in coordinator.named("event")] == ["fine"]

@@ -1,4 +1,4 @@
-"""Coordination at its limits, and where the way breaks: what fails is that attempt, or that topology, and it says why."""
+"""Coordination at its limits and with broken connections. Only the affected attempt or topology fails, and says why."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from coordinators import Noting, executor_of_this_worker, rows, until_stop
-from crewtools import LOCAL_CLUSTER, eventually, kill
 from stagecrew.wire.serialization import WINDOW
+from support.coordination import RecordingCoordinator, batch_of, executor_pid, wait_for_stop
+from support.processes import kill
+from support.sessions import LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-#: Small, so that each is reached; and attempts may fail often.
+#: Small values, so that the tests reach each limit. Attempts may fail often.
 SETTINGS = {
     "spark.task.maxFailures": "2000",
     "spark.stagecrew.mailbox.events": "50",
@@ -32,25 +34,25 @@ SETTINGS = {
 
 
 @pytest.fixture
-def small(sessions):
+def small_limits(sessions):
     """A session on a cluster of two executors, with small limits."""
     return sessions.get(LOCAL_CLUSTER, **SETTINGS)
 
 
 @pytest.fixture
 def cluster(sessions):
-    """A session with the limits that users have."""
+    """A session with the default limits."""
     return sessions.get(LOCAL_CLUSTER, **{"spark.task.maxFailures": "30"})
 
 
 @pytest.fixture
-def made():
-    """The coordinators that a test made."""
+def coordinators():
+    """The coordinators that the test has created."""
     return []
 
 
-def running(topology, dataset, outcome):
-    """A thread that runs the dataset inside the topology; what came of it is in `outcome`."""
+def start_collect(topology, dataset, outcome):
+    """Starts a thread that runs the dataset in the topology and appends the rows or the exception to `outcome`."""
 
     def collect():
         try:
@@ -66,11 +68,14 @@ def running(topology, dataset, outcome):
 # -- Limits
 
 
-def test_a_full_mailbox(small, made):
-    """It fails the attempt that does not take its events, with that reason, and no other; whoever sent them learns of it."""
+def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
+    """An attempt that does not receive its events fails with this reason, and no other does.
+
+    The sender's future says so.
+    """
     futures = []
 
-    class Flooding(Noting):
+    class Flooding(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             if evaluation.subtask == 0 and evaluation.attempt_number == 0:
@@ -86,65 +91,77 @@ def test_a_full_mailbox(small, made):
         if gateway.subtask == 0 and TaskContext.get().attemptNumber() == 0:
             gateway.request("waits, and takes no events")
         assert next(gateway.events(timeout=30)) == "go"
-        yield rows(gateway.subtask)
+        yield batch_of(gateway.subtask)
 
     never: Future[Any] = Future()
-    with stagecrew.crew(small).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Flooding(context, made))
-        found = operator.map(small.range(0, 2, 1, 2), work, "a long").collect()
+    with stagecrew.crew(small_limits).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: Flooding(context, coordinators))
+        found = operator.map(small_limits.range(0, 2, 1, 2), work, "a long").collect()
     assert sorted(row.a for row in found) == [0, 1]
-    ((_, evaluation, reason),) = made[0].named("failed")
+    ((_, evaluation, reason),) = coordinators[0].calls_named("failed")
     assert evaluation.subtask == 0
     assert "its mailbox is full: " in reason
     with pytest.raises(stagecrew.EvaluationEnded, match="its mailbox is full"):
         futures[-1].result(0)
 
 
-def test_an_executor_that_does_not_acknowledge(small, made):
-    """One that stands still fails the attempts there after spark.stagecrew.ack.timeout, and nothing else; they come again."""
+def test_attempts_on_an_unresponsive_executor_fail_after_the_ack_timeout(small_limits, coordinators):
+    """Attempts on a stopped executor fail after spark.stagecrew.ack.timeout and are retried. Nothing else fails."""
 
     def work(gateway, batches):
-        gateway.send(executor_of_this_worker())
-        until_stop(gateway)
-        yield rows(gateway.subtask)
+        gateway.send(executor_pid())
+        wait_for_stop(gateway)
+        yield batch_of(gateway.subtask)
 
     outcome: list[Any] = []
-    with stagecrew.crew(small).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
-        dataset = operator.map(small.range(0, 4, 1, 4), work, "a long")
-        thread = running(topology, dataset, outcome)
-        (coordinator,) = made
-        eventually(lambda: len(coordinator.events) == 4, 60, "all run")
+    with stagecrew.crew(small_limits).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
+        dataset = operator.map(small_limits.range(0, 4, 1, 4), work, "a long")
+        thread = start_collect(topology, dataset, outcome)
+        (coordinator,) = coordinators
+        eventually(lambda: len(coordinator.events) == 4, 60, "all tasks run")
         executors = {evaluation: pid for evaluation, (pid,) in coordinator.events.items()}
         assert len(set(executors.values())) == 2
-        stopped = executors[next(iter(executors))]
-        kill(stopped, signal.SIGSTOP)
+        stopped_pid = executors[next(iter(executors))]
+        kill(stopped_pid, signal.SIGSTOP)
         began = time.monotonic()
         try:
-            sent = {one: gateway.send_acknowledged("x") for one, gateway in tuple(coordinator.gateways.items())}
-            there = {one for one, pid in executors.items() if pid == stopped}
-            eventually(lambda: len(coordinator.named("failed")) == len(there), 20, "those there have failed")
-            took = time.monotonic() - began
+            sent = {
+                evaluation: gateway.send_acknowledged("x")
+                for evaluation, gateway in tuple(coordinator.gateways.items())
+            }
+            on_stopped_executor = {evaluation for evaluation, pid in executors.items() if pid == stopped_pid}
+            eventually(
+                lambda: len(coordinator.calls_named("failed")) == len(on_stopped_executor),
+                20,
+                "the attempts on the stopped executor have failed",
+            )
+            elapsed = time.monotonic() - began
         finally:
-            kill(stopped, signal.SIGCONT)
-        assert {evaluation for _, evaluation, _ in coordinator.named("failed")} == there
-        assert all("did not acknowledge an event within 2.0 s" in call[2] for call in coordinator.named("failed"))
-        assert 1.9 < took < 10
+            kill(stopped_pid, signal.SIGCONT)
+        assert {evaluation for _, evaluation, _ in coordinator.calls_named("failed")} == on_stopped_executor
+        assert all("did not acknowledge an event within 2.0 s" in call[2] for call in coordinator.calls_named("failed"))
+        assert 1.9 < elapsed < 10
         for evaluation, future in sent.items():
-            assert (future.exception(10) is not None) == (evaluation in there)
-        eventually(lambda: len(coordinator.events) == 4 + len(there), 60, "they run again")
+            assert (future.exception(10) is not None) == (evaluation in on_stopped_executor)
+        eventually(
+            lambda: len(coordinator.events) == 4 + len(on_stopped_executor), 60, "the failed attempts are retried"
+        )
         for gateway in tuple(coordinator.gateways.values()):
             gateway.send("stop")
         thread.join(60)
     assert sorted(row.a for row in outcome[0]) == [0, 1, 2, 3]
-    assert len(coordinator.named("failed")) == len(there)
+    assert len(coordinator.calls_named("failed")) == len(on_stopped_executor)
 
 
-def test_what_is_too_large_or_cannot_be_pickled(small, made):
-    """Events, requests, replies, both ways: an error where it is sent, that names the setting, and nothing else fails."""
-    seen = []
+def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, coordinators):
+    """Events, requests and replies in both directions raise where they are sent and name the setting.
 
-    class Large(Noting):
+    Nothing else fails.
+    """
+    raised = []
+
+    class Large(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             for event, error in (
@@ -153,7 +170,7 @@ def test_what_is_too_large_or_cannot_be_pickled(small, made):
             ):
                 with pytest.raises(error):
                     gateway.send(event)
-                seen.append(error)
+                raised.append(error)
 
         def handle_request(self, evaluation, request):
             return b"x" * 70_000 if request == "large" else (n for n in ())
@@ -171,18 +188,18 @@ def test_what_is_too_large_or_cannot_be_pickled(small, made):
         with pytest.raises(stagecrew.RequestFailed, match="EventNotPicklable"):
             gateway.request("generator")
         gateway.send(b"x" * 60_000)
-        yield rows(1)
+        yield batch_of(1)
 
-    with stagecrew.crew(small).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Large(context, made))
-        assert operator.map(small.range(0, 1, 1, 1), work, "a long").count() == 1
-    assert len(seen) == 2
-    assert [len(event) for event in made[0].all_events()] == [60_000]
-    assert not made[0].named("failed")
+    with stagecrew.crew(small_limits).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: Large(context, coordinators))
+        assert operator.map(small_limits.range(0, 1, 1, 1), work, "a long").count() == 1
+    assert len(raised) == 2
+    assert [len(event) for event in coordinators[0].all_events()] == [60_000]
+    assert not coordinators[0].calls_named("failed")
 
 
-def test_an_event_size_that_does_not_fit_into_a_frame(sessions):
-    """It is refused where the first operator is bound, by both names."""
+def test_an_event_size_larger_than_a_frame_is_refused(sessions):
+    """The error is raised where the first operator is bound and names both settings."""
     spark = sessions.get(
         "local[2,4]", **{"spark.stagecrew.event.maxSize": "70m", "spark.stagecrew.channel.maxFrame": "64m"}
     )
@@ -193,8 +210,8 @@ def test_an_event_size_that_does_not_fit_into_a_frame(sessions):
         topology.coordinate("o", stagecrew.Coordinator).bind(len)
 
 
-def test_large_events_behind_small_ones(cluster, made):
-    """An event larger than what is left of the window waits until the small one before it is handled, and no longer."""
+def test_a_large_event_waits_only_until_the_window_has_room(cluster, coordinators):
+    """An event larger than the free part of the window waits until the earlier events are handled, and no longer."""
 
     def work(gateway, batches):
         started = time.monotonic()
@@ -203,50 +220,48 @@ def test_large_events_behind_small_ones(cluster, made):
         gateway.send(b"y" * (15 << 20))
         gateway.send("small")
         assert time.monotonic() - started < 20
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
-    assert [len(event) for event in made[0].all_events()] == [5, 9 << 20, 15 << 20, 5]
+    assert [len(event) for event in coordinators[0].all_events()] == [5, 9 << 20, 15 << 20, 5]
 
 
 # -- Threads of one task
 
 
-def test_a_thread_that_has_no_room_holds_up_no_other(cluster, made, tmp_path):
-    """While one thread of a task waits for room to send, another receives, and what it does makes room."""
-    goes_on = tmp_path / "goes on"
+def test_a_thread_that_waits_to_send_does_not_block_a_receiver(cluster, coordinators, tmp_path):
+    """While one thread of a task waits for credit to send, another one receives, which lets the coordinator go on."""
+    received = tmp_path / "goes on"
 
-    class Blocking(Noting):
+    class Blocking(RecordingCoordinator):
         def handle_event(self, evaluation, event):
             if event == 0:
                 self.gateways[evaluation].send("there is much")
-                eventually(goes_on.exists, 60, "the task has received it")
+                eventually(received.exists, 60, "the task has received the event")
             super().handle_event(evaluation, event)
 
     def work(gateway, batches):
         sender = threading.Thread(target=lambda: [gateway.send(n) for n in range(10_000)])
         sender.start()
-        eventually(
-            lambda: gateway._asked_at >= WINDOW, 30, "it has sent as much as may be unhandled, and asked for room"
-        )
+        eventually(lambda: gateway._asked_at >= WINDOW, 30, "the sender has used up its window and requested credit")
         assert next(gateway.events(timeout=30)) == "there is much"
-        Path(goes_on).touch()
+        Path(received).touch()
         sender.join()
-        yield rows(1)
+        yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
     with crew.topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Blocking(context, made))
+        operator = topology.coordinate("o", lambda context: Blocking(context, coordinators))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
-    assert made[0].all_events() == list(range(10_000))
+    assert coordinators[0].all_events() == list(range(10_000))
 
 
-def test_threads_of_one_task_request_and_receive(cluster, made):
-    """Each request gets its own reply, each event one receiver, whichever threads ask at once."""
+def test_threads_of_one_task_get_their_own_replies(cluster, coordinators):
+    """Concurrent threads get their own replies, and each event has exactly one receiver."""
 
-    class Answering(Noting):
+    class Answering(RecordingCoordinator):
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             for number in range(400):
@@ -257,41 +272,42 @@ def test_threads_of_one_task_request_and_receive(cluster, made):
             return ("reply", request)
 
     def work(gateway, batches):
-        wrong, received = [], []
+        mismatches, received = [], []
 
-        def asks(thread):
-            wrong.extend(n for n in range(100) if gateway.request((thread, n)) != ("reply", (thread, n)))
+        def request_all(thread):
+            mismatches.extend(n for n in range(100) if gateway.request((thread, n)) != ("reply", (thread, n)))
 
-        def receives():
+        def receive_all():
             received.extend(gateway.events(timeout=30))
 
-        threads = [threading.Thread(target=asks, args=(n,)) for n in range(4)]
-        threads += [threading.Thread(target=receives)]
+        threads = [threading.Thread(target=request_all, args=(n,)) for n in range(4)]
+        threads += [threading.Thread(target=receive_all)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert wrong == []
+        assert mismatches == []
         assert received == list(range(400))
-        yield rows(len(received))
+        yield batch_of(len(received))
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Answering(context, made))
+        operator = topology.coordinate("o", lambda context: Answering(context, coordinators))
         assert [row.a for row in operator.map(cluster.range(0, 2, 1, 2), work, "a long").collect()] == [400, 400]
 
 
 # -- Ends
 
 
-def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
-    """Nobody needs its rows any more: it is told so, and does not wait for ever in its worker."""
+def test_an_evaluation_abandoned_while_it_waits_is_notified(cluster, coordinators, tmp_path):
+    """A waiting task whose rows are no longer needed gets EvaluationEnded and does not wait in its worker
+    indefinitely."""
     ended = tmp_path / "ended"
 
     def work(gateway, batches):
-        yield rows(*range(3))
+        yield batch_of(*range(3))
         try:
-            yield rows(*range(12_500))  # more than Python's buffer holds, less than the socket's
-        except GeneratorExit:  # the three rows were there, and enough, before these
+            yield batch_of(*range(12_500))  # more than Python's buffer holds, less than the socket's buffer holds
+        except GeneratorExit:  # the limit had its three rows before these
             Path(ended).write_text("did not wait")
             raise
         try:
@@ -302,43 +318,43 @@ def test_one_that_is_cut_short_while_it_waits(cluster, made, tmp_path):
             raise
 
     for _ in range(5):
-        made.clear()
+        coordinators.clear()
         with stagecrew.crew(cluster).topology("t") as topology:
-            operator = topology.coordinate("o", lambda context: Noting(context, made))
+            operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
             found = operator.map(cluster.range(0, 1, 1, 1), work, "a long").limit(3).collect()
             assert len(found) == 3
-            said = eventually(lambda: ended.exists() and ended.read_text(), 10, "its evaluation has ended")
-        assert [call[0] for call in made[0].calls] == ["ready", "cut", "close"]
-        if said != "did not wait":
+            outcome = eventually(lambda: ended.exists() and ended.read_text(), 10, "the evaluation has ended")
+        assert [call[0] for call in coordinators[0].calls] == ["ready", "abandoned", "close"]
+        if outcome != "did not wait":
             break
         ended.unlink()
-    assert "Spark needed no more of its rows" in said
+    assert "Spark needed no more of its rows" in outcome
 
 
-@pytest.mark.parametrize("way", ["with", "close"])
-def test_what_is_late_fails_the_topology_too(cluster, made, way):
-    """An event that is handled, and raises, when its job has long ended: the `with` raises, or `close()`, once."""
+@pytest.mark.parametrize("how", ["with", "close"])
+def test_an_exception_after_the_job_still_fails_the_topology(cluster, coordinators, how):
+    """An event handler raises long after its job has ended: the `with` or `close()` raises, once."""
 
-    job_is_over = threading.Event()
+    job_has_ended = threading.Event()
 
-    class Slow(Noting):
+    class Slow(RecordingCoordinator):
         def handle_event(self, evaluation, event):
-            assert job_is_over.wait(60)
+            assert job_has_ended.wait(60)
             eventually(lambda: not topology.is_active, 60, "the topology closes")
             raise ZeroDivisionError("late")
 
     def work(gateway, batches):
         gateway.send(1)
-        yield rows(1)
+        yield batch_of(1)
 
     def run(topology):
-        operator = topology.coordinate("o", lambda context: Slow(context, made))
+        operator = topology.coordinate("o", lambda context: Slow(context, coordinators))
         assert operator.map(cluster.range(0, 1, 1, 1), work, "a long").count() == 1
-        job_is_over.set()
+        job_has_ended.set()
 
     topology = stagecrew.crew(cluster).topology("t")
     with pytest.raises(stagecrew.CoordinatorFailed, match="ZeroDivisionError: late"):
-        if way == "with":
+        if how == "with":
             with topology:
                 run(topology)
         else:
@@ -349,13 +365,13 @@ def test_what_is_late_fails_the_topology_too(cluster, made, way):
     topology.close()
 
 
-def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
-    """The exit that waits for a streaming query ends by it, and raises it."""
-    asked = threading.Event()
+def test_a_coordinator_failure_ends_an_exit_that_waits_for_a_query(cluster, coordinators):
+    """An exit that waits for a streaming query ends when the coordinator fails, and raises the failure."""
+    requested = threading.Event()
 
-    class Failing(Noting):
+    class Failing(RecordingCoordinator):
         def handle_request(self, evaluation, request):
-            asked.set()
+            requested.set()
             return never
 
     never: Future[Any] = Future()
@@ -369,26 +385,26 @@ def test_a_failure_while_the_exit_waits_for_a_query(cluster, made):
         pytest.raises(stagecrew.CoordinatorFailed, match="while it closes"),
         stagecrew.crew(cluster).topology("t") as topology,
     ):
-        operator = topology.coordinate("o", lambda context: Failing(context, made))
+        operator = topology.coordinate("o", lambda context: Failing(context, coordinators))
         rate = cluster.readStream.format("rate").option("numPartitions", 1).load().select("value")
         bound = operator.bind(work)
         rate.mapInArrow(bound, "value long").writeStream.format("noop").start()
 
-        def fails():
-            assert asked.wait(60)
+        def fail_during_exit():
+            assert requested.wait(60)
             eventually(lambda: not topology.is_active, 60, "the exit has begun")
-            time.sleep(0.2)  # and waits for the query: from outside it looks the same
-            made[0].context.fail(ValueError("while it closes"))
+            time.sleep(0.2)  # until the exit waits for the query, which a test cannot observe
+            coordinators[0].context.fail(ValueError("while it closes"))
 
-        threading.Thread(target=fails).start()
+        threading.Thread(target=fail_during_exit).start()
     assert time.monotonic() - began < 60
     assert not cluster.streams.active
 
 
-def test_all_that_was_sent_has_arrived_when_the_job_ends(cluster, made):
-    """A checkpoint that is taken right behind the action has every event of it, however slowly they are handled."""
+def test_every_event_is_handled_when_the_action_returns(cluster, coordinators):
+    """A checkpoint right after the action includes every event of it, however slowly the events are handled."""
 
-    class Counting(Noting):
+    class Counting(RecordingCoordinator):
         count = 0
 
         def handle_event(self, evaluation, event):
@@ -401,22 +417,23 @@ def test_all_that_was_sent_has_arrived_when_the_job_ends(cluster, made):
     def work(gateway, batches):
         for number in range(300):
             gateway.send(number)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Counting(context, made))
+        operator = topology.coordinate("o", lambda context: Counting(context, coordinators))
         assert operator.map(cluster.range(0, 4, 1, 4), work, "a long").count() == 4
         assert topology.checkpoint().states == {"o/1": b"1200"}
 
 
-def test_a_way_that_breaks(cluster, made):
-    """When the driver's channel breaks the topology fails and says so, tasks that wait end, and the next topology works."""
+def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
+    """When the driver's channel breaks, the topology fails for this reason, waiting tasks end, and the next one
+    works."""
 
     def work(gateway, batches):
         gateway.send("waits")
         for _ in gateway.events(timeout=90):
             pass
-        yield rows(1)
+        yield batch_of(1)
 
     crew = stagecrew.crew(cluster)
     with (
@@ -426,88 +443,90 @@ def test_a_way_that_breaks(cluster, made):
         ),
         crew.topology("t") as topology,
     ):
-        operator = topology.coordinate("o", lambda context: Noting(context, made))
+        operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
 
-        def breaks():
-            eventually(lambda: made and len(made[0].events) == 2, 60, "both wait")
-            crew._channel._channel.shutdown()
+        def break_channel():
+            eventually(lambda: coordinators and len(coordinators[0].events) == 2, 60, "both tasks wait")
+            crew.connection._channel._channel.shutdown()
 
-        threading.Thread(target=breaks).start()
+        threading.Thread(target=break_channel).start()
         operator.map(cluster.range(0, 2, 1, 2), work, "a long").collect()
 
-    def says(gateway, batches):
-        yield rows(gateway.request(20))
+    def double_in_coordinator(gateway, batches):
+        yield batch_of(gateway.request(20))
 
-    class Doubling(Noting):
+    class Doubling(RecordingCoordinator):
         def handle_request(self, evaluation, request):
             return 2 * request
 
     with crew.topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Doubling(context, made))
-        assert operator.map(cluster.range(0, 1, 1, 1), says, "a long").first().a == 40
+        operator = topology.coordinate("o", lambda context: Doubling(context, coordinators))
+        assert operator.map(cluster.range(0, 1, 1, 1), double_in_coordinator, "a long").first().a == 40
 
 
 # -- Resets
 
 
 @pytest.mark.long
-def test_resets_while_threads_send_and_fail_is_called(small, made):
-    """1,000 coordinators take over one from the other while foreign threads send, and call what is closed: the topology lives,
-    and no evaluation of an instance that was reset succeeds."""
-    started: queue.SimpleQueue[Noting] = queue.SimpleQueue()
-    known: dict[int, Noting] = {}
+def test_resets_are_safe_while_other_threads_send_and_fail(small_limits, coordinators):
+    """1,000 resets replace the coordinator while other threads send and call `fail` on closed coordinators.
+
+    The topology survives, and no evaluation of a replaced coordinator succeeds.
+    """
+    started: queue.SimpleQueue[RecordingCoordinator] = queue.SimpleQueue()
+    coordinator_by_evaluation: dict[int, RecordingCoordinator] = {}
     gateways: list[stagecrew.Gateway] = []
-    over = threading.Event()
+    stop = threading.Event()
     sent = [0]
 
-    class Quick(Noting):
+    class Quick(RecordingCoordinator):
         def start(self):
             started.put(self)
 
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
-            known[evaluation.id] = self
+            coordinator_by_evaluation[evaluation.id] = self
             gateways.append(gateway)
 
-    def foreign():
-        while not over.is_set():
+    def send_and_fail():
+        while not stop.is_set():
             for gateway in gateways[-4:]:
                 gateway.send("x")
                 sent[0] += 1
-            for coordinator in made[-20:-1]:
+            for coordinator in coordinators[-20:-1]:
                 if coordinator.context.state == "closed":
-                    coordinator.context.fail(ValueError("of one that was reset"))  # nothing
+                    coordinator.context.fail(ValueError("from a replaced coordinator"))  # has no effect
                     coordinator.context.run_in_coordinator_thread(int)
             time.sleep(0.002)
 
     def work(gateway, batches):
-        until_stop(gateway)
-        yield rows(gateway.id)
+        wait_for_stop(gateway)
+        yield batch_of(gateway.id)
 
     outcome: list[Any] = []
-    with stagecrew.crew(small).topology("t") as topology:
-        operator = topology.coordinate("o", lambda context: Quick(context, made))
-        thread = running(topology, operator.map(small.range(0, 2, 1, 2), work, "a long"), outcome)
-        threads = [threading.Thread(target=foreign) for _ in range(3)]
-        for one in threads:
-            one.start()
+    with stagecrew.crew(small_limits).topology("t") as topology:
+        operator = topology.coordinate("o", lambda context: Quick(context, coordinators))
+        thread = start_collect(topology, operator.map(small_limits.range(0, 2, 1, 2), work, "a long"), outcome)
+        threads = [threading.Thread(target=send_and_fail) for _ in range(3)]
+        for sender in threads:
+            sender.start()
         try:
-            eventually(lambda: len(gateways) >= 2, 60, "both run")
+            eventually(lambda: len(gateways) >= 2, 60, "both tasks run")
             for _ in range(1000):
-                started.get(timeout=30)  # the one before has begun
+                started.get(timeout=30)  # the previous coordinator has started
                 topology.reset()
             started.get(timeout=30)
-            eventually(lambda: len(made[-1].gateways) == 2, 60, "both run under the last")
+            eventually(lambda: len(coordinators[-1].gateways) == 2, 60, "both tasks run under the last coordinator")
         finally:
-            over.set()
-            for one in threads:
-                one.join()
-        for gateway in made[-1].gateways.values():
+            stop.set()
+            for sender in threads:
+                sender.join()
+        for gateway in coordinators[-1].gateways.values():
             gateway.send("stop")
         thread.join(60)
-    assert len(made) == 1001
+    assert len(coordinators) == 1001
     assert sent[0] > 100
     ids = [row.a for row in outcome[0]]
     assert len(ids) == 2
-    assert {known[id_] for id_ in ids} == {made[-1]}
-    assert len(known) >= 4, "no evaluation of an instance that was reset"
+    assert {coordinator_by_evaluation[id_] for id_ in ids} == {coordinators[-1]}
+    assert len(coordinator_by_evaluation) >= 4, "no evaluation of a replaced coordinator"

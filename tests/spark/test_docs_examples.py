@@ -1,4 +1,4 @@
-"""What the documentation shows runs, in one Python process with one session for all pages that do not stop it."""
+"""The documentation's examples run, in one Python process. Pages that do not stop Spark share one session."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from crewtools import QUICK
-from docs_blocks import blocks
+from support.docs_blocks import blocks
+from support.sessions import QUICK_JVM_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
 DOCS = ROOT / "docs"
-# Pages that share a session first; each other one starts without any.
+# Pages that share a session come first. Each other page starts without one.
 PAGES = sorted(
     (page for page in [*DOCS.rglob("*.md"), ROOT / "README.md"] if blocks(page.read_text(encoding="utf-8"))),
     key=lambda page: ("spark.stop()" in page.read_text(encoding="utf-8"), page),
@@ -29,7 +29,7 @@ FILES = [str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What became of each file."""
+    """The problem of each file (or None), the exit code, the output and the files that are left."""
     folder = tmp_path_factory.mktemp("docs")
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -37,9 +37,9 @@ def outcomes(tmp_path_factory):
         **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
-        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK}",
+        "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK_JVM_OPTIONS}",
     }
-    command = [sys.executable, str(ROOT / "tests/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
+    command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
     )
@@ -56,19 +56,19 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_runs(outcomes, name):
-    """The blocks of each page, and each example, run as they stand."""
+def test_pages_and_examples_run(outcomes, name):
+    """The blocks of each page, and each example, run unchanged."""
     assert name in outcomes["problems"], "the process ended before this file"
     assert outcomes["problems"][name] is None, outcomes["problems"][name]
 
 
-def test_process_ends_well(outcomes):
-    """After all pages and examples the process ends with success, and no place file or folder of a listener is left."""
+def test_the_process_ends_without_errors_or_leftovers(outcomes):
+    """After all pages and examples the process exits with 0, and no channel file or folder of a listener is left."""
     assert outcomes["code"] == 0
     assert outcomes["left"] == []
 
 
-def test_blocks_that_do_not_run_say_why():
+def test_blocks_that_do_not_run_give_a_reason():
     """A block that is not run states a reason."""
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8")):

@@ -10,18 +10,18 @@ import sys
 import pytest
 
 import stagecrew
-from commands import command
+from support.cli import run_stagecrew
 
 
-def checks(ran) -> dict[str, dict[str, str]]:
-    return {check["name"]: check for check in json.loads(ran.stdout)["checks"]}
+def checks(done) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in json.loads(done.stdout)["checks"]}
 
 
-def test_all_is_well():
-    """Every check passes: the plugin is active, executors run the driver's Python and import stagecrew from the jar."""
-    ran = command("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)
-    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
-    found = checks(ran)
+def test_every_check_passes_on_a_working_installation():
+    """The plugin is active, and executors run the driver's Python and import stagecrew from the jar."""
+    done = run_stagecrew("doctor", "--json", "--master", "local-cluster[1,1,1024]", installed=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    found = checks(done)
     assert {name: check["status"] for name, check in found.items()} == dict.fromkeys(
         ("Java", "PySpark", "Jar", "pandas", "Spark", "Python", "Workers"), "ok"
     )
@@ -32,31 +32,31 @@ def test_all_is_well():
     )
 
 
-def test_as_people_read_it():
-    """Without --json it prints one line for each check and the verdict, and no line of Spark's log."""
-    ran = command("doctor")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert ran.stderr == ""
-    lines = ran.stdout.splitlines()
+def test_the_text_output_has_one_line_per_check():
+    """Without --json, the doctor prints one line per check and the verdict, and no line of Spark's log."""
+    done = run_stagecrew("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["ok"] * 7
     assert lines[-1] == f"stagecrew {stagecrew.__version__} can run here."
 
 
 @pytest.mark.long
-def test_executors_without_a_python():
-    """When workers cannot start, the check of Python fails and says what to set; the exit code is 1."""
-    ran = command("doctor", "--json", PYSPARK_PYTHON="/nowhere/python3")
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    found = checks(ran)
+def test_a_missing_python_on_executors_is_reported():
+    """If workers cannot start, the Python check fails and names the setting. The exit code is 1."""
+    done = run_stagecrew("doctor", "--json", PYSPARK_PYTHON="/nowhere/python3")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = checks(done)
     assert (found["Spark"]["status"], found["Python"]["status"]) == ("ok", "failed")
     assert "/nowhere/python3" in found["Python"]["found"]
     assert "PYSPARK_PYTHON" in found["Python"]["remedy"]
 
 
-def test_a_master_that_is_none():
-    """A master that Spark does not know fails the check of Spark, with how to write one."""
-    ran = command("doctor", "--master", "nonsense")
-    assert ran.returncode == 1
-    line, remedy = re.findall(r"^failed +Spark +(.*)\n +-> (.*)$", ran.stdout, re.MULTILINE)[0]
-    assert "nonsense" in line
+def test_an_unknown_master_is_reported():
+    """A master that Spark does not know fails the Spark check with an example of a valid one."""
+    done = run_stagecrew("doctor", "--master", "nonsense")
+    assert done.returncode == 1
+    message, remedy = re.findall(r"^failed +Spark +(.*)\n +-> (.*)$", done.stdout, re.MULTILINE)[0]
+    assert "nonsense" in message
     assert "local[2]" in remedy

@@ -1,4 +1,4 @@
-"""Every way by which Python runs in Spark's tasks meets the listeners of its topology."""
+"""The listeners of a topology cover every way in which Spark's tasks run Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceWrite
 from pyspark.sql.functions import arrow_udf, broadcast, pandas_udf, udf, udtf
 
 import stagecrew
-from crewtools import Journal, Recorder, eventually
+from support.journal import Journal, Recorder
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,61 +34,61 @@ def rdd_map_partitions(spark: SparkSession) -> Any:
 
 
 def python_udf(spark: SparkSession) -> Any:
-    say = udf(lambda _: hello.get(), "string")
-    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+    greet = udf(lambda _: hello.get(), "string")
+    return [row[0] for row in spark.range(4).select(greet("id")).collect()]
 
 
 def arrow_optimized_udf(spark: SparkSession) -> Any:
-    say = udf(lambda _: hello.get(), "string", useArrow=True)
-    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+    greet = udf(lambda _: hello.get(), "string", useArrow=True)
+    return [row[0] for row in spark.range(4).select(greet("id")).collect()]
 
 
 def a_pandas_udf(spark: SparkSession) -> Any:
     @pandas_udf("string")
-    def say(ids: pd.Series) -> pd.Series:
+    def greet(ids: pd.Series) -> pd.Series:
         return ids.map(lambda _: hello.get())
 
-    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+    return [row[0] for row in spark.range(4).select(greet("id")).collect()]
 
 
 def an_arrow_udf(spark: SparkSession) -> Any:
     @arrow_udf("string")
-    def say(ids: pa.Array) -> pa.Array:
+    def greet(ids: pa.Array) -> pa.Array:
         return pa.array([hello.get()] * len(ids))
 
-    return [row[0] for row in spark.range(4).select(say("id")).collect()]
+    return [row[0] for row in spark.range(4).select(greet("id")).collect()]
 
 
 def map_in_arrow(spark: SparkSession) -> Any:
-    def say(batches):
+    def greet(batches):
         for batch in batches:
             yield pa.RecordBatch.from_pydict({"word": [hello.get()] * batch.num_rows})
 
-    return [row[0] for row in spark.range(4).mapInArrow(say, "word string").collect()]
+    return [row[0] for row in spark.range(4).mapInArrow(greet, "word string").collect()]
 
 
 def map_in_pandas(spark: SparkSession) -> Any:
-    def say(frames):
+    def greet(frames):
         for frame in frames:
             yield pd.DataFrame({"word": [hello.get()] * len(frame)})
 
-    return [row[0] for row in spark.range(4).mapInPandas(say, "word string").collect()]
+    return [row[0] for row in spark.range(4).mapInPandas(greet, "word string").collect()]
 
 
 def apply_in_pandas(spark: SparkSession) -> Any:
-    def say(frame: pd.DataFrame) -> pd.DataFrame:
+    def greet(frame: pd.DataFrame) -> pd.DataFrame:
         return pd.DataFrame({"word": [hello.get()] * len(frame)})
 
-    return [row[0] for row in spark.range(4).groupBy("id").applyInPandas(say, "word string").collect()]
+    return [row[0] for row in spark.range(4).groupBy("id").applyInPandas(greet, "word string").collect()]
 
 
 def a_udtf(spark: SparkSession) -> Any:
     @udtf(returnType="word string")
-    class Say:
+    class Greet:
         def eval(self, _n: int):
             yield (hello.get(),)
 
-    spark.udtf.register("say_hello", Say)
+    spark.udtf.register("say_hello", Greet)
     return [row[0] for row in spark.sql("SELECT word FROM range(4) r, LATERAL say_hello(r.id)").collect()]
 
 
@@ -141,23 +142,29 @@ def data_source_writer(spark: SparkSession, journal: Journal) -> Any:
     return [event["word"] for event in journal.read(event="written")]
 
 
-def two_chained(spark: SparkSession) -> Any:
-    def one(batches):
+def two_chained_maps(spark: SparkSession) -> Any:
+    def check_greeting(batches):
         for batch in batches:
             assert hello.get() == "hello"
             yield batch
 
-    def two(batches):
+    def replace_by_greeting(batches):
         for batch in batches:
             yield pa.RecordBatch.from_pydict({"word": [hello.get()] * batch.num_rows})
 
-    return [row[0] for row in spark.range(4).mapInArrow(one, "id long").mapInArrow(two, "word string").collect()]
+    return [
+        row[0]
+        for row in spark.range(4)
+        .mapInArrow(check_greeting, "id long")
+        .mapInArrow(replace_by_greeting, "word string")
+        .collect()
+    ]
 
 
 def broadcast_join_under_aqe(spark: SparkSession) -> Any:
-    say = udf(lambda _: hello.get(), "string")
-    left = spark.range(4).withColumn("word", say("id"))
-    right = spark.range(4).withColumn("other", say("id"))
+    greet = udf(lambda _: hello.get(), "string")
+    left = spark.range(4).withColumn("word", greet("id"))
+    right = spark.range(4).withColumn("other", greet("id"))
     joined = left.join(broadcast(right), "id").groupBy("word", "other").count()
     rows = joined.collect()
     plan = joined._jdf.queryExecution().executedPlan().toString()
@@ -178,21 +185,21 @@ ENTRY_POINTS: list[Callable[..., Any]] = [
     a_udtf,
     data_source_reader,
     data_source_writer,
-    two_chained,
+    two_chained_maps,
     broadcast_join_under_aqe,
 ]
 
 
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("entry", ENTRY_POINTS, ids=lambda entry: entry.__name__)
-def test_entry_point(spark, journal, entry):
-    """Its function runs with the listeners open and decorated, and they close at the exit."""
+def test_listeners_are_open_at_every_entry_point(spark, journal, entry):
+    """The entry point's function runs with the listeners open and decorated. They close at the exit."""
     arguments = (spark, journal) if entry is data_source_writer else (spark,)
     with stagecrew.crew(spark).topology(entry.__name__, listeners=[hello, Recorder(journal)]) as topology:
         assert entry(*arguments) == ["hello"] * 4
     assert journal.read(event="enter")
     assert len(journal.read(event="enter")) == len(journal.read(event="leave"))
-    if entry is two_chained:  # one task, two processes, and each is decorated
+    if entry is two_chained_maps:  # one task with two processes, each of which is decorated
         for attempt in {e["attempt"] for e in journal.read(event="enter")}:
             entered = [e["pid"] for e in journal.read(event="enter", attempt=attempt)]
             assert len(entered) == len(set(entered)) == 2
@@ -201,28 +208,28 @@ def test_entry_point(spark, journal, entry):
     assert topology.report.lost == 0
 
 
-def test_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
-    """A streaming query that is started in a topology has its listeners, in its own tasks and in foreachBatch's jobs."""
+def test_listeners_are_open_in_a_streaming_query_and_its_foreach_batch(spark, journal, tmp_path):
+    """The listeners cover the query's own tasks and the jobs of `foreachBatch`."""
     path = journal.path
 
-    def each(frame, batch):
+    def record_batch_words(frame, batch):
         words = frame.sparkSession.sparkContext.parallelize(range(2), 2).map(lambda _: hello.get()).collect()
         Journal(path).write(event="batch", batch=batch, words=words)
 
-    say = udf(lambda _: hello.get(), "string")
+    greet = udf(lambda _: hello.get(), "string")
     with stagecrew.crew(spark).topology("stream", listeners=[hello, Recorder(journal)]) as topology:
         stream = (
             spark.readStream.format("rate-micro-batch")
             .option("rowsPerBatch", 10)
             .load()
-            .withColumn("word", say("value"))
+            .withColumn("word", greet("value"))
         )
         query = (
-            stream.writeStream.foreachBatch(lambda frame, batch: (frame.collect(), each(frame, batch))[1])
+            stream.writeStream.foreachBatch(lambda frame, batch: (frame.collect(), record_batch_words(frame, batch))[1])
             .option("checkpointLocation", str(tmp_path / "checkpoint"))
             .start()
         )
-        eventually(lambda: len(journal.read(event="batch")) >= 2, 90, "two batches")
+        eventually(lambda: len(journal.read(event="batch")) >= 2, 90, "two batches are processed")
         query.stop()
     assert all(event["words"] == ["hello", "hello"] for event in journal.read(event="batch"))
     assert topology.report.opens == topology.report.closes > 0

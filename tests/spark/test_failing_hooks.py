@@ -1,4 +1,4 @@
-"""Hooks that raise and hooks that hang: what the user sees, and what is closed."""
+"""Hooks that raise and hooks that hang: which error users see, and which listeners close."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import LOCAL, LOCAL_CLUSTER, OURS, STANDALONE, Recorder, Sessions, body, eventually, free_master, kill
+from support.journal import Recorder, recording_body
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER, PACKAGE_IN_JAR, STANDALONE, Sessions, master_with_free_cores
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-BRIEF = {"spark__stagecrew__open__timeout": "1500ms", "spark__stagecrew__close__timeout": "2s"}
+SHORT_TIMEOUTS = {"spark__stagecrew__open__timeout": "1500ms", "spark__stagecrew__close__timeout": "2s"}
 
 
 @pytest.fixture
 def spark(sessions: Sessions, master: str, jvm_listeners) -> SparkSession:
     return sessions.get(
         master,
-        **BRIEF,
+        **SHORT_TIMEOUTS,
         spark__jars=jvm_listeners[0],
         spark__test__journal=jvm_listeners[1],
     )
@@ -38,16 +41,19 @@ def crew(spark: SparkSession) -> stagecrew.Crew:
 
 
 def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, journal):
-    """The user sees the exception with its traceback; close is called once per open; the task has maxFailures attempts."""
+    """Users see the exception with its traceback.
+
+    `close` is called once per `open`, and the task has maxFailures attempts.
+    """
     with (
         crew.topology("t", listeners=[Recorder(journal, fail=("open",))]) as topology,
         pytest.raises(Exception) as caught,
     ):
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     text = str(caught.value)
     assert "ValueError: open of recorder fails on purpose" in text
     assert "in _called" in text  # the user's own frames
-    assert OURS not in text
+    assert PACKAGE_IN_JAR not in text
     assert "raised by open of listener 'recorder' (topology 't', executor" in text
     assert not journal.read(event="body")
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 4
@@ -56,22 +62,22 @@ def test_an_open_that_raises_fails_the_task_with_that_exception(spark, crew, jou
     assert topology.report.failures == 4
 
 
-#: On one master in each run, on the others in the long ones: each hang takes its time.
-ONE_NOW = pytest.mark.parametrize(
-    "where", [LOCAL_CLUSTER, *(pytest.param(name, marks=pytest.mark.long) for name in (LOCAL, STANDALONE))]
+#: `make test` uses one master and `make test-long` the others, because each hang takes some seconds.
+MASTERS = pytest.mark.parametrize(
+    "master_name", [LOCAL_CLUSTER, *(pytest.param(name, marks=pytest.mark.long) for name in (LOCAL, STANDALONE))]
 )
 SCOPES = pytest.mark.parametrize("scope", list(stagecrew.Scope))
 
 
 @SCOPES
-def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, caplog, scope):
-    """With required = False the job succeeds without the listener, whose failure is counted; the warning names it."""
+def test_a_failing_optional_listener_is_disabled(spark, crew, journal, caplog, scope):
+    """With `required = False` the job succeeds without the listener. The failure is counted, and a warning names it."""
     optional = Recorder(journal, "optional", fail=("open",), required=False, scope=scope)
     with (
         caplog.at_level(logging.WARNING, "stagecrew"),
         crew.topology("t", listeners=[optional, Recorder(journal, "other")]) as topology,
     ):
-        assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(body(journal)).count() == 4
+        assert spark.sparkContext.parallelize(range(4), 2).mapPartitions(recording_body(journal)).count() == 4
     opened = journal.read(event="open", listener="optional")
     assert len(opened) == len(journal.read(event="close", listener="optional")) == topology.report.failures
     assert not journal.read(event="enter", listener="optional")
@@ -81,30 +87,30 @@ def test_a_listener_that_is_not_required_is_switched_off(spark, crew, journal, c
     assert "'other'" not in caplog.text
 
 
-def test_a_later_attempt_may_open_again(spark, crew, journal, tmp_path):
-    """After an open that failed, the task's next attempt opens again and succeeds."""
+def test_a_later_attempt_opens_again(spark, crew, journal, tmp_path):
+    """After a failed open, the task's next attempt opens again and succeeds."""
     marker = tmp_path / "marker"
 
-    class Once(Recorder):
+    class FailsOnce(Recorder):
         def open(self, context):
             super().open(context)
             if not marker.exists():
                 marker.touch()
                 raise ValueError("only the first time")
 
-    with crew.topology("t", listeners=[Once(journal)]):
-        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+    with crew.topology("t", listeners=[FailsOnce(journal)]):
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).count() == 1
     assert len(journal.read(event="open")) == len(journal.read(event="close")) == 2
 
 
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("hang", ["open", "open in C"])
 def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
-    """A hanging open ends with an error that names listener and executor, also in C code that no signal interrupts."""
-    optional = Recorder(journal, "sleepy", hang=hang)
+    """A hanging open ends with an error that names listener and executor, even in C code that no signal interrupts."""
+    sleepy = Recorder(journal, "sleepy", hang=hang)
     started = time.time()
-    with crew.topology("t", listeners=[optional]), pytest.raises(Exception, match="sleepy") as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+    with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     text = str(caught.value)
     assert re.search(
         r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 1\.?5", text
@@ -117,10 +123,10 @@ def test_an_open_that_hangs_ends_at_its_timeout(spark, crew, journal, hang):
 
 @SCOPES
 def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog, scope):
-    """A close that raises is warned of, counted, shown in the report, and the other listeners close."""
+    """A close that raises is logged, counted and shown in the report. The other listeners close."""
     good, bad = Recorder(journal, "good", scope=scope), Recorder(journal, "bad", fail=("close",), scope=scope)
     with caplog.at_level(logging.WARNING, "stagecrew"), crew.topology("t", listeners=[good, bad]) as topology:
-        spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal)).collect()
     assert len(journal.read(event="close", listener="good")) == len(journal.read(event="open", listener="good"))
     reports = [one for one in topology.report.listeners if one.name == "bad"]
     assert sum(one.failures for one in reports) == len(journal.read(event="close", listener="bad")) > 0
@@ -130,58 +136,65 @@ def test_a_close_that_raises_is_warned_and_counted(spark, crew, journal, caplog,
 
 @pytest.mark.long_on_clusters
 @pytest.mark.parametrize("hang", ["close", "close in C"])
-def test_a_close_that_hangs_bounds_the_exit_and_is_named(spark, crew, journal, hang, caplog):
-    """The exit ends at the close timeout and names who has not closed; a hang in C code costs its process."""
-    hangs_in_close(spark, crew, journal, hang, stagecrew.Scope.WORKER, caplog)
+def test_a_hanging_close_is_bounded_and_named(spark, crew, journal, hang, caplog):
+    """The exit ends at the close timeout and names the listener.
+
+    If the close hangs in C code, its process is killed.
+    """
+    check_hanging_close(spark, crew, journal, hang, stagecrew.Scope.WORKER, caplog)
 
 
 @pytest.mark.parametrize("hang", ["close", "close in C"])
-@ONE_NOW
-def test_a_close_that_hangs_in_the_agent(sessions, request, journal, hang, where, caplog):
-    """The same for a listener of the executor's scope."""
-    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
-    hangs_in_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
+@MASTERS
+def test_a_hanging_close_in_the_agent_is_bounded_and_named(sessions, request, journal, hang, master_name, caplog):
+    """The same holds for a listener of executor scope."""
+    spark = sessions.get(master_with_free_cores(master_name, request, sessions), **SHORT_TIMEOUTS)
+    check_hanging_close(spark, stagecrew.crew(spark), journal, hang, stagecrew.Scope.EXECUTOR, caplog)
 
 
-def hangs_in_close(spark, crew, journal, hang, scope, caplog) -> None:
+def check_hanging_close(spark, crew, journal, hang, scope, caplog) -> None:
     topology = crew.topology("t", listeners=[Recorder(journal, "stuck", hang=hang, scope=scope)])
     with caplog.at_level(logging.WARNING, "stagecrew"):
         with topology:
-            spark.sparkContext.parallelize(range(2), 2).mapPartitions(body(journal)).collect()
-            left = time.time()
-        assert time.time() - left < 2 + 2.5
+            spark.sparkContext.parallelize(range(2), 2).mapPartitions(recording_body(journal)).collect()
+            exit_started = time.time()
+        assert time.time() - exit_started < 2 + 2.5
     report = topology.report
-    said = [record.getMessage() for record in caplog.records]
-    assert any("topology 't'" in one and "stuck" in one for one in said), said  # at the exit, in time or late
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("topology 't'" in line and "stuck" in line for line in messages), (
+        messages
+    )  # logged at the exit or after it
     eventually(lambda: topology.report.failures == len(journal.read(event="open")), 10, "each hang is counted")
-    if hang == "close":  # it heeds its interruption, and says itself who it is
-        for one in topology.report.listeners:
-            assert one.name == "stuck"
+    if hang == "close":  # the interrupted close reports its own name
+        for line in topology.report.listeners:
+            assert line.name == "stuck"
             named = r"close of listener 'stuck' \(topology 't', executor \w+, host [^)]+\) took longer than 2 s"
-            assert re.search(named, one.last_error)
+            assert re.search(named, line.last_error)
         assert topology.report.closes == topology.report.opens
         assert topology.report.lost == 0
     else:
         assert report.unclosed
-        assert all("stuck" in one for one in report.unclosed)
-        eventually(lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are gone")
+        assert all("stuck" in line for line in report.unclosed)
+        eventually(
+            lambda: topology.report.lost == len(journal.read(event="open")), 10, "their processes are reported as lost"
+        )
 
 
-def test_a_decorate_that_raises(spark, crew, journal):
-    """decorate that raises on entry fails the task and un-decorates the others; on exit it is only counted."""
+def test_a_raising_decorate_fails_the_task_only_on_entry(spark, crew, journal):
+    """A decorate that raises on entry fails the task and leaves the outer ones. A raise on exit is only counted."""
     with (
         crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "bad", fail=("enter",))]),
         pytest.raises(Exception, match="enter of bad fails on purpose"),
     ):
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     assert len(journal.read(event="leave", listener="outer")) == len(journal.read(event="enter", listener="outer")) == 4
     with crew.topology("t2", listeners=[Recorder(journal, "late", fail=("leave",))]) as topology:
-        assert spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).count() == 1
+        assert spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).count() == 1
     assert topology.report.failures == 1
 
 
 def test_killed_workers_are_counted_as_lost(spark, crew, journal):
-    """After SIGKILL of all workers there is no close there, the executors' listeners still close, the report counts them."""
+    """After SIGKILL of all workers only executor listeners close, and the report counts the lost workers."""
 
     @stagecrew.resource(scope=stagecrew.Scope.EXECUTOR)
     def server(context, log):
@@ -190,9 +203,9 @@ def test_killed_workers_are_counted_as_lost(spark, crew, journal):
         log.write(event="close", listener="server")
 
     with crew.topology("t", listeners=[server(journal), Recorder(journal)]) as topology:
-        spark.sparkContext.parallelize(range(8), 8).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize(range(8), 8).mapPartitions(recording_body(journal)).collect()
         workers = {e["pid"] for e in journal.read(event="open", listener="recorder")}
-        # With those that have nothing open.
+        # This includes workers that have nothing open.
         for daemon in {psutil.Process(pid).parent() for pid in workers}:
             for worker in daemon.children():
                 kill(worker.pid)
@@ -204,36 +217,36 @@ def test_killed_workers_are_counted_as_lost(spark, crew, journal):
     assert sum(topology.report.lost_processes.values()) == len(workers)
 
 
-def test_a_worker_that_is_killed_in_its_task(spark, crew, journal, tmp_path):
-    """After SIGKILL of a worker under its task the next attempt opens in another one, and the report counts what was lost."""
-    again = tmp_path / "again"
+def test_a_worker_killed_during_its_task_is_retried_and_counted(spark, crew, journal, tmp_path):
+    """After SIGKILL of a worker during its task, the retry opens in another worker, and the report counts the loss."""
+    killed_marker = tmp_path / "again"
 
-    def waits(rows):
+    def wait(rows):
         from pyspark import TaskContext
 
         journal.write(event="runs", attempt=TaskContext.get().attemptNumber())
-        eventually(again.exists, 60, "it is killed")
+        eventually(killed_marker.exists, 60, "the first attempt is killed")
         return rows
 
     with crew.topology("t", listeners=[Recorder(journal)]) as topology:
-        first, second = topology.wrap(spark.sparkContext.parallelize([1], 1).mapPartitions(waits).count), []
-        thread = threading.Thread(target=lambda: second.append(first()))
+        run_job, results = topology.wrap(spark.sparkContext.parallelize([1], 1).mapPartitions(wait).count), []
+        thread = threading.Thread(target=lambda: results.append(run_job()))
         thread.start()
-        (runs,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
-        kill(runs["pid"])
-        eventually(lambda: len(journal.read(event="runs")) == 2, 60, "it runs again")
-        again.touch()
+        (first_run,) = eventually(lambda: journal.read(event="runs"), 60, "the task runs")
+        kill(first_run["pid"])
+        eventually(lambda: len(journal.read(event="runs")) == 2, 60, "the task runs again")
+        killed_marker.touch()
         thread.join(60)
-        assert second == [1]
-    killed, other = journal.read(event="runs")
-    assert (killed["attempt"], other["attempt"]) == (0, 1)
-    assert {e["pid"] for e in journal.read(event="open")} == {killed["pid"], other["pid"]}
-    assert {e["pid"] for e in journal.read(event="close")} == {other["pid"]}
+        assert results == [1]
+    killed, retried = journal.read(event="runs")
+    assert (killed["attempt"], retried["attempt"]) == (0, 1)
+    assert {e["pid"] for e in journal.read(event="open")} == {killed["pid"], retried["pid"]}
+    assert {e["pid"] for e in journal.read(event="close")} == {retried["pid"]}
     assert topology.report.lost == sum(topology.report.lost_processes.values()) == 1
     assert topology.report.failures == 0
 
 
-def test_jvm_listeners(spark, crew, jvm_journal):
+def test_a_jvm_listener_opens_per_executor_and_decorates_tasks(spark, crew, jvm_journal):
     """A JVM listener of a topology opens once per executor, decorates each task in its thread, and closes."""
     with crew.topology("t", jvm_listeners=["Noting"]) as topology:
         spark.range(0, 100, 1, 4).selectExpr("sum(id)").collect()
@@ -245,8 +258,8 @@ def test_jvm_listeners(spark, crew, jvm_journal):
     assert topology.report.opens == topology.report.closes == len(opens)
 
 
-def test_a_failing_open_in_the_jvm_cancels_the_job_with_the_cause(spark, crew, jvm_journal):
-    """A failing JVM open: no body runs, no retry storm, and the user sees the cause."""
+def test_a_failing_open_in_the_jvm_cancels_the_job(spark, crew, jvm_journal):
+    """If a JVM open fails, no task body runs, retries are limited, and users see the cause."""
     started = time.time()
     with crew.topology("t", jvm_listeners=["Failing"]), pytest.raises(Exception) as caught:
         spark.sparkContext.parallelize([1], 1).count()
@@ -259,28 +272,28 @@ def test_a_failing_open_in_the_jvm_cancels_the_job_with_the_cause(spark, crew, j
     assert time.time() - started < 30
 
 
-def test_a_failing_open_in_the_agent_cancels_the_job_with_the_cause(spark, crew, journal):
-    """The same for a Python listener of the executor's scope: the user sees its own traceback."""
+def test_a_failing_open_in_the_agent_cancels_the_job(spark, crew, journal):
+    """The same holds for a Python listener of executor scope. Users see its own traceback."""
     failing = Recorder(journal, "server", fail=("open",), scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[failing]), pytest.raises(Exception) as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     line = str(caught.value).partition("could not be opened on executor")[2].splitlines()[1]
     assert line == "ValueError: open of server fails on purpose"
-    assert OURS not in str(caught.value)
+    assert PACKAGE_IN_JAR not in str(caught.value)
     assert not journal.read(event="body")
     assert 4 <= len(journal.read(event="open")) <= 8
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
 @pytest.mark.parametrize("hang", ["open", pytest.param("open in C", marks=pytest.mark.long)])
-@ONE_NOW
-def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, journal, hang, where):
-    """A hanging open of the executor's scope ends with an error that names listener and executor; no body runs."""
-    spark = sessions.get(free_master(where, request, sessions), **BRIEF)
+@MASTERS
+def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, journal, hang, master_name):
+    """A hanging open of executor scope ends with an error that names listener and executor. No task body runs."""
+    spark = sessions.get(master_with_free_cores(master_name, request, sessions), **SHORT_TIMEOUTS)
     crew = stagecrew.crew(spark)
     sleepy = Recorder(journal, "sleepy", hang=hang, scope=stagecrew.Scope.EXECUTOR)
     with crew.topology("t", listeners=[sleepy]), pytest.raises(Exception, match="sleepy") as caught:
-        spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal)).collect()
+        spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal)).collect()
     assert re.search(
         r"open of listener 'sleepy' \(topology 't', executor \w+, host [^)]+\) took longer than 1\.?5",
         str(caught.value),
@@ -288,22 +301,24 @@ def test_a_hanging_open_in_the_agent_ends_at_its_timeout(sessions, request, jour
     assert not journal.read(event="body")
     opens = [e["time"] for e in journal.read(event="open")]
     assert 4 <= len(opens) <= 8
-    assert time.time() - opens[0] < len(opens) * (1.5 + 1 + 6) + 2  # executors may take long to come
+    assert time.time() - opens[0] < len(opens) * (1.5 + 1 + 6) + 2  # executors may take long to start
 
 
-@pytest.mark.parametrize("listening", [True, False])
-def test_a_local_directory_that_cannot_be_used(sessions, journal, tmp_path, listening):
-    """An executor that cannot make the folder of its channel runs no body, with listeners or without; the job fails with the
-    cause; tasks run again when the directory can be used."""
+@pytest.mark.parametrize("with_listener", [True, False])
+def test_an_unusable_local_directory_fails_the_job_without_running_it(sessions, journal, tmp_path, with_listener):
+    """An executor that cannot create its channel's folder runs no task body, with or without listeners.
+
+    The job fails with the cause. Tasks run again when the directory is usable.
+    """
     file = tmp_path / "local"
     file.write_text("a file in the place of the directory")
-    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path))  # a new one: its executor has no channel yet
+    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path))  # a new session, whose executor has no channel yet
     utils = getattr(getattr(spark._jvm.org.apache.spark.util, "Utils$"), "MODULE$")
     conf = spark.sparkContext._jsc.sc().conf()
     assert not conf.contains("spark.local.dir")
     crew = stagecrew.crew(spark)
-    listeners = [Recorder(journal)] if listening else []
-    numbers = spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal))
+    listeners = [Recorder(journal)] if with_listener else []
+    numbers = spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal))
     conf.set("spark.local.dir", str(file))
     utils.clearLocalRootDirs()
     try:
@@ -317,4 +332,4 @@ def test_a_local_directory_that_cannot_be_used(sessions, journal, tmp_path, list
     assert not journal.read(event="body")
     with crew.topology("again", listeners=listeners):
         assert numbers.collect() == [1]
-    assert len(journal.read(event="open")) == len(journal.read(event="close")) == listening
+    assert len(journal.read(event="open")) == len(journal.read(event="close")) == with_listener

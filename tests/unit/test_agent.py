@@ -1,4 +1,4 @@
-"""The agent: what it does when it is asked to end, and what its children hold."""
+"""The agent process: how it ends on SIGTERM, and what child processes of its listeners inherit."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ WELCOME = {
 
 
 class Server(Listener):
-    """One that opens quickly."""
+    """A listener that opens at once."""
 
     scope = Scope.EXECUTOR
 
-    def __init__(self, say: Any) -> None:
-        self.say = say
+    def __init__(self, log: Any) -> None:
+        self.log = log
 
     def open(self, context):
-        self.say(f"opened {context.topology}")
+        self.log(f"opened {context.topology}")
 
     def close(self, context):
-        self.say(f"closed {context.topology}")
+        self.log(f"closed {context.topology}")
 
     def __reduce__(self):
         return "server"
 
 
 class Stubborn(Server):
-    """One whose open goes on after any `Exception`."""
+    """A listener whose `open` catches every `Exception` and continues."""
 
     def open(self, context):
-        self.say("stubborn opens")
+        self.log("stubborn opens")
         end = time.monotonic() + 50
         while time.monotonic() < end:
             try:
@@ -68,48 +68,48 @@ class Stubborn(Server):
 
 
 class SlowToClose(Server):
-    """One that takes its time."""
+    """A listener whose `close` takes a second."""
 
     def close(self, context):
-        self.say("closing")
+        self.log("closing")
         time.sleep(1)
-        self.say("closed slowly")
+        self.log("closed slowly")
 
 
 class Forks(Server):
-    """One whose open leaves a child behind, with a loop that goes on after any `Exception`."""
+    """A listener whose `open` forks a child. The child's loop catches every `Exception` and continues."""
 
     def open(self, context):
         pid = os.fork()
         if pid == 0:
             try:
-                self.say("child runs")
+                self.log("child runs")
                 Stubborn.open(self, context)
             finally:
                 os._exit(0)
         self.pid = pid
-        self.say(f"forked {pid}")
+        self.log(f"forked {pid}")
 
 
-def opening(topology: str, name: str) -> bytes:
-    """The request to open one of the listeners here."""
-    entry = {"index": 0, "kind": "name", "name": None, "target": f"of_the_agent:{name}"}
+def open_request(topology: str, name: str) -> bytes:
+    """A request to open one of the listeners of this module."""
+    entry = {"index": 0, "kind": "name", "name": None, "target": f"agent_test_listeners:{name}"}
     return encode("OPEN", topology=topology, body=json.dumps({"name": topology, "listeners": [entry]}), blobs=[])
 
 
 @pytest.fixture
 def agent(monkeypatch):
-    """An agent in a process of its own: `say` a frame, what it `heard` it say, the frames it `sent`."""
+    """An agent in its own process. The test sends it frames, reads its frames and waits for lines of its listeners."""
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
-    module = ModuleType("of_the_agent")
+    module = ModuleType("agent_test_listeners")
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         os.write(writing, line.encode() + b"\n")
 
-    for listener in (Server, Stubborn, SlowToClose, Forks, Unset):
-        setattr(module, listener.__name__.lower(), listener(say))
-    monkeypatch.setitem(sys.modules, "of_the_agent", module)
+    for listener in (Server, Stubborn, SlowToClose, Forks, FailsToOpen):
+        setattr(module, listener.__name__.lower(), listener(log))
+    monkeypatch.setitem(sys.modules, "agent_test_listeners", module)
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -123,22 +123,22 @@ def agent(monkeypatch):
             os._exit(code)
     ours.close()
     lines: list[str] = []
-    left = [b""]
+    partial = [b""]
 
-    def heard(line: str) -> str:
-        """Waits until a listener says something that begins so."""
+    def wait_for_line(line: str) -> str:
+        """Waits until a listener writes a line with this prefix."""
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
-            for one in lines:
-                if one.startswith(line):
-                    return one
+            for written in lines:
+                if written.startswith(line):
+                    return written
             if select.select([reading], [], [], 0.1)[0]:
-                *whole, left[0] = (left[0] + os.read(reading, 1 << 16)).split(b"\n")
-                lines.extend(one.decode() for one in whole)
-        raise AssertionError(f"{line!r} was not said, but {lines}")
+                *complete, partial[0] = (partial[0] + os.read(reading, 1 << 16)).split(b"\n")
+                lines.extend(part.decode() for part in complete)
+        raise AssertionError(f"no line begins with {line!r}, but there are {lines}")
 
-    def sent() -> list[Any]:
-        """All frames up to the end of the stream."""
+    def read_frames() -> list[Any]:
+        """All frames until the end of the stream."""
         frames, decoder = [], Decoder(1 << 20)
         theirs.settimeout(20)
         while data := theirs.recv(1 << 16):
@@ -149,7 +149,13 @@ def agent(monkeypatch):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     yield SimpleNamespace(
-        pid=pid, say=theirs.sendall, heard=heard, sent=sent, exit_code=exit_code, hang_up=theirs.close, lines=lines
+        pid=pid,
+        send=theirs.sendall,
+        wait_for_line=wait_for_line,
+        read_frames=read_frames,
+        exit_code=exit_code,
+        disconnect=theirs.close,
+        lines=lines,
     )
     try:
         os.kill(pid, signal.SIGKILL)
@@ -161,23 +167,23 @@ def agent(monkeypatch):
     os.close(writing)
 
 
-def test_sigterm_during_an_open_ends_the_agent(agent):
-    """Also when the open goes on after any `Exception`: everything is closed, and no failed open is answered."""
-    agent.say(opening("first", "server"))
-    agent.heard("opened first")
-    agent.say(opening("second", "stubborn"))
-    agent.heard("stubborn opens")
+def test_sigterm_during_an_open_closes_all_listeners_and_ends_the_agent(agent):
+    """This holds even if `open` catches every `Exception`. The agent sends no OPENED for the interrupted open."""
+    agent.send(open_request("first", "server"))
+    agent.wait_for_line("opened first")
+    agent.send(open_request("second", "stubborn"))
+    agent.wait_for_line("stubborn opens")
     os.kill(agent.pid, signal.SIGTERM)
-    frames = agent.sent()
+    frames = agent.read_frames()
     assert agent.exit_code() == 0
-    agent.heard("closed first")
+    agent.wait_for_line("closed first")
     assert agent.lines[-2:] == ["closed second", "closed first"]
     assert [frame["topology"] for frame in frames if frame.kind == "OPENED"] == ["first"]
     assert frames[-1].kind == "GOODBYE"
 
 
-class Unset(Server):
-    """One whose open raises."""
+class FailsToOpen(Server):
+    """A listener whose `open` raises."""
 
     def open(self, context):
         return {}["dsn"]
@@ -186,54 +192,58 @@ class Unset(Server):
 @pytest.mark.parametrize(
     ("name", "first", "frames"),
     [
-        ("unset", "KeyError: 'dsn'", ["open"]),
-        ("absent", "stagecrew.errors.ListenerNotImportable: 'of_the_agent:absent' in spark.stagecrew.listeners", []),
+        ("failstoopen", "KeyError: 'dsn'", ["open"]),
+        (
+            "absent",
+            "stagecrew.errors.ListenerNotImportable: 'agent_test_listeners:absent' in spark.stagecrew.listeners",
+            [],
+        ),
     ],
 )
-def test_the_error_of_an_open_begins_with_its_sentence(agent, name, first, frames):
-    """The traceback follows, with the frames of the user's code alone."""
-    agent.say(opening("t", name))
-    agent.say(opening("next", "server"))
-    agent.heard("opened next")
+def test_the_error_of_an_open_starts_with_its_message(agent, name, first, frames):
+    """The traceback follows. It contains only frames of the user's code."""
+    agent.send(open_request("t", name))
+    agent.send(open_request("next", "server"))
+    agent.wait_for_line("opened next")
     os.kill(agent.pid, signal.SIGTERM)
-    opened = next(frame for frame in agent.sent() if frame.kind == "OPENED")
+    opened = next(frame for frame in agent.read_frames() if frame.kind == "OPENED")
     text = json.loads(opened["body"])["error"]
     assert text.splitlines()[0].startswith(first)
     assert error_line(text).startswith(first)
     assert re.findall(r'File ".*", line \d+, in (\w+)', text) == frames
 
 
-def test_sigterm_while_it_waits_ends_the_agent(agent):
-    """What is open is closed."""
-    agent.say(opening("first", "server"))
-    agent.heard("opened first")
+def test_sigterm_while_idle_closes_the_listeners_and_ends_the_agent(agent):
+    """The agent then says GOODBYE and exits with 0."""
+    agent.send(open_request("first", "server"))
+    agent.wait_for_line("opened first")
     os.kill(agent.pid, signal.SIGTERM)
-    agent.heard("closed first")
-    assert agent.sent()[-1].kind == "GOODBYE"
+    agent.wait_for_line("closed first")
+    assert agent.read_frames()[-1].kind == "GOODBYE"
     assert agent.exit_code() == 0
 
 
 def test_sigterm_does_not_interrupt_a_close(agent):
-    """Then the agent ends; a second one has nothing to add."""
-    agent.say(opening("first", "server"))
-    agent.say(opening("second", "slowtoclose"))
-    agent.say(encode("CLOSE", topology="second"))
-    agent.heard("closing")
+    """The agent ends after the close. A second SIGTERM changes nothing."""
+    agent.send(open_request("first", "server"))
+    agent.send(open_request("second", "slowtoclose"))
+    agent.send(encode("CLOSE", topology="second"))
+    agent.wait_for_line("closing")
     os.kill(agent.pid, signal.SIGTERM)
     os.kill(agent.pid, signal.SIGTERM)
-    agent.heard("closed first")
+    agent.wait_for_line("closed first")
     assert agent.lines[-2:] == ["closed slowly", "closed first"]
     assert agent.exit_code() == 0
 
 
-def test_a_child_that_a_listener_forks(agent):
-    """It ends at SIGTERM though its loop goes on after any `Exception`, and does not keep the channel open."""
-    agent.say(opening("first", "forks"))
-    child = int(agent.heard("forked").split()[1])
-    agent.heard("child runs")
-    agent.heard("stubborn opens")
+def test_a_child_that_a_listener_forks_ends_on_sigterm(agent):
+    """It ends even if it catches every `Exception`. It does not keep the agent's channel open."""
+    agent.send(open_request("first", "forks"))
+    child = int(agent.wait_for_line("forked").split()[1])
+    agent.wait_for_line("child runs")
+    agent.wait_for_line("stubborn opens")
     os.kill(agent.pid, signal.SIGKILL)
-    agent.sent()  # up to the end of the stream, while the child lives
+    agent.read_frames()  # reaches the end of the stream while the child is alive
     assert agent.exit_code() == -signal.SIGKILL
     os.kill(child, 0)
     os.kill(child, signal.SIGTERM)
@@ -245,7 +255,7 @@ def test_a_child_that_a_listener_forks(agent):
 
 
 def is_running(pid: int) -> bool:
-    """Whether it is more than an entry that nobody has waited for."""
+    """Whether the process runs. A zombie does not count."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"

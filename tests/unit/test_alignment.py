@@ -1,4 +1,4 @@
-"""Alignment in event time, without Spark: watermarks, tasks that wait, and splits in the order of events."""
+"""Event-time alignment without Spark: watermarks, tasks that wait, and splits in the order of their event times."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ DRIFT, BATCH, IDLE = 10, 4, 5.0
 
 
 class Schedules(RuleBasedStateMachine):
-    """Sources read batches of up to BATCH event times, each when the group allows where it is; reports are lost and repeated."""
+    """Sources read batches of up to BATCH event times when the group allows it. Reports get lost and are repeated."""
 
     @initialize()
     def begin(self):
         self.now = 0.0
         self.group = WatermarkGroup(DRIFT, IDLE, lambda: self.now)
-        self.at = {}  # live sources -> the event time that they came to
-        self.heard = {}  # as the group knows it
-        self.last = {}  # when it was last heard of
+        self.positions = {}  # live source -> event time it has reached
+        self.reported = {}  # source -> latest watermark that the group knows
+        self.reported_at = {}  # source -> time of its last report
         self.finished = {}
 
     def report(self, source, watermark):
         self.group.report(source, watermark)
         if source not in self.finished:
-            self.heard[source] = max(self.heard.get(source, watermark), watermark)
-            self.last[source] = self.now
+            self.reported[source] = max(self.reported.get(source, watermark), watermark)
+            self.reported_at[source] = self.now
 
     @rule(source=st.integers(0, 3), start=st.integers(0, 30))
     def join(self, source, start):
-        if source not in self.at and source not in self.finished:
-            self.at[source] = start
+        if source not in self.positions and source not in self.finished:
+            self.positions[source] = start
             self.report(source, start)
 
-    @precondition(lambda self: self.at)
-    @rule(data=st.data(), far=st.integers(1, BATCH), lost=st.booleans())
-    def read(self, data, far, lost):
-        """One that may reads a batch; that it did is told, or lost."""
-        source = data.draw(st.sampled_from(sorted(self.at)))
-        self.report(source, self.at[source])  # whoever asks says where it is
-        if self.group.allows(self.at[source]):
-            live = [self.heard[one] for one in self.heard if self.now - self.last[one] <= IDLE]
-            assert self.at[source] + far <= min(live) + DRIFT + BATCH  # never ahead by more than a batch
-            self.at[source] += far
+    @precondition(lambda self: self.positions)
+    @rule(data=st.data(), count=st.integers(1, BATCH), lost=st.booleans())
+    def read(self, data, count, lost):
+        """A source that is allowed to reads a batch. Its report arrives or is lost."""
+        source = data.draw(st.sampled_from(sorted(self.positions)))
+        self.report(source, self.positions[source])  # a request to read carries the position
+        if self.group.allows(self.positions[source]):
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
+            assert self.positions[source] + count <= min(live) + DRIFT + BATCH  # ahead by at most one batch
+            self.positions[source] += count
             if not lost:
-                self.report(source, self.at[source])
+                self.report(source, self.positions[source])
 
-    @precondition(lambda self: self.heard)
+    @precondition(lambda self: self.reported)
     @rule(data=st.data(), back=st.integers(0, 20))
-    def repeated(self, data, back):
-        """An old report comes again: but for its time, nothing changes."""
-        source = data.draw(st.sampled_from(sorted(self.heard)))
-        self.report(source, self.heard[source] - back)
+    def repeat_report(self, data, back):
+        """An old report arrives again. It only renews the source's report time."""
+        source = data.draw(st.sampled_from(sorted(self.reported)))
+        self.report(source, self.reported[source] - back)
 
-    @precondition(lambda self: self.at)
+    @precondition(lambda self: self.positions)
     @rule(data=st.data())
     def finish(self, data):
-        source = data.draw(st.sampled_from(sorted(self.at)))
-        self.finished[source] = self.at.pop(source)
-        self.heard.pop(source, None)
+        source = data.draw(st.sampled_from(sorted(self.positions)))
+        self.finished[source] = self.positions.pop(source)
+        self.reported.pop(source, None)
         self.group.finish(source)
 
     @precondition(lambda self: self.finished)
     @rule(data=st.data())
-    def late(self, data):
-        """Something of one that finished comes late: it holds nobody."""
+    def late_report(self, data):
+        """A late report of a finished source holds back no other source."""
         self.group.report(data.draw(st.sampled_from(sorted(self.finished))), 0)
 
     @rule(seconds=st.floats(0, 8))
@@ -85,14 +85,14 @@ class Schedules(RuleBasedStateMachine):
     @invariant()
     def slowest(self):
         if hasattr(self, "group"):
-            live = [self.heard[one] for one in self.heard if self.now - self.last[one] <= IDLE]
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             assert self.group.slowest == min(live, default=None)
 
     @invariant()
-    def somebody_goes_on(self):
-        """Nobody is held for ever: where a source is live, the slowest may read."""
-        if getattr(self, "heard", None):
-            live = [self.heard[one] for one in self.heard if self.now - self.last[one] <= IDLE]
+    def the_slowest_may_read(self):
+        """No source waits forever: if any source is live, the slowest may read."""
+        if getattr(self, "reported", None):
+            live = [self.reported[other] for other in self.reported if self.now - self.reported_at[other] <= IDLE]
             if live:
                 assert self.group.allows(min(live))
 
@@ -101,8 +101,9 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 
-def test_times_and_their_end():
-    """datetime with timedelta; near the end of time nobody is held; what cannot be compared is refused and changes nothing."""
+def test_event_times_can_be_datetimes_and_must_be_comparable():
+    """Drift may be a timedelta. Near the largest datetime no source is held back. A watermark that cannot be
+    compared is refused and changes nothing."""
     group = WatermarkGroup(dt.timedelta(hours=1))
     noon = dt.datetime(2026, 1, 1, 12, tzinfo=dt.UTC)
     group.report("a", noon)
@@ -120,8 +121,8 @@ def test_times_and_their_end():
     assert group.limit is None
 
 
-def asks(evaluation, watermark, source=None):
-    """Whether it may go on at once."""
+def may_advance(evaluation, watermark, source=None):
+    """Reports a watermark. Returns whether the source may read on at once."""
     try:
         evaluation.request((source, watermark))
     except RequestTimeout:
@@ -129,7 +130,8 @@ def asks(evaluation, watermark, source=None):
     return True
 
 
-def goes_on(evaluation):
+def is_released(evaluation):
+    """Whether a waiting source has received its reply."""
     try:
         evaluation.reply()
     except RequestTimeout:
@@ -143,92 +145,92 @@ def aligned():
         yield harness
 
 
-def test_who_is_ahead_waits(aligned):
-    """Until the slowest has come near, has finished, fails, or is idle."""
+def test_a_source_that_is_ahead_waits_for_the_slowest(aligned):
+    """It waits until the slowest source comes near, finishes, fails or becomes idle."""
     slow, quick = aligned.evaluation(0), aligned.evaluation(1)
-    assert asks(slow, 0)
-    assert asks(quick, 10)
-    assert not asks(quick, 11)
-    assert asks(slow, 1)
-    assert goes_on(quick)
-    for lets_go in (slow.finish, None):
-        if lets_go is None:
+    assert may_advance(slow, 0)
+    assert may_advance(quick, 10)
+    assert not may_advance(quick, 11)
+    assert may_advance(slow, 1)
+    assert is_released(quick)
+    for release in (slow.finish, None):
+        if release is None:
             slow = aligned.evaluation(0, attempt_number=1)
-            assert asks(slow, 2)
-        assert not asks(quick, 50)
-        (lets_go or slow.fail)()
-        assert goes_on(quick)
+            assert may_advance(slow, 2)
+        assert not may_advance(quick, 50)
+        (release or slow.fail)()
+        assert is_released(quick)
     third = aligned.evaluation(2)
-    assert asks(third, 3)
-    assert not asks(quick, 60)
+    assert may_advance(third, 3)
+    assert not may_advance(quick, 60)
     third.send(("idle", None))
-    assert goes_on(quick)
-    assert asks(third, 4)
-    assert not asks(quick, 70)
+    assert is_released(quick)
+    assert may_advance(third, 4)
+    assert not may_advance(quick, 70)
     third.send(("finish", None))
-    assert goes_on(quick)
-    assert asks(third, 5)  # it said that it had finished: it holds nobody
-    assert asks(quick, 80)
+    assert is_released(quick)
+    assert may_advance(third, 5)  # it has reported its end, so it holds back no other source
+    assert may_advance(quick, 80)
     assert aligned.operators.progress()["operator/1"] == {"slowest": 80, "waiting": 0}
 
 
-def test_who_waits_is_not_idle():
-    """A source that is kept waiting holds those ahead of it, however long the slowest has kept it."""
+def test_a_waiting_source_is_not_idle():
+    """It holds back the sources ahead of it, however long it has waited itself."""
     with CoordinatorHarness(lambda context: AlignmentCoordinator(context, DRIFT, IDLE)) as harness:
         harness.coordinator._group._clock = lambda: harness.now
         slow, middle, quick = (harness.evaluation(subtask) for subtask in range(3))
-        assert asks(slow, 0)
-        assert not asks(middle, 20)
+        assert may_advance(slow, 0)
+        assert not may_advance(middle, 20)
         harness.advance(4)
-        assert not asks(quick, 35)
-        harness.advance(1.5)  # the slow one is idle now
-        assert goes_on(middle)
-        assert not goes_on(quick)
-        harness.advance(IDLE + 1)  # and now the one that went on, and says nothing more
-        assert goes_on(quick)
+        assert not may_advance(quick, 35)
+        harness.advance(1.5)  # the slow source is idle now
+        assert is_released(middle)
+        assert not is_released(quick)
+        harness.advance(IDLE + 1)  # now the released source is idle too
+        assert is_released(quick)
 
 
-@pytest.mark.parametrize("says", ["idle", "finish"])
-def test_who_gives_up_waiting_and_says_so(aligned, says):
-    """A source whose `advance` timed out, and which then is idle or has finished, holds nobody, however often it is looked."""
-    slow, gives_up, quick = (aligned.evaluation(subtask) for subtask in range(3))
-    assert asks(slow, 0)
-    assert not asks(gives_up, 100)
-    gives_up.send((says, None))
+@pytest.mark.parametrize("event", ["idle", "finish"])
+def test_a_source_that_stops_waiting_holds_back_no_other(aligned, event):
+    """Its `advance` times out, then it becomes idle or finishes. Later checks do not count it either."""
+    slow, timed_out, quick = (aligned.evaluation(subtask) for subtask in range(3))
+    assert may_advance(slow, 0)
+    assert not may_advance(timed_out, 100)
+    timed_out.send((event, None))
     slow.finish()
-    assert asks(quick, 120)
+    assert may_advance(quick, 120)
     aligned.advance(10_000)
-    assert asks(quick, 200)
+    assert may_advance(quick, 200)
     assert aligned.operators.progress()["operator/1"] == {"slowest": 200, "waiting": 0}
-    if says == "idle":
-        assert asks(gives_up, 195)  # and it takes part again
-        assert not asks(quick, 206)
+    if event == "idle":
+        assert may_advance(timed_out, 195)  # it takes part again
+        assert not may_advance(quick, 206)
 
 
-def test_several_sources_of_a_task(aligned):
-    """Each is one of its own."""
+def test_each_source_of_a_task_is_aligned_separately(aligned):
+    """A task that reads two sources can wait for its own slower source."""
     task = aligned.evaluation(0)
-    assert asks(task, 0, "a")
-    assert asks(task, 8, "b")
-    assert not asks(task, 20, "b")
-    assert asks(task, 10, "a")
+    assert may_advance(task, 0, "a")
+    assert may_advance(task, 8, "b")
+    assert not may_advance(task, 20, "b")
+    assert may_advance(task, 10, "a")
 
 
-def test_a_watermark_that_cannot_be_compared(aligned):
-    """It is an error of its task alone."""
+def test_a_watermark_that_cannot_be_compared_fails_only_its_request(aligned):
+    """Other tasks continue and the coordinator does not fail."""
     good, bad = aligned.evaluation(0), aligned.evaluation(1)
-    assert asks(good, 0)
+    assert may_advance(good, 0)
     with pytest.raises(RequestFailed):
         bad.request((None, "now"))
-    assert asks(good, 5)
+    assert may_advance(good, 5)
     assert aligned.failure is None
 
 
-# -- Splits in the order of events
+# -- Splits in the order of event times
 
 
-def test_merged():
-    """Splits of several sources come in the order of their event times; one that goes back in time is named."""
+def test_splits_of_several_sources_come_in_event_time_order():
+    """An error names a source whose event times go backwards, an iterator that was used before, and unnamed sources."""
     merged = EventTimeSplits({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
     with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 comes behind one of 5"):
@@ -243,34 +245,34 @@ def test_merged():
 
 
 class Readers:
-    """Three tasks that read splits in the order of events; each thing that happens is looked at on its own."""
+    """Three tasks that read splits in event-time order. Each method performs and checks one step."""
 
-    def __init__(self, harness, left):
-        self.harness, self.left = harness, left
+    def __init__(self, harness, unread):
+        self.harness, self.unread = harness, unread
         self.logs = {subtask: [] for subtask in range(3)}
         self.tasks = {subtask: [harness.evaluation(subtask), 0] for subtask in range(3)}
         self.reading, self.waiting = {}, set()
 
-    def look(self):
-        """Takes what those that wait have been given meanwhile."""
+    def receive_all(self):
+        """Receives the splits that waiting tasks have been given."""
         for subtask in sorted(self.waiting):
             try:
-                self.took(subtask, self.tasks[subtask][0].reply())
+                self.received(subtask, self.tasks[subtask][0].reply())
             except RequestTimeout:
                 continue
 
-    def asks(self, subtask):
+    def request_split(self, subtask):
         evaluation, index = self.tasks[subtask]
-        self.reading.pop(subtask, None)  # it has read the one before
+        self.reading.pop(subtask, None)  # it has finished its previous split
         try:
             packed = evaluation.request((index, "h"))
         except RequestTimeout:
             self.waiting.add(subtask)
         else:
-            self.took(subtask, packed)
-        self.look()
+            self.received(subtask, packed)
+        self.receive_all()
 
-    def took(self, subtask, packed):
+    def received(self, subtask, packed):
         assert packed != HELD
         self.waiting.discard(subtask)
         task, log = self.tasks[subtask], self.logs[subtask]
@@ -280,26 +282,26 @@ class Readers:
             return
         split = pickle.loads(packed)
         if task[1] == len(log):
-            assert all(split[1][0] <= other + DRIFT for other in [*self.reading.values(), self.left[0]])
-            self.left.remove(split[1][0])
+            assert all(split[1][0] <= other + DRIFT for other in [*self.reading.values(), self.unread[0]])
+            self.unread.remove(split[1][0])
             log.append(split)
-        assert log[task[1]] == split  # also where it is read again
+        assert log[task[1]] == split  # a replayed split is the same
         task[1] += 1
         self.reading[subtask] = split[1][0]
 
-    def fails(self, subtask):
+    def fail(self, subtask):
         self.tasks[subtask][0].fail()
         self.reading.pop(subtask, None)
         self.waiting.discard(subtask)
         self.tasks[subtask] = [self.harness.evaluation(subtask), 0]
-        self.look()
+        self.receive_all()
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_split_is_given_too_early(data):
-    """Over any schedule of tasks that read, end and fail, also where they read some best: no new split lies further ahead of what is
-    read, or is to be read, than the drift; all are read."""
+def test_no_split_is_given_more_than_the_drift_too_early(data):
+    """For any schedule of tasks that read, end and fail, with and without locality preferences: a new split is ahead of
+    every split that is being read or is unread by at most the drift. All splits are read."""
     splits = {
         name: [
             (time, number) for number, time in enumerate(sorted(data.draw(st.lists(st.integers(0, 60), max_size=8))))
@@ -309,24 +311,24 @@ def test_no_split_is_given_too_early(data):
     merged = EventTimeSplits(splits, lambda split: split[0], DRIFT)
     if data.draw(st.booleans()):
         merged.locations = lambda named: ["h"] if named[1][1] % 2 else []
-    left = sorted(time for of in splits.values() for time, _ in of)
+    unread = sorted(time for numbered in splits.values() for time, _ in numbered)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
-        readers = Readers(harness, left)
+        readers = Readers(harness, unread)
         while readers.tasks:
             ready = sorted(readers.tasks.keys() - readers.waiting)
-            assert ready, "all wait for each other"
+            assert ready, "all tasks wait for each other"
             subtask = data.draw(st.sampled_from(ready))
             if subtask in readers.reading and data.draw(st.integers(0, 9)) == 0:
-                readers.fails(subtask)
+                readers.fail(subtask)
             else:
-                readers.asks(subtask)
+                readers.request_split(subtask)
         assert harness.failure is None
         given = [split for log in readers.logs.values() for split in log]
         assert sorted(given) == sorted((name, split) for name in splits for split in splits[name])
 
 
-def test_one_that_waits_asks_again():
-    """A request for a split that may not be given yet is answered far before it times out, and asked again."""
+def test_a_waiting_task_repeats_its_request():
+    """The coordinator replies HELD long before the request times out, and the task asks again."""
     merged = EventTimeSplits({"a": [0, 100]}, lambda split: split, DRIFT)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         one, other = harness.evaluation(0), harness.evaluation(1)
@@ -342,8 +344,8 @@ def test_one_that_waits_asks_again():
 
 
 @pytest.mark.parametrize("idle_after", [None, IDLE])
-def test_one_that_reads_for_long(idle_after):
-    """Whoever reads at one split for longer than `idle_after` holds nobody, until it asks for the next; without it, for ever."""
+def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
+    """After `idle_after` it holds back no other task until it requests its next split. Without it, it always does."""
     merged = EventTimeSplits({"a": [0, 9, 100], "b": [200]}, lambda split: split, DRIFT, idle_after)
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         harness.coordinator._reading._clock = lambda: harness.now
@@ -351,22 +353,22 @@ def test_one_that_reads_for_long(idle_after):
         assert pickle.loads(slow.request((0, "h"))) == ("a", 0)
         assert pickle.loads(other.request((0, "h"))) == ("a", 9)
         with pytest.raises(RequestTimeout):
-            other.request((1, "h"))  # it is for the slow one that it waits
+            other.request((1, "h"))  # it waits for the slow task
         harness.advance(IDLE - 0.5)
-        assert not goes_on(other)
+        assert not is_released(other)
         harness.advance(1.0)
-        assert goes_on(other) == (idle_after is not None)
+        assert is_released(other) == (idle_after is not None)
         if idle_after is None:
             harness.advance(1000)
-            assert not goes_on(other)
+            assert not is_released(other)
             slow.finish()
-            assert goes_on(other)
+            assert is_released(other)
         assert pickle.loads(other.reply()) == ("a", 100)
         with pytest.raises(RequestTimeout):
             third.request((0, "h"))
-        assert not goes_on(third)  # who has just begun is not idle
+        assert not is_released(third)  # a task that has just begun is not idle
         other.finish()
         assert pickle.loads(third.reply()) == ("b", 200)
         if idle_after is not None:
-            assert slow.request((1, "h")) is None  # it goes on where it was
+            assert slow.request((1, "h")) is None  # it continues where it was
         assert harness.failure is None

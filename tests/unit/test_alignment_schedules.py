@@ -1,4 +1,4 @@
-"""The alignment's coordinator over any schedule: messages late, lost, doubled and out of order, tasks that fail, and resets."""
+"""The alignment coordinator under any schedule: late, lost, duplicate and reordered messages, failing tasks, resets."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.testing import CoordinatorHarness
 from stagecrew.wire.serialization import pack
 
-DRIFT, IDLE, LOOK, GOAL = 10, 1.0, 0.2, 60
-#: How far each subtask reads at once when it may.
+DRIFT, IDLE, TICK, GOAL = 10, 1.0, 0.2, 60
+#: Event times that each subtask reads at once when it may.
 PACES = (1, 3, 4)
 SOURCES = ("a", None)
 
@@ -20,248 +20,248 @@ subtasks, sources = st.integers(0, len(PACES) - 1), st.sampled_from(SOURCES)
 
 
 class Reader:
-    """A task with two sources. What it sends waits in `out` until the test lets it come; `heard` is what came of it."""
+    """A task with two sources. Its messages wait in `outbox` until the test delivers them."""
 
-    def __init__(self, harness, subtask, begins):
+    def __init__(self, harness, subtask, start):
         self.harness, self.subtask = harness, subtask
         self.evaluation = harness.evaluation(subtask, executor=str(subtask))
-        self.at = {source: begins + 15 * number for number, source in enumerate(SOURCES)}
-        self.sent, self.out, self.expected = 0, [], 1
-        self.asked = {}  # source -> the number of the request that its thread waits for, and whether it reads on then
-        self.waiting = {}  # source -> its request that the coordinator has, and from where
-        self.heard, self.last, self.finished = {}, {}, set()
-        self.is_over = False
+        self.positions = {source: start + 15 * number for number, source in enumerate(SOURCES)}
+        self.sent, self.outbox, self.expected = 0, [], 1
+        self.pending = {}  # source -> (number of its latest request, whether a grant of it makes the source read on)
+        self.waiting = {}  # source -> (number, position) of the request that the coordinator holds
+        self.watermarks, self.reported_at, self.finished = {}, {}, set()
+        self.ended = False
 
-    def says(self, what, source=None, back=0):
+    def send(self, kind, source=None, back=0):
         self.sent += 1
-        if what == "advance":
-            self.asked[source] = (self.sent, not back)
-        self.out.append((self, self.sent, what, source, self.at.get(source, 0) - back))
+        if kind == "advance":
+            self.pending[source] = (self.sent, not back)
+        self.outbox.append((self, self.sent, kind, source, self.positions.get(source, 0) - back))
 
-    def asks_all(self):
-        """Each of its sources goes on, until it is at its end."""
+    def advance_all(self):
+        """Each source asks to read on, or finishes once it has reached the goal."""
         for source in SOURCES:
-            if self.at[source] >= GOAL:
+            if self.positions[source] >= GOAL:
                 if source not in self.finished:
-                    self.says("finish", source)
-            elif source not in self.asked or (source not in self.waiting and not self.out):  # lost: it asks again
-                self.says("advance", source)
+                    self.send("finish", source)
+            elif source not in self.pending or (source not in self.waiting and not self.outbox):  # lost: it asks again
+                self.send("advance", source)
 
-    def comes(self, frame):
-        """A frame comes to the coordinator; behind one that is missing, it is the end of the evaluation."""
-        _, number, what, source, at = frame
-        if what == "advance":
-            self.evaluation.send_frame("REQUEST", sequence=number, payload=pack((source, at), 1 << 20))
-        elif what == "end":
+    def deliver(self, frame):
+        """The coordinator receives a frame. A frame after a missing one ends the evaluation."""
+        _, number, kind, source, position = frame
+        if kind == "advance":
+            self.evaluation.send_frame("REQUEST", sequence=number, payload=pack((source, position), 1 << 20))
+        elif kind == "end":
             self.evaluation.send_frame("FINISH", sequence=number, outcome="finished", reason="")
         else:
-            self.evaluation.send_frame("EVENTS", first=number, payloads=[pack((what, source), 1 << 20)])
-        if self.is_over or number < self.expected:
+            self.evaluation.send_frame("EVENTS", first=number, payloads=[pack((kind, source), 1 << 20)])
+        if self.ended or number < self.expected:
             return
-        if number > self.expected or what == "end":
+        if number > self.expected or kind == "end":
             assert (self.evaluation.abort_reason is not None) == (number > self.expected)
-            self.is_over = True
+            self.ended = True
             return
         self.expected += 1
         now = self.harness.now
-        if what == "advance":
-            self.waiting[source] = (number, at)
+        if kind == "advance":
+            self.waiting[source] = (number, position)
             if source not in self.finished:
-                self.heard[source], self.last[source] = max(at, self.heard.get(source, at)), now
+                self.watermarks[source] = max(position, self.watermarks.get(source, position))
+                self.reported_at[source] = now
             return
-        if what == "finish":
+        if kind == "finish":
             self.finished.add(source)
-        self.heard.pop(source, None)
-        self.waiting.pop(source, None)  # whose thread has given up
+        self.watermarks.pop(source, None)
+        self.waiting.pop(source, None)  # its thread no longer waits
 
-    def granted(self):
-        """Which of its sources may read on: those do that still wait for this answer. Answers where they were."""
-        found = []
-        for source, (number, at) in list(self.waiting.items()):
+    def take_grants(self):
+        """Takes the coordinator's grants and returns their positions. A source that still waits reads on."""
+        granted = []
+        for source, (number, position) in list(self.waiting.items()):
             if number in self.evaluation._replies:
                 assert self.evaluation._replies[number][0] == "ok"
                 del self.waiting[source]
-                self.last[source] = self.harness.now
-                found.append(at)
-                if self.asked[source] == (number, True):
-                    self.at[source] += PACES[self.subtask]
-                if self.asked[source][0] == number:
-                    del self.asked[source]
-        return found
+                self.reported_at[source] = self.harness.now
+                granted.append(position)
+                if self.pending[source] == (number, True):
+                    self.positions[source] += PACES[self.subtask]
+                if self.pending[source][0] == number:
+                    del self.pending[source]
+        return granted
 
 
 class Schedules(RuleBasedStateMachine):
-    """Three tasks with two sources each, and the coordinator as in a session; time goes on from look to look."""
+    """Three tasks with two sources each, and the coordinator of a session. Time advances in ticks."""
 
-    @initialize(idle_after=st.sampled_from([None, IDLE]), begins=st.tuples(*[st.integers(0, 40)] * len(PACES)))
-    def begin(self, idle_after, begins):
+    @initialize(idle_after=st.sampled_from([None, IDLE]), starts=st.tuples(*[st.integers(0, 40)] * len(PACES)))
+    def begin(self, idle_after, starts):
         self.idle_after = idle_after
         self.harness = None
-        self.harness = CoordinatorHarness(self.made)
-        self.readers = {subtask: Reader(self.harness, subtask, at) for subtask, at in enumerate(begins)}
-        self.came = []
+        self.harness = CoordinatorHarness(self.create_coordinator)
+        self.readers = {subtask: Reader(self.harness, subtask, start) for subtask, start in enumerate(starts)}
+        self.delivered = []
 
-    def made(self, context):
+    def create_coordinator(self, context):
         coordinator = AlignmentCoordinator(context, DRIFT, self.idle_after)
         coordinator._group._clock = lambda: 0.0 if self.harness is None else self.harness.now
         return coordinator
 
     def state(self):
-        """All that the coordinator knows."""
-        made = self.harness.coordinator
-        known = {name: (one.watermark, one.reported) for name, one in made._group._sources.items()}
+        """The coordinator's whole state."""
+        coordinator = self.harness.coordinator
+        known = {name: (source.watermark, source.reported) for name, source in coordinator._group._sources.items()}
         return (
             known,
-            set(made._group._finished),
-            {key: at for key, (at, _) in made._waiting.items()},
-            dict(made._subtasks),
+            set(coordinator._group._finished),
+            {key: position for key, (position, _) in coordinator._waiting.items()},
+            dict(coordinator._subtasks),
         )
 
-    def live(self, margin):
-        """Where those sources are that hold the others, if idleness begins so much later."""
+    def holding(self, margin):
+        """Positions of the sources that hold back others, if sources become idle `margin` seconds later."""
         return [
-            at
+            position
             for reader in self.readers.values()
-            for source, at in reader.heard.items()
+            for source, position in reader.watermarks.items()
             if self.idle_after is None
             or source in reader.waiting
-            or self.harness.now - reader.last[source] <= IDLE + margin
+            or self.harness.now - reader.reported_at[source] <= IDLE + margin
         ]
 
-    def look(self):
-        """Whoever may read on reads on: none was too far ahead of who holds the group."""
+    def process_grants(self):
+        """Granted sources read on. No grant is too far ahead of the sources that hold back others."""
         for subtask, reader in list(self.readers.items()):
-            if reader.is_over:
+            if reader.ended:
                 del self.readers[subtask]
-        least = min(self.live(-2 * LOOK), default=None)
+        least = min(self.holding(-2 * TICK), default=None)
         for reader in self.readers.values():
-            for at in reader.granted():
-                assert least is None or at <= least + DRIFT
+            for position in reader.take_grants():
+                assert least is None or position <= least + DRIFT
                 if least is not None:
-                    assert at + PACES[reader.subtask] <= least + DRIFT + max(PACES)  # not by more than a batch
+                    assert position + PACES[reader.subtask] <= least + DRIFT + max(PACES)  # ahead by at most one batch
 
-    def all_come(self):
+    def deliver_all(self):
         for reader in list(self.readers.values()):
-            while reader.out:
-                self.comes(reader)
+            while reader.outbox:
+                self.deliver(reader)
 
-    def comes(self, reader):
-        frame = reader.out.pop(0)
-        self.came = [*self.came, frame][-50:]
-        reader.comes(frame)
-        self.look()
+    def deliver(self, reader):
+        frame = reader.outbox.pop(0)
+        self.delivered = [*self.delivered, frame][-50:]
+        reader.deliver(frame)
+        self.process_grants()
 
-    @rule(subtask=subtasks, begins=st.integers(0, 40))
-    def begins(self, subtask, begins):
-        """The next attempt at a subtask."""
+    @rule(subtask=subtasks, start=st.integers(0, 40))
+    def start_attempt(self, subtask, start):
+        """Starts the next attempt at a subtask."""
         if subtask not in self.readers:
-            self.readers[subtask] = Reader(self.harness, subtask, begins)
+            self.readers[subtask] = Reader(self.harness, subtask, start)
 
     @rule()
-    def all_read_on(self):
+    def advance_all(self):
         for reader in self.readers.values():
-            reader.asks_all()
-        self.all_come()
+            reader.advance_all()
+        self.deliver_all()
 
     @rule(subtask=subtasks, source=sources)
-    def one_says_more(self, subtask, source):
-        """Also while its thread waits, as after a request that timed out; it comes late."""
+    def send_another_advance(self, subtask, source):
+        """Possibly while its thread waits, as after a request that timed out. It is delivered later."""
         if subtask in self.readers:
-            self.readers[subtask].says("advance", source)
+            self.readers[subtask].send("advance", source)
 
     @rule(subtask=subtasks)
-    def one_comes(self, subtask):
-        if subtask in self.readers and self.readers[subtask].out:
-            self.comes(self.readers[subtask])
+    def deliver_one(self, subtask):
+        if subtask in self.readers and self.readers[subtask].outbox:
+            self.deliver(self.readers[subtask])
 
     @rule(subtask=subtasks, source=sources)
-    def goes_back(self, subtask, source):
-        """It says again where it was before."""
+    def report_an_earlier_position(self, subtask, source):
         if subtask in self.readers:
-            self.readers[subtask].says("advance", source, back=7)
-            self.all_come()
+            self.readers[subtask].send("advance", source, back=7)
+            self.deliver_all()
 
     @rule(subtask=subtasks, source=sources, twice=st.booleans())
-    def idles(self, subtask, source, twice):
+    def become_idle(self, subtask, source, twice):
         if subtask in self.readers:
             for _ in range(1 + twice):
-                self.readers[subtask].says("idle", source)
-            self.all_come()
+                self.readers[subtask].send("idle", source)
+            self.deliver_all()
 
     @rule(subtask=subtasks, source=sources, twice=st.booleans())
-    def finishes(self, subtask, source, twice):
+    def finish(self, subtask, source, twice):
         if subtask in self.readers:
             for _ in range(1 + twice):
-                self.readers[subtask].says("finish", source)
-            self.all_come()
+                self.readers[subtask].send("finish", source)
+            self.deliver_all()
 
-    @rule(subtask=subtasks, how=st.sampled_from(["ends", "fails", "loses one", "loses order", "all reset"]))
-    def goes_wrong(self, subtask, how):
-        if how == "all reset":
+    @rule(subtask=subtasks, fault=st.sampled_from(["end", "fail", "lose a message", "reorder messages", "reset"]))
+    def disrupt(self, subtask, fault):
+        if fault == "reset":
             self.reset()
         elif (reader := self.readers.get(subtask)) is None:
             return
-        elif how == "ends":
-            reader.says("end")
-            self.all_come()
-        elif how == "fails":
+        elif fault == "end":
+            reader.send("end")
+            self.deliver_all()
+        elif fault == "fail":
             reader.evaluation.fail()
-            reader.is_over = True
-            self.look()
-        elif how == "loses one":
-            reader.out = reader.out[1:]
+            reader.ended = True
+            self.process_grants()
+        elif fault == "lose a message":
+            reader.outbox = reader.outbox[1:]
         else:
-            reader.out.reverse()
+            reader.outbox.reverse()
 
-    @precondition(lambda self: self.came)
+    @precondition(lambda self: self.delivered)
     @rule(data=st.data())
-    def one_comes_again(self, data):
-        """Whether its task lives or is over: nothing changes."""
-        reader, *rest = data.draw(st.sampled_from(self.came))
+    def deliver_again(self, data):
+        """A duplicate changes nothing, whether its task is alive or has ended."""
+        reader, *rest = data.draw(st.sampled_from(self.delivered))
         before = self.state()
-        reader.comes((reader, *rest))
+        reader.deliver((reader, *rest))
         assert self.state() == before
 
     def reset(self):
-        """Another coordinator begins; all tasks have to begin anew."""
+        """A new coordinator starts. Every running evaluation is aborted."""
         self.harness.reset()
         for reader in self.readers.values():
             assert reader.evaluation.abort_reason is not None
-            reader.is_over = True
-        self.look()
+            reader.ended = True
+        self.process_grants()
         assert self.state() == ({}, set(), {}, {})
 
-    @rule(looks=st.integers(1, 10))
-    def time_goes_on(self, looks):
-        for _ in range(looks):
-            self.harness.advance(LOOK)
-            self.look()
+    @rule(ticks=st.integers(1, 10))
+    def advance_time(self, ticks):
+        for _ in range(ticks):
+            self.harness.advance(TICK)
+            self.process_grants()
 
     @invariant()
-    def nobody_waits_for_nothing(self):
-        """Whoever waits is ahead of one that holds the group."""
-        least = min(self.live(2 * LOOK), default=None) if getattr(self, "harness", None) else None
+    def no_source_waits_without_reason(self):
+        """A waiting source is ahead of a source that holds it back."""
+        least = min(self.holding(2 * TICK), default=None) if getattr(self, "harness", None) else None
         for reader in getattr(self, "readers", {}).values():
-            for _, at in reader.waiting.values():
+            for _, position in reader.waiting.values():
                 assert least is not None
-                assert at > least + DRIFT
+                assert position > least + DRIFT
             assert self.harness.failure is None
 
     def teardown(self):
-        """Nobody waits for ever: all that are left come to their end, and nothing is kept of them."""
+        """No source waits forever: the remaining ones all finish, and the coordinator keeps no state of them."""
         if getattr(self, "harness", None) is None:
             return
         for _ in range(2 * GOAL * len(PACES)):
             for reader in self.readers.values():
-                reader.asks_all()
-            self.all_come()
-            if all(min(reader.at.values()) >= GOAL for reader in self.readers.values()):
+                reader.advance_all()
+            self.deliver_all()
+            if all(min(reader.positions.values()) >= GOAL for reader in self.readers.values()):
                 break
         else:
-            raise AssertionError(f"they wait for ever: {[reader.at for reader in self.readers.values()]}")
+            raise AssertionError(f"sources wait forever: {[reader.positions for reader in self.readers.values()]}")
         for reader in list(self.readers.values()):
-            reader.says("end")
-        self.all_come()
+            reader.send("end")
+        self.deliver_all()
         assert self.readers == {}
         assert self.state() == ({}, set(), {}, {})
         assert self.harness.coordinator._of == {}
@@ -274,6 +274,6 @@ TestSchedules.settings = settings(max_examples=150, stateful_step_count=40, dead
 
 @pytest.mark.long
 class TestSchedulesLong(Schedules.TestCase):
-    """Many more."""
+    """More and longer schedules."""
 
     settings = settings(max_examples=1000, stateful_step_count=80, deadline=None)

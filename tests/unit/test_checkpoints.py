@@ -1,4 +1,4 @@
-"""Checkpoints and resets of coordinators, and the harness of `stagecrew.testing` that drives them: no Spark, no threads."""
+"""Checkpoints and resets of coordinators, driven by the harness of `stagecrew.testing`, without Spark and threads."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from stagecrew.testing import CoordinatorHarness
 
 
 class Counting(stagecrew.Coordinator):
-    """Its state is how many events it handled and sent; each event is sent on to every task."""
+    """Sends each event on to every task. Its state is the number of events handled and sent."""
 
     def __init__(self, context):
         super().__init__(context)
         self.handled, self.sent = 0, 0
         self.gateways = {}
-        self.heard: list[Any] = []
-        self.state: Any = None  # what checkpoint answers instead
+        self.calls: list[Any] = []
+        self.state: Any = None  # if set, `checkpoint` returns this instead
 
     def start(self):
-        self.heard.append("start")
+        self.calls.append("start")
 
     def ready(self, evaluation, gateway):
         self.gateways[evaluation] = gateway
 
     def failed(self, evaluation, reason):
-        self.heard.append(("failed", evaluation.id))
+        self.calls.append(("failed", evaluation.id))
         del self.gateways[evaluation]
 
     def handle_event(self, evaluation, event):
@@ -51,41 +51,41 @@ class Counting(stagecrew.Coordinator):
         return self.state if self.state is not None else b"%d %d" % (self.handled, self.sent)
 
     def checkpoint_complete(self, checkpoint_id):
-        self.heard.append(("complete", checkpoint_id))
+        self.calls.append(("complete", checkpoint_id))
 
     def checkpoint_aborted(self, checkpoint_id):
-        self.heard.append(("aborted", checkpoint_id))
+        self.calls.append(("aborted", checkpoint_id))
 
     def reset_to_checkpoint(self, checkpoint_id, state):
-        self.heard.append(("restored", checkpoint_id, state))
+        self.calls.append(("restored", checkpoint_id, state))
         self.handled, self.sent = map(int, state.split())
 
     def close(self):
-        self.heard.append("close")
+        self.calls.append("close")
 
 
 @pytest.fixture
 def harness():
-    """A harness with that coordinator."""
+    """A harness with a `Counting` coordinator."""
     with CoordinatorHarness(Counting) as made:
         yield made
-    assert made.coordinator.heard[-1] == "close"
+    assert made.coordinator.calls[-1] == "close"
 
 
-def test_at_once(harness):
-    """A state that is there at once is in the checkpoint, and the coordinator hears that it is complete."""
+def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
+    """The coordinator is notified that the checkpoint is complete. Checkpoint ids must increase."""
     task = harness.evaluation(0)
     task.send("a")
-    taken = harness.checkpoint()
-    assert (taken.id, taken.states) == (1, {"operator/1": b"1 1"})
-    assert harness.coordinator.heard == ["start", ("complete", 1)]
+    checkpoint = harness.checkpoint()
+    assert (checkpoint.id, checkpoint.states) == (1, {"operator/1": b"1 1"})
+    assert harness.coordinator.calls == ["start", ("complete", 1)]
     assert harness.checkpoint(7).id == 7
     with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 7"):
         harness.checkpoint(7)
 
 
-def test_late(harness):
-    """The cut is where the future is completed: what is sent before goes out, what is sent after is kept back until the end."""
+def test_a_checkpoint_cuts_where_its_future_completes(harness):
+    """Events sent before the cut are delivered. Events sent after it are held back until the checkpoint ends."""
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = Future()
@@ -97,34 +97,34 @@ def test_late(harness):
         coordinator.send("after")
         seen.append(task.events())
 
-    taken = harness.checkpoint(meanwhile=meanwhile)
-    assert taken.states == {"operator/1": b"at the cut"}
+    checkpoint = harness.checkpoint(meanwhile=meanwhile)
+    assert checkpoint.states == {"operator/1": b"at the cut"}
     assert seen == [["before"]]
     assert task.events() == ["after"]
 
 
-def test_never(harness):
-    """A coordinator that gives no state in time is named; it hears that the checkpoint was aborted, and what it sends goes out."""
+def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
+    """The error names it. It is notified of the abort, and its events are delivered again."""
     task = harness.evaluation(0)
     coordinator = harness.coordinator
     coordinator.state = never = Future()
     with pytest.raises(
-        stagecrew.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
+        stagecrew.CheckpointFailed, match=r"not complete within 0 s: .* for the coordinators of 'operator'"
     ):
         harness.checkpoint()
     coordinator.send("a")
     assert task.events() == ["a"]
-    assert coordinator.heard == ["start", ("aborted", 1)]
+    assert coordinator.calls == ["start", ("aborted", 1)]
     coordinator.state = None
     assert harness.checkpoint().states == {"operator/1": b"0 1"}
-    never.set_result(b"late")  # of the one that was aborted: it holds nothing back
+    never.set_result(b"late")  # for the aborted checkpoint: holds nothing back
     coordinator.send("b")
     assert task.events() == ["b"]
     assert harness.failure is None
 
 
-def test_given_up_behind_its_cut(harness):
-    """What was kept back behind the cut goes out when the checkpoint is given up."""
+def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
+    """They were held back until the checkpoint was aborted."""
     task = harness.evaluation(0)
     task.acknowledges = False
     coordinator = harness.coordinator
@@ -139,11 +139,11 @@ def test_given_up_behind_its_cut(harness):
     with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint(meanwhile=meanwhile)
     assert task.events() == ["after"]
-    assert coordinator.heard == ["start", ("aborted", 1)]
+    assert coordinator.calls == ["start", ("aborted", 1)]
 
 
-def test_two_threads_take_checkpoints(harness):
-    """One waits for the other: a checkpoint that another takes meanwhile comes behind it."""
+def test_checkpoints_of_two_threads_run_one_after_the_other(harness):
+    """The second waits until the first is complete."""
     second = []
 
     def other():
@@ -164,8 +164,8 @@ def test_two_threads_take_checkpoints(harness):
     assert (first.id, second[0].id) == (1, 2)
 
 
-def test_exceptional(harness):
-    """A future that fails declines the checkpoint, and nothing else; a state that is no bytes too."""
+def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
+    """An exception raised by `checkpoint` itself fails the coordinator."""
     coordinator = harness.coordinator
     coordinator.state = Future()
     coordinator.state.set_exception(OSError("no room"))
@@ -177,7 +177,7 @@ def test_exceptional(harness):
     coordinator.state.set_result("text")
     with pytest.raises(stagecrew.CheckpointFailed, match="returned a str as its state"):
         harness.checkpoint()
-    assert coordinator.heard == ["start", ("aborted", 1), ("aborted", 2)]
+    assert coordinator.calls == ["start", ("aborted", 1), ("aborted", 2)]
     assert harness.failure is None
     harness.coordinator.state = ValueError("in the callback")
     with pytest.raises(stagecrew.CheckpointFailed, match="ValueError: in the callback"):
@@ -185,67 +185,67 @@ def test_exceptional(harness):
     assert isinstance(harness.failure, ValueError)
 
 
-def test_an_event_that_is_not_acknowledged(harness):
-    """A checkpoint waits for what was sent before its cut; one whose attempt has failed is not waited for."""
+def test_a_checkpoint_waits_for_events_before_its_cut(harness):
+    """It fails if one is not acknowledged in time. It does not wait for a failed attempt."""
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
     with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint()
-    taken = harness.checkpoint(meanwhile=lambda: task.fail())
-    assert taken.states == {"operator/1": b"0 1"}
-    # The failure is heard before the checkpoint is complete.
-    assert harness.coordinator.heard == ["start", ("aborted", 1), ("failed", 1), ("complete", 2)]
+    checkpoint = harness.checkpoint(meanwhile=lambda: task.fail())
+    assert checkpoint.states == {"operator/1": b"0 1"}
+    # The coordinator is notified of the failure before the checkpoint is complete.
+    assert harness.coordinator.calls == ["start", ("aborted", 1), ("failed", 1), ("complete", 2)]
 
 
-def test_an_evaluation_that_begins_behind_the_cut(harness):
-    """What is sent to it is kept back as well."""
+def test_events_to_an_evaluation_that_begins_after_the_cut_are_held_back(harness):
+    """They are delivered when the checkpoint is complete."""
     coordinator = harness.coordinator
     coordinator.state = Future()
     first = harness.evaluation(0)
     first.acknowledges = False
     coordinator.send("before")
-    found = []
+    seen = []
 
     def meanwhile():
         coordinator.state.set_result(b"")
         second = harness.evaluation(1)
         coordinator.send("after")
-        found.append((second, second.events(), first.events()))
+        seen.append((second, second.events(), first.events()))
         first.send_frame("ACCEPTED", sequence=1)
 
     harness.checkpoint(meanwhile=meanwhile)
-    ((second, late, early),) = found
+    ((second, late, early),) = seen
     assert (late, early) == ([], ["before"])
     assert second.events() == first.events() == ["after"]
 
 
-def test_reset(harness):
-    """A new instance begins as of the checkpoint; no evaluation of before gets an answer; the old one is closed."""
+def test_a_reset_starts_a_new_coordinator_from_the_checkpoint(harness):
+    """Earlier evaluations are aborted and their events ignored. The old coordinator is closed."""
     task = harness.evaluation(0)
     task.send("a")
-    taken = harness.checkpoint()
+    checkpoint = harness.checkpoint()
     task.send("b")
     old = harness.coordinator
-    harness.reset(taken)
-    assert old.heard[-1] == "close"
+    harness.reset(checkpoint)
+    assert old.calls[-1] == "close"
     assert harness.coordinator is not old
-    assert harness.coordinator.heard == [("restored", 1, b"1 1"), "start"]
+    assert harness.coordinator.calls == [("restored", 1, b"1 1"), "start"]
     assert "reset" in task.abort_reason
-    task.send("of an old evaluation")
+    task.send("from an old evaluation")
     assert harness.coordinator.handled == 1
-    again = harness.evaluation(0)
-    again.send("c")
+    restarted = harness.evaluation(0)
+    restarted.send("c")
     assert harness.checkpoint().states == {"operator/1": b"2 2"}
-    harness.reset(taken)
-    harness.reset(taken)
+    harness.reset(checkpoint)
+    harness.reset(checkpoint)
     harness.reset()
-    assert harness.coordinator.heard == ["start"]
+    assert harness.coordinator.calls == ["start"]
     assert harness.coordinator.handled == 0
 
 
-def test_a_reset_while_a_checkpoint_is_taken(harness):
-    """The checkpoint fails by name, and holds nothing back."""
+def test_a_reset_during_a_checkpoint_fails_the_checkpoint(harness):
+    """The error says so, and no event is held back afterwards."""
     harness.coordinator.state = Future()
     old = harness.coordinator
     with pytest.raises(stagecrew.CheckpointFailed, match="was reset during the checkpoint"):
@@ -256,8 +256,8 @@ def test_a_reset_while_a_checkpoint_is_taken(harness):
     assert task.events() == ["a"]
 
 
-def test_a_state_that_is_corrupt(harness):
-    """A coordinator that cannot be restored fails the topology."""
+def test_a_corrupt_state_fails_the_topology(harness):
+    """The coordinator cannot be restored from it."""
     harness.reset(stagecrew.Checkpoint(3, {"operator/1": b"garbage"}))
     assert isinstance(harness.failure, ValueError)
     with pytest.raises(stagecrew.CoordinatorFailed):
@@ -265,7 +265,7 @@ def test_a_state_that_is_corrupt(harness):
 
 
 def test_the_cut_is_exact():
-    """Over 1,000 checkpoints under load: what the state counts as sent is in the mailboxes, and nothing else, when it is complete."""
+    """1,000 checkpoints under load: a complete checkpoint counts exactly the events that are in the mailboxes."""
     choice = random.Random(7)
     with CoordinatorHarness(Counting) as harness:
         coordinator = harness.coordinator
@@ -287,24 +287,24 @@ def test_the_cut_is_exact():
                 for task in tasks:
                     arrived[task] += len(task.events())
 
-            taken = harness.checkpoint(meanwhile=meanwhile)
-            assert set(arrived.values()) == {int(taken.states["operator/1"])}
+            checkpoint = harness.checkpoint(meanwhile=meanwhile)
+            assert set(arrived.values()) == {int(checkpoint.states["operator/1"])}
             for task in tasks:
                 arrived[task] += len(task.events())
             assert set(arrived.values()) == {coordinator.sent}
 
 
 @given(st.integers(0, 2**40), st.dictionaries(st.text(), st.none() | st.binary()))
-def test_bytes_of_a_checkpoint(id_, states):
-    """They are read as they were written."""
+def test_a_checkpoint_is_the_same_after_serialization(id_, states):
+    """`from_bytes` reverses `to_bytes`."""
     assert stagecrew.Checkpoint.from_bytes(stagecrew.Checkpoint(id_, states).to_bytes()) == stagecrew.Checkpoint(
         id_, states
     )
 
 
 @given(st.data())
-def test_corrupt_bytes_of_a_checkpoint(data):
-    """One byte that differs, or is missing, is found."""
+def test_corrupt_checkpoint_bytes_are_detected(data):
+    """One changed byte or missing bytes at the end raise `CheckpointCorrupt`."""
     good = stagecrew.Checkpoint(1, {"a/1": b"state"}).to_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
@@ -313,23 +313,23 @@ def test_corrupt_bytes_of_a_checkpoint(data):
             stagecrew.Checkpoint.from_bytes(bad)
 
 
-def test_periodic_calls(harness):
-    """`call_async` calls again so long after each end, by the harness's clock, until the coordinator is closed."""
+def test_call_async_repeats_with_a_period(harness):
+    """It calls again one period after each end, by the harness's clock, until the coordinator is closed."""
     results = []
-    harness.coordinator.context.call_async(lambda: harness.now, lambda *one: results.append(one), period=2.0)
+    harness.coordinator.context.call_async(lambda: harness.now, lambda *result: results.append(result), period=2.0)
     harness.run()
     harness.advance(5)
     assert results == [(0.0, None), (2.0, None), (4.0, None)]
     harness.reset()
     harness.advance(5)
     assert len(results) == 3
-    harness.coordinator.context.call_async(lambda: 1 / 0, lambda *one: results.append(one))
+    harness.coordinator.context.call_async(lambda: 1 / 0, lambda *result: results.append(result))
     harness.run()
     assert isinstance(results[-1][1], ZeroDivisionError)
 
 
-def test_calls_every_so_often(harness):
-    """`every` calls on the coordinator's thread, so long after its begin and after each end, until the coordinator is closed."""
+def test_every_calls_at_intervals_on_the_coordinators_thread(harness):
+    """It first calls after one interval, then one interval after each end, until the coordinator is closed."""
     times = []
     harness.coordinator.context.every(2.0, lambda: times.append(harness.now))
     harness.run()
@@ -341,8 +341,8 @@ def test_calls_every_so_often(harness):
     assert len(times) == 3
 
 
-def test_a_late_acknowledgement_by_the_clock(harness):
-    """It fails that attempt after spark.stagecrew.ack.timeout, and nothing else."""
+def test_a_late_acknowledgement_fails_only_its_attempt(harness):
+    """The attempt fails after spark.stagecrew.ack.timeout by the harness's clock."""
     silent, other = harness.evaluation(0), harness.evaluation(1)
     silent.acknowledges = False
     harness.coordinator.send("a")
@@ -351,12 +351,12 @@ def test_a_late_acknowledgement_by_the_clock(harness):
     harness.advance(2)
     assert "did not acknowledge an event within 30.0 s" in silent.abort_reason
     assert other.abort_reason is None
-    assert harness.coordinator.heard == ["start", ("failed", 1)]
+    assert harness.coordinator.calls == ["start", ("failed", 1)]
 
 
-def test_a_restored_coordinator_hears_that_a_subtask_begins_anew():
-    """The next evaluation of a subtask that had begun before the checkpoint is a reset to the restored coordinator, too: in the same
-    process, in a new one, and for a use that claims its state; a subtask that had not begun is none."""
+def test_a_restored_coordinator_is_notified_when_a_subtask_begins_again():
+    """It gets `subtask_reset` for each subtask that had begun before the checkpoint: in the same process, in a new one,
+    and for a binding that claims its state. A subtask that had not begun is not reset."""
 
     class Notes(stagecrew.Coordinator):
         def __init__(self, context):
@@ -377,12 +377,12 @@ def test_a_restored_coordinator_hears_that_a_subtask_begins_anew():
     with CoordinatorHarness(Notes) as harness:
         harness.evaluation(subtask=0).finish()
         harness.evaluation(subtask=70)
-        taken = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
-        assert taken.subtasks == {"operator/1": 1 | 1 << 70}
-        harness.reset(taken)
+        checkpoint = stagecrew.Checkpoint.from_bytes(harness.checkpoint().to_bytes())
+        assert checkpoint.subtasks == {"operator/1": 1 | 1 << 70}
+        harness.reset(checkpoint)
         assert next_evaluations(harness) == [0, 70]
         harness.reset()
         assert next_evaluations(harness) == []
     with CoordinatorHarness(Notes) as harness:
-        harness.reset(taken)
+        harness.reset(checkpoint)
         assert next_evaluations(harness) == [0, 70]

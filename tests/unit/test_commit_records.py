@@ -1,4 +1,4 @@
-"""Records of commits: two uses of one id are compared, records are checked before use, and each has a format."""
+"""Commit records: a repeated commit is compared with its record, records are validated and have a format."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ import pyarrow as pa
 import pyarrow.fs
 import pytest
 
-from jobsim import MemorySink
-from modelstore import ModelServer
-from sinks import SCHEMA, SINKS, Around, Tasks, files, iceberg, objects, parquet, small_disk, sqlite
 from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
@@ -38,6 +35,10 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
+from support.commit_trials import SCHEMA, SinkWrapper, Tasks
+from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_disk, sqlite
+from support.model_store import ModelServer
+from support.simulated_jobs import MemorySink
 
 #: When the first commit of each test is decided: 2026-11-22 17:14:27 UTC.
 MONDAY = 1795367667.0
@@ -53,72 +54,72 @@ def warnings(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def lands(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, clock=lambda: MONDAY, **more):
-    """One call of `commit` with the id "c"."""
-    mine, tasks = sink or trial.make_sink(), Tasks(1)
+def run_commit(trial, content=None, schema=SCHEMA, commit_log=None, sink=None, clock=lambda: MONDAY, **more):
+    """Calls `commit` once with the id "c"."""
+    target, tasks = sink or trial.make_sink(), Tasks(1)
     return commit(
-        mine, commit_log or trial.commit_log, "c", schema, lambda staging: tasks.run(trial.make_sink(), staging),
+        target, commit_log or trial.commit_log, "c", schema, lambda staging: tasks.run(trial.make_sink(), staging),
         sleep=lambda _: None, content=content, clock=clock, **more,
     )  # fmt: skip
 
 
-# -- Other data under the same id
+# -- Different data under the same id
 
 
-@pytest.mark.parametrize("forgot", [False, True], ids=["recorded", "forgotten"])
-def test_other_content_is_refused(trial, forgot):
-    """An id that is used again with another content raises with both values, and all stays as it is; also where only the sink knows it."""
-    lands(trial, "monday")
+@pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
+def test_a_commit_id_with_different_content_is_refused(trial, log_lost):
+    """The error names both contents and nothing changes, even if only the sink still knows the commit."""
+    run_commit(trial, "monday")
     before = sorted(trial.visible())
-    commit_log = MemoryCommitLog() if forgot else trial.commit_log
+    commit_log = MemoryCommitLog() if log_lost else trial.commit_log
     for content in ("tuesday", None):
         with pytest.raises(OperatorMisused) as refused:
-            lands(trial, content, commit_log=commit_log)
-        said = str(refused.value)
-        assert f"content is {content!r}, there 'monday'" in said
-        assert "commit 'c' was decided for other data, on 2026-11-22 17:14:27 UTC, with 40 rows" in said
-        assert "Give other data another commit id" in said
+            run_commit(trial, content, commit_log=commit_log)
+        message = str(refused.value)
+        assert f"content is {content!r}, there 'monday'" in message
+        assert "commit 'c' was decided for other data, on 2026-11-22 17:14:27 UTC, with 40 rows" in message
+        assert "Give other data another commit id" in message
     assert sorted(trial.visible()) == before
-    assert lands(trial, "monday", commit_log=commit_log).repeated
-    assert trial.left() == []
+    assert run_commit(trial, "monday", commit_log=commit_log).repeated
+    assert trial.leftovers() == []
 
 
-@pytest.mark.parametrize("forgot", [False, True], ids=["recorded", "forgotten"])
-def test_other_columns_are_refused(trial, forgot):
-    """An id that is used again for a dataset of other columns raises with both; nothing runs."""
-    lands(trial)
-    commit_log = MemoryCommitLog() if forgot else trial.commit_log
-    for schema, said in (
+@pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
+def test_a_commit_id_with_different_columns_is_refused(trial, log_lost):
+    """The error names the columns of both, and no task runs."""
+    run_commit(trial)
+    commit_log = MemoryCommitLog() if log_lost else trial.commit_log
+    for schema, difference in (
         (pa.schema([("id", pa.string()), ("text", pa.string())]), "id: string"),
-        (pa.schema([("id", pa.int64())]), "id: int64" if forgot else "fewer"),
+        (pa.schema([("id", pa.int64())]), "id: int64" if log_lost else "fewer"),
         (pa.schema([*SCHEMA, ("more", pa.bool_())]), "more: bool"),
     ):
-        with pytest.raises(OperatorMisused, match=f"columns are .*{said}.*, there .*") as refused:
+        with pytest.raises(OperatorMisused, match=f"columns are .*{difference}.*, there .*") as refused:
             commit(trial.make_sink(), commit_log, "c", schema, lambda staging: 1 / 0)
         assert "columns" in str(refused.value)
     assert len(trial.visible()) == 40
 
 
-SAME = [
+EQUIVALENT = [
     pa.schema([pa.field("id", pa.int64(), nullable=False), pa.field("text", pa.string())]),
-    SCHEMA.with_metadata({"made": "later"}),
+    SCHEMA.with_metadata({"created": "later"}),
     pa.schema([pa.field("id", pa.int64(), metadata={"comment": "a number"}), ("text", pa.string())]),
     pa.schema([("text", pa.string()), ("id", pa.int64())]),
     pa.schema([("id", pa.int64()), ("text", pa.large_string())]),
 ]
 
 
-@pytest.mark.parametrize("schema", SAME, ids=["not null", "metadata", "of a field", "order", "layout"])
-def test_columns_that_are_the_same(tmp_path, schema):
-    """Whether a column may be null, metadata, the order of columns and Arrow's layout tell no data apart: it is a repeat."""
+@pytest.mark.parametrize("schema", EQUIVALENT, ids=["not null", "metadata", "field metadata", "order", "layout"])
+def test_equivalent_columns_are_a_repeat(tmp_path, schema):
+    """Nullability, metadata, the order of columns and Arrow's memory layout do not count as different data."""
     trial = parquet(tmp_path)
-    lands(trial)
+    run_commit(trial)
     for commit_log in (trial.commit_log, MemoryCommitLog()):
         assert commit(trial.make_sink(), commit_log, "c", schema, lambda staging: 1 / 0).repeated
 
 
-def test_columns_of_nested_types():
-    """The same holds inside of lists, maps and structs; their names and types count."""
+def test_nested_types_are_compared_by_names_and_types():
+    """Nullability does not count inside lists, maps and structs either."""
 
     def schema(nullable, name="a"):
         inner = pa.struct([pa.field(name, pa.list_(pa.field("item", pa.int32(), nullable)), nullable)])
@@ -128,76 +129,76 @@ def test_columns_of_nested_types():
     assert columns_of(schema(True, "b")) != columns_of(schema(True))
 
 
-@pytest.mark.parametrize("forgot", [False, True], ids=["recorded", "forgotten"])
-def test_a_repeat_is_a_warning(trial, forgot, caplog):
-    """It names the id, when the commit was decided, how many rows it has, and that nothing was written. A first commit logs nothing."""
-    lands(trial, "monday")
+@pytest.mark.parametrize("log_lost", [False, True], ids=["recorded", "log lost"])
+def test_a_repeated_commit_logs_a_warning(trial, log_lost, caplog):
+    """It names the id, the time of the decision and the number of rows. A first commit logs nothing."""
+    run_commit(trial, "monday")
     assert warnings(caplog) == []
-    commit_log = MemoryCommitLog() if forgot else trial.commit_log
-    assert lands(trial, "monday", commit_log=commit_log, clock=lambda: MONDAY + 86400).repeated
+    commit_log = MemoryCommitLog() if log_lost else trial.commit_log
+    assert run_commit(trial, "monday", commit_log=commit_log, clock=lambda: MONDAY + 86400).repeated
     assert warnings(caplog) == [
         (
-            "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has written nothing. Give other "
-            "data another commit id"
+            "commit 'c' was done before: it was decided on 2026-11-22 17:14:27 UTC, with 40 rows. This call has "
+            "written nothing. Give other data another commit id"
         )
     ]
 
 
-def test_what_a_repeat_finishes_is_a_warning(tmp_path, caplog):
-    """A commit that is decided, and not done, is finished by a repeat with the same content alone: the warning says so."""
+def test_a_repeat_that_finishes_a_pending_commit_logs_a_warning(tmp_path, caplog):
+    """Only a call with the same content finishes a commit that is decided but not applied."""
     trial = sqlite(tmp_path)
 
-    class Away(Around):
+    class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 
     with pytest.raises(CommitPending):
-        lands(trial, "monday", sink=Away(trial.make_sink()))
+        run_commit(trial, "monday", sink=Unreachable(trial.make_sink()))
     caplog.clear()
     with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
-        lands(trial, "tuesday")
+        run_commit(trial, "tuesday")
     assert trial.visible() == []
-    assert trial.left() != [], "the staged rows of a decided commit were deleted"
-    assert lands(trial, "monday").repeated
+    assert trial.leftovers() != [], "the staged rows of a decided commit were deleted"
+    assert run_commit(trial, "monday").repeated
     assert len(trial.visible()) == 40
     assert warnings(caplog) == [
         (
-            "commit 'c' was decided before, on 2026-11-22 17:14:27 UTC, with 40 rows, and is finished now. This call has written nothing "
-            "else. Give other data another commit id"
+            "commit 'c' was decided before, on 2026-11-22 17:14:27 UTC, with 40 rows, and is finished now. This call "
+            "has written nothing else. Give other data another commit id"
         )
     ]
 
 
-def test_a_commit_that_an_earlier_version_has_done(tmp_path, caplog):
-    """Its sink does not know the content: a call is a repeat, and its warning lists the missing facts."""
+def test_a_commit_applied_by_an_earlier_version_is_a_repeat(tmp_path, caplog):
+    """Its sink does not know the content, so no content is compared. The warning lists the unknown facts."""
     for make in (parquet, objects, sqlite):
         folder = tmp_path / make.__name__
         folder.mkdir()
         trial = make(folder)
-        lands(trial, "monday")
+        run_commit(trial, "monday")
         if make is sqlite:
             with contextlib.closing(sqlite3.connect(folder / "data.db")) as database:
                 database.execute("DELETE FROM stagecrew_commits WHERE target LIKE '% mark %'")
                 database.commit()
         else:
             [file] = [path for path in folder.rglob("*.json") if "log" not in str(path.relative_to(folder))]
-            known = json.loads(file.read_text())
-            del known["mark"], known["format"]
-            file.write_text(json.dumps(known))
+            stored = json.loads(file.read_text())
+            del stored["mark"], stored["format"]
+            file.write_text(json.dumps(stored))
         caplog.clear()
-        assert lands(trial, "tuesday", commit_log=MemoryCommitLog()).repeated
-        [said] = warnings(caplog)
-        assert "with how many rows and for which content is not known. This call has written nothing" in said
+        assert run_commit(trial, "tuesday", commit_log=MemoryCommitLog()).repeated
+        [warning] = warnings(caplog)
+        assert "with how many rows and for which content is not known. This call has written nothing" in warning
         assert sorted(trial.visible()) == Tasks(1).expected
 
 
-class Plain(MemorySink):
-    """A sink of a user's own, which keeps no marks."""
+class SinkWithoutMarks(MemorySink):
+    """A user's sink that stores no marks."""
 
 
-def test_a_sink_that_keeps_no_marks(tmp_path, caplog):
-    """One of a user's own with the protocol's five methods: it knows its repeats, and the warning lists the missing facts."""
-    sink = Plain(str(tmp_path))
+def test_a_sink_without_marks_recognizes_repeats(tmp_path, caplog):
+    """It has only the protocol's five methods. The warning lists the unknown facts."""
+    sink = SinkWithoutMarks(str(tmp_path))
 
     def run(staging):
         sink.staged[staging.run].append("row")
@@ -208,31 +209,31 @@ def test_a_sink_that_keeps_no_marks(tmp_path, caplog):
     assert "for which content is not known" in warnings(caplog)[0]
 
 
-def test_a_sink_without_an_identity_is_its_class(tmp_path):
-    """Two sinks that do not say which place they are: of other classes they are other sinks."""
+def test_a_sink_without_an_identity_is_identified_by_its_class(tmp_path):
+    """Sinks of different classes are different sinks."""
     commit_log = MemoryCommitLog()
 
-    class Nameless(MemorySink):
+    class Anonymous(MemorySink):
         def __init__(self, name):
             super().__init__(name)
             del self.identity
 
-    class Other(Nameless):
+    class Other(Anonymous):
         pass
 
-    one, other = Nameless("one"), Other("other")
+    one, other = Anonymous("one"), Other("other")
     for sink in (one, other):
-        other.visible["c"] = []  # it shows one of this id too
+        other.visible["c"] = []  # it has a commit with this id too
         with (
-            pytest.raises(OperatorMisused, match="'c' is known for .*Nameless, not for .*Other: give")
+            pytest.raises(OperatorMisused, match="'c' is known for .*Anonymous, not for .*Other: give")
             if (sink is other)
             else contextlib.nullcontext()
         ):
             commit(sink, commit_log, "c", SCHEMA, lambda staging: [])
 
 
-def test_what_was_not_decided_begins_anew(trial):
-    """A commit that was aborted may be tried again with another content and other columns' metadata: nothing of it was written."""
+def test_an_aborted_commit_can_be_repeated_with_other_content(trial):
+    """Nothing of the aborted commit was written, so its content is not compared."""
 
     def fails(staging):
         raise ValueError("the job failed")
@@ -240,25 +241,25 @@ def test_what_was_not_decided_begins_anew(trial):
     with pytest.raises(ValueError, match="the job failed"):
         commit(trial.make_sink(), trial.commit_log, "c", pa.schema([("id", pa.int64()), ("text", pa.string())]), fails,
                content="monday")  # fmt: skip
-    assert not lands(trial, "tuesday").repeated
+    assert not run_commit(trial, "tuesday").repeated
     assert trial.commit_log.read("c")[1]["content"] == "tuesday"
 
 
 @pytest.mark.parametrize("content", ["x" * 1000, "\x00\n\ud800'\"%s\\" * 30, '"' * 60, "\U0001f600" * 60, ""])
-def test_any_text_is_a_content(trial, content):
-    """A content may be long and have any characters; two that differ at their ends only are two. The mark of a sink is short."""
-    lands(trial, content)
+def test_content_can_be_any_text(trial, content):
+    """It may be long and contain any characters, and every character counts. The sink's mark is always short."""
+    run_commit(trial, content)
     for commit_log in (trial.commit_log, MemoryCommitLog()):
-        assert lands(trial, content, commit_log=commit_log).repeated
+        assert run_commit(trial, content, commit_log=commit_log).repeated
         with pytest.raises(OperatorMisused, match="content is"):
-            lands(trial, f"{content}!", commit_log=commit_log)
+            run_commit(trial, f"{content}!", commit_log=commit_log)
     mark = trial.make_sink().stored_mark("c")
     assert len(mark) <= 400
     assert mark.isprintable()
 
 
-def test_no_content_is_a_date():
-    """Any other type is refused before the sink is asked."""
+def test_content_must_be_a_text():
+    """Any other type is refused before the sink is used."""
     with pytest.raises(
         OperatorMisused, match=r"content of a commit is a text, such as a date .*, not datetime.date\(2026"
     ):
@@ -269,7 +270,7 @@ def test_no_content_is_a_date():
 
 
 class Handles:
-    """A job's commits in a store."""
+    """The commits of a job, in a store."""
 
     def __init__(self, tmp_path):
         session = ModelServer().session()
@@ -279,13 +280,13 @@ class Handles:
 
 
 @pytest.fixture(params=["memory", "file", "stored"])
-def keep(request, tmp_path):
-    """Makes decisions about a sink, which are the same ones each time."""
+def open_log(request, tmp_path):
+    """A function that opens a sink's commit log. Each call opens the same log."""
     if request.param == "stored":
         handles = Handles(tmp_path).handles
         return lambda sink: StoredCommitLog(handles, sink)
-    known = MemoryCommitLog() if request.param == "memory" else FileCommitLog(tmp_path / "kept")
-    return lambda sink: known
+    log = MemoryCommitLog() if request.param == "memory" else FileCommitLog(tmp_path / "log")
+    return lambda sink: log
 
 
 def rows(sink):
@@ -296,44 +297,46 @@ def rows(sink):
     return run
 
 
-def test_other_content_in_a_job(tmp_path, keep, caplog):
-    """In one run it raises; where an earlier run of the same job has decided it is a warning with both values, and that run's rows stay."""
+def test_different_content_in_a_job(tmp_path, open_log, caplog):
+    """The run that decided the commit gets an error. A later run of the job gets a warning, and the rows stay."""
     sink = MemorySink(str(tmp_path))
-    commit_log = keep(sink)
+    commit_log = open_log(sink)
 
-    def again(content, writer, sink=sink):
-        return commit(sink, keep(sink), "c", SCHEMA, rows(sink), content=content, writer=writer)
+    def commit_again(content, writer, sink=sink):
+        return commit(sink, open_log(sink), "c", SCHEMA, rows(sink), content=content, writer=writer)
 
     assert not commit(sink, commit_log, "c", SCHEMA, rows(sink), content="monday", writer=("nightly", 1)).repeated
     assert commit_log.read("c")[1] | {"job": "nightly", "attempt": 1} == commit_log.read("c")[1]
     for writer in (("nightly", 1), ("weekly", 2), None):
         with pytest.raises(OperatorMisused, match="content is 'tuesday', there 'monday'"):
-            again("tuesday", writer)
+            commit_again("tuesday", writer)
     assert warnings(caplog) == []
-    assert again("monday", ("nightly", 1)).repeated
-    assert warnings(caplog) == [], "a repeat in a job is no warning"
-    assert again("tuesday", ("nightly", 2)).repeated
-    [said] = warnings(caplog)
-    assert said.startswith("an earlier run of this job has decided commit 'c', and its rows stay. This run differs: ")
-    assert "content is 'tuesday', there 'monday'" in said
+    assert commit_again("monday", ("nightly", 1)).repeated
+    assert warnings(caplog) == [], "a repeat in a job logs no warning"
+    assert commit_again("tuesday", ("nightly", 2)).repeated
+    [warning] = warnings(caplog)
+    assert warning.startswith(
+        "an earlier run of this job has decided commit 'c', and its rows stay. This run differs: "
+    )
+    assert "content is 'tuesday', there 'monday'" in warning
     assert sink.visible == {"c": ["row"]}
 
 
-def test_another_sink_in_a_later_run_of_a_job(tmp_path, keep, caplog):
-    """One whose place has a date in it: an earlier run's rows stay where they are, a warning names both, and this sink is not touched."""
+def test_a_different_sink_in_a_later_run_of_a_job(tmp_path, open_log, caplog):
+    """A path may contain a date. The earlier run's rows stay, a warning names both sinks, the new sink is untouched."""
     one, other = MemorySink(f"{tmp_path}/monday"), MemorySink(f"{tmp_path}/tuesday")
-    commit(one, keep(one), "c", SCHEMA, rows(one), writer=("nightly", 1))
+    commit(one, open_log(one), "c", SCHEMA, rows(one), writer=("nightly", 1))
     for writer in (("nightly", 1), None):
         with pytest.raises(OperatorMisused, match="is known for .*/monday, not for .*/tuesday"):
-            commit(other, keep(other), "c", SCHEMA, rows(other), writer=writer)
-    report = commit(other, keep(other), "c", SCHEMA, rows(other), writer=("nightly", 2))
+            commit(other, open_log(other), "c", SCHEMA, rows(other), writer=writer)
+    report = commit(other, open_log(other), "c", SCHEMA, rows(other), writer=("nightly", 2))
     assert (report.repeated, report.rows) == (True, 1)
     assert "/monday, not for" in warnings(caplog)[0]
     assert (one.visible, other.visible, other.staged) == ({"c": ["row"]}, {}, {})
 
 
-def test_rolling_forward_compares_nothing(tmp_path, caplog):
-    """A run finishes the commits of the run before from the records alone, with the stored sink, schema and content."""
+def test_rolling_forward_uses_only_the_record(tmp_path, caplog):
+    """A run finishes the commits of the previous run with the stored sink, schema and content. Nothing is compared."""
     handles, sink = Handles(tmp_path).handles, MemorySink(str(tmp_path))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CommitPending):
         patch.setattr(sink, "commit", lambda *_: 1 / 0)
@@ -355,7 +358,7 @@ def test_rolling_forward_compares_nothing(tmp_path, caplog):
 
 
 class Untouched:
-    """A sink of which nothing may be asked."""
+    """A sink that must not be used."""
 
     identity = "untouched"
 
@@ -365,7 +368,7 @@ class Untouched:
         pytest.fail(f"{name} was called")
 
 
-def old(state, **more):
+def earlier_record(state, **more):
     """A record as an earlier version wrote it."""
     return {
         "state": state,
@@ -380,41 +383,41 @@ def old(state, **more):
 
 @pytest.mark.parametrize("number", [None, FORMAT + 1, "two"])
 @pytest.mark.parametrize("state", ["open", "decided", "applied", "aborted", "refused"])
-def test_a_record_of_another_format(keep, state, number):
-    """It is refused with a sentence that says what to do; nothing of it is changed, finished, aborted or deleted."""
+def test_a_record_of_another_format_is_refused(open_log, state, number):
+    """The error says what to do. The record is not changed, finished, aborted or deleted."""
     sink = Untouched()
-    commit_log, record = keep(sink), old(state) | ({} if number is None else {"format": number})
+    commit_log, record = open_log(sink), earlier_record(state) | ({} if number is None else {"format": number})
     version = commit_log.write("c", record, 0)
-    for use in (
-        lambda: commit(sink, keep(sink), "c", SCHEMA, lambda staging: 1 / 0),
-        lambda: resume(sink, keep(sink), "c"),
-        lambda: abandon(sink, keep(sink), "c"),
+    for call in (
+        lambda: commit(sink, open_log(sink), "c", SCHEMA, lambda staging: 1 / 0),
+        lambda: resume(sink, open_log(sink), "c"),
+        lambda: abandon(sink, open_log(sink), "c"),
     ):
         with pytest.raises(CommitUnreadable) as refused:
-            use()
-        said = str(refused.value)
-        assert "record of commit 'c'" in said
-        assert "Nothing was changed or deleted. Finish the commit with the version that wrote it" in said
-        assert ("an earlier version of stagecrew wrote" if number is None else f"has format {number!r}") in said
+            call()
+        message = str(refused.value)
+        assert "record of commit 'c'" in message
+        assert "Nothing was changed or deleted. Finish the commit with the version that wrote it" in message
+        assert ("an earlier version of stagecrew wrote" if number is None else f"has format {number!r}") in message
     assert commit_log.read("c") == (version, record)
 
 
-def test_records_have_the_format_in_them(keep, tmp_path):
-    """Each record that is written says which format it has."""
+def test_every_record_contains_its_format(open_log, tmp_path):
+    """The field is named `format`."""
     sink = MemorySink(str(tmp_path))
-    commit(sink, keep(sink), "c", SCHEMA, rows(sink))
-    assert keep(sink).read("c")[1]["format"] == FORMAT
+    commit(sink, open_log(sink), "c", SCHEMA, rows(sink))
+    assert open_log(sink).read("c")[1]["format"] == FORMAT
 
 
-def test_a_job_with_a_record_of_an_earlier_version(tmp_path, caplog):
-    """It is unreadable for the leader, and nothing finishes or aborts its commits: all its staged rows and its records stay."""
+def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplog):
+    """Its commits are neither finished nor aborted. The staged rows and the stored files stay."""
     session = ModelServer().session()
     (tmp_path / "state").mkdir()
     storage = StateStorage(tmp_path / "state")
     jobs = Jobs(session, storage)
     jobs.submit(JobSpec("job.py", (), {}, {}, b"", 2), "nightly")
     handles, sink = jobs.below("nightly", "commits"), MemorySink(str(tmp_path))
-    StoredCommitLog(handles, sink).write("nightly/sink", old("decided", sink=str(tmp_path)), 0)
+    StoredCommitLog(handles, sink).write("nightly/sink", earlier_record("decided", sink=str(tmp_path)), 0)
     stored = {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()}
     sink.staged["0" * 32] = ["row"]
     with pytest.raises(
@@ -430,38 +433,39 @@ def test_a_job_with_a_record_of_an_earlier_version(tmp_path, caplog):
     assert {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()} == stored
 
 
-def test_manifests_and_marks_of_another_format(tmp_path):
-    """Those without a number have the same fields, and are read; a later number is refused, by readers too, and nothing is changed."""
+def test_manifests_of_a_later_format_are_refused(tmp_path):
+    """Readers refuse them too, and nothing changes. A manifest without a format number has the same fields, so it is
+    read."""
     trial, target = objects(tmp_path), tmp_path / "objects"
-    lands(trial)
+    run_commit(trial)
     [manifest] = (target / "_stagecrew").glob("*.json")
-    known = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({name: known[name] for name in ("commit", "schema", "files")}))
+    stored = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: stored[name] for name in ("commit", "schema", "files")}))
     assert read_committed(target).count_rows() == 40
-    manifest.write_text(json.dumps(known | {"format": 9}))
+    manifest.write_text(json.dumps(stored | {"format": 9}))
     before = files(tmp_path)
-    for use in (lambda: read_committed(target), lambda: lands(trial, commit_log=MemoryCommitLog())):
+    for call in (lambda: read_committed(target), lambda: run_commit(trial, commit_log=MemoryCommitLog())):
         with pytest.raises(
             CommitFailed, match="has format 9, and this version of stagecrew reads 1. Nothing was changed. Use"
         ):
-            use()
+            call()
     assert files(tmp_path) == before
 
 
 @pytest.mark.parametrize("text", ['{"format":9}', '{"format":1}', "[]", "text"])
-def test_a_mark_that_is_none(text):
-    """A mark of another format, or of another program, is refused by name."""
+def test_an_invalid_mark_is_refused(text):
+    """The error names a mark of another format or of another program."""
     with pytest.raises(
         CommitUnreadable, match="the sink's mark of commit 'c' (has format 9|is not as stagecrew writes it)"
     ):
         read_mark("c", text)
 
 
-# -- Records that somebody has changed
+# -- Records that were tampered with
 
 
 def change(trial, **fields):
-    """Changes the record of a commit in its file."""
+    """Changes fields of a commit's record in its file."""
     [path] = [path for path in trial.commit_log._folder.iterdir() if path.suffix == ".json"]
     stored = json.loads(path.read_text())
     stored["record"] |= fields
@@ -470,12 +474,12 @@ def change(trial, **fields):
 
 @pytest.mark.parametrize("field", ["run", "before"])
 @pytest.mark.parametrize("state", ["open", "decided", "applied", "aborted"])
-def test_a_run_that_is_a_path(trial, tmp_path, field, state):
-    """A record whose run id leads elsewhere is refused, and the folder that it leads to stays."""
+def test_a_run_id_that_is_a_path_is_refused(trial, tmp_path, field, state):
+    """The folder that the path leads to is not touched."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "theirs").touch()
-    lands(trial)
+    run_commit(trial)
     before = files(tmp_path / "victim"), sorted(trial.visible())
     for run in (
         "x/../../victim",
@@ -488,71 +492,71 @@ def test_a_run_that_is_a_path(trial, tmp_path, field, state):
         f"{'0' * 32}\n",
     ):
         change(trial, state=state, **{field: run if field == "run" else [run]})
-        for use in (lambda: lands(trial), lambda: abandon(trial.make_sink(), trial.commit_log, "c")):
+        for call in (lambda: run_commit(trial), lambda: abandon(trial.make_sink(), trial.commit_log, "c")):
             with pytest.raises(CommitUnreadable, match="is no id of a run. Nothing was changed or deleted"):
-                use()
+                call()
     assert (files(tmp_path / "victim"), sorted(trial.visible())) == before
 
 
 @pytest.mark.parametrize("make", [parquet, objects, iceberg], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", ["../../victim/theirs", "/etc/passwd", "..", "", "a\\b", "a\n", None, 7])
-def test_a_message_that_names_a_path(make, tmp_path, name):
-    """A record whose messages name anything but a staged file moves and deletes nothing, before it is done and after."""
+def test_a_message_that_names_a_path_is_refused(make, tmp_path, name):
+    """A record whose messages name anything but a staged file moves and deletes nothing."""
     trial = make(tmp_path)
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "theirs").write_text("theirs")
 
-    class Dies(Around):
+    class Unreachable(SinkWrapper):
         def commit(self, staging, messages):
             raise OSError("no route")
 
     with pytest.raises(CommitPending):
-        lands(trial, sink=Dies(trial.make_sink()))
+        run_commit(trial, sink=Unreachable(trial.make_sink()))
     change(trial, messages=[{"file": name, "rows": 40}])
-    staged = trial.left()
+    staged = trial.leftovers()
     with pytest.raises(CommitUnreadable, match="is no name of a staged file. Nothing was moved or deleted"):
-        lands(trial)
+        run_commit(trial)
     assert (victim / "theirs").read_text() == "theirs"
-    assert trial.left() == staged
+    assert trial.leftovers() == staged
     assert trial.visible() == []
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"state": "unheard of"}, {"messages": None, "state": "decided"}, {"messages": [7]}, {"messages": [{"rows": "40"}]},
+        {"state": "unknown"}, {"messages": None, "state": "decided"}, {"messages": [7]}, {"messages": [{"rows": "40"}]},
         {"messages": {}}, {"schema": "!"}, {"schema": base64.b64encode(b"no schema").decode()}, {"sink": None},
         {"before": None}, {"time": "now"}, {"content": 7}, {"attempt": "1"},
     ],
     ids=str,
 )  # fmt: skip
-def test_a_record_that_is_not_ours(tmp_path, fields):
-    """Any field of another kind is named before the record is used."""
+def test_a_record_with_an_invalid_field_is_refused(tmp_path, fields):
+    """Every field is validated before the record is used, and the error names it."""
     trial = parquet(tmp_path)
-    lands(trial)
+    run_commit(trial)
     change(trial, **fields)
     with pytest.raises(
         CommitUnreadable, match="record of commit 'c' is not as stagecrew writes it: .*Put a copy of the record"
     ):
-        lands(trial)
+        run_commit(trial)
     assert len(trial.visible()) == 40
 
 
-def test_a_manifest_that_names_other_files(tmp_path):
-    """Readers are not led elsewhere."""
+def test_a_manifest_that_names_other_files_is_refused(tmp_path):
+    """Readers do not open files outside the commit."""
     trial, target = objects(tmp_path), tmp_path / "objects"
-    lands(trial)
+    run_commit(trial)
     [manifest] = (target / "_stagecrew").glob("*.json")
-    known = json.loads(manifest.read_text())
+    stored = json.loads(manifest.read_text())
     for file in ("../secret.parquet", "data/../../secret.parquet", "/etc/passwd", "data/./x", "other/x", 7):
-        manifest.write_text(json.dumps(known | {"files": [file]}))
+        manifest.write_text(json.dumps(stored | {"files": [file]}))
         with pytest.raises(CommitFailed, match="which is no object of a commit"):
             read_committed(target)
 
 
-def test_columns_of_any_name(tmp_path):
-    """A name with quotes in it is a name, and no SQL."""
+def test_column_names_are_quoted_in_sql(tmp_path):
+    """A name that contains quotes and SQL is only a name."""
     with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
         database.execute('CREATE TABLE target ("a""; DROP TABLE target; --" INTEGER)')
     sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "target")
@@ -563,10 +567,10 @@ def test_columns_of_any_name(tmp_path):
         assert database.execute("SELECT * FROM target").fetchall() == [(7,)]
 
 
-def test_a_stage_of_any_name(tmp_path):
-    """A sink quotes the table of a run, also for an id that nobody has checked."""
+def test_table_names_of_a_run_are_quoted_in_sql(tmp_path):
+    """The sink quotes them even if nothing validated the run id."""
     trial = sqlite(tmp_path)
-    lands(trial)
+    run_commit(trial)
     trial.make_sink().discard(Staging("c", "x; DROP TABLE target", SCHEMA), ())
     trial.make_sink().discard(Staging("c", 'x"; DROP TABLE target; --', SCHEMA), ())
     assert len(trial.visible()) == 40
@@ -575,13 +579,13 @@ def test_a_stage_of_any_name(tmp_path):
 # -- Folders that a rename cannot replace
 
 
-def mounted_at(folder, how):
-    """Has a disk of its own, or another folder of the same disk, be at this place."""
-    if how == "mount":
+def mounted_at(folder, kind):
+    """Mounts a separate disk, or another folder of the same disk, at this path."""
+    if kind == "mount":
         return small_disk(folder, "64k")
 
     @contextlib.contextmanager
-    def bound():
+    def bind_mount():
         folder.mkdir()
         (folder.parent / "source").mkdir()
         subprocess.run(["mount", "--bind", str(folder.parent / "source"), str(folder)], check=True)
@@ -590,15 +594,15 @@ def mounted_at(folder, how):
         finally:
             subprocess.run(["umount", str(folder)], check=True)
 
-    return bound()
+    return bind_mount()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")
-@pytest.mark.parametrize("how", ["mount", "bind"])
+@pytest.mark.parametrize("kind", ["mount", "bind"])
 @pytest.mark.parametrize("name", ["table", "a b"])
-def test_a_folder_that_is_a_mount_point(tmp_path, how, name):
-    """It is refused before anything runs, nothing is decided, and nothing left; a folder in it is fine."""
-    with mounted_at(tmp_path / name, how) as folder:
+def test_a_mount_point_is_refused_as_target(tmp_path, kind, name):
+    """No task runs, nothing is decided and no file is left. A folder inside the mount point is accepted."""
+    with mounted_at(tmp_path / name, kind) as folder:
         commit_log = FileCommitLog(tmp_path / "log")
         sink = ParquetSink(folder)
         for _ in range(2):
@@ -614,8 +618,8 @@ def test_a_folder_that_is_a_mount_point(tmp_path, how, name):
 
 
 @pytest.mark.parametrize("to", ["an empty folder", "nothing"])
-def test_a_folder_that_is_a_link(tmp_path, to):
-    """It is refused before anything runs, nothing is decided, and nothing left; a folder below a link is fine."""
+def test_a_symbolic_link_is_refused_as_target(tmp_path, to):
+    """No task runs, nothing is decided and no file is left. A folder below a link is accepted."""
     (tmp_path / "far").mkdir()
     (tmp_path / "out").mkdir()
     link = tmp_path / "out" / "table"
@@ -635,8 +639,8 @@ def test_a_folder_that_is_a_link(tmp_path, to):
         assert commit(appends, commit_log, "e", SCHEMA, lambda s: Tasks(1).run(appends, s)).rows == 40
 
 
-def test_a_folder_that_becomes_a_link(tmp_path):
-    """While tasks stage: the commit is refused for good, nothing is left, and nothing stays pending."""
+def test_a_target_that_becomes_a_link_while_tasks_run_is_refused(tmp_path):
+    """The refusal is final: no file is left and the commit is not pending."""
     (tmp_path / "far").mkdir()
     trial = parquet(tmp_path)
 
@@ -651,19 +655,19 @@ def test_a_folder_that_becomes_a_link(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["table"]
 
 
-def test_the_root_is_no_folder_to_make():
-    """`/` is itself, and not the folder in which the process runs."""
+def test_the_root_folder_is_refused_as_target():
+    """`/` is not replaced by the working directory of the process."""
     sink = ParquetSink("/")
     assert sink.identity == "<Parquet files, to create, in />"
     with pytest.raises(CommitConflict, match="/ is a mount point"):
         sink.begin(Staging("c", "0" * 32, SCHEMA))
 
 
-# -- What people see, and who may read
+# -- Credentials and permissions
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "expected"),
     [
         ("s3://KEY:SEC/RET@bucket/folder", "s3://bucket/folder"),
         ("s3://KEY:SE@C/RE@T@bucket/folder?region=x", "s3://bucket/folder"),
@@ -678,13 +682,13 @@ def test_the_root_is_no_folder_to_make():
         ("bucket", "bucket"),
     ],
 )
-def test_an_address_has_no_credentials(text, shown):
-    """All up to the last @ is left out, and the query; a path of this host is shown."""
-    assert address(text) == shown
+def test_an_address_is_shown_without_credentials(text, expected):
+    """Everything up to the last @ and the query are omitted. Local paths are shown whole."""
+    assert address(text) == expected
 
 
 @pytest.mark.parametrize(
-    "use",
+    "call",
     [
         lambda: ObjectSink("s3://KEY:SEC/RET@bucket/x"),
         lambda: ParquetSink("hdfs://KEY:SEC/RET@bucket/x y"),
@@ -701,23 +705,31 @@ def test_an_address_has_no_credentials(text, shown):
         lambda: DatabaseSink("KEY:SECRET@host/db", "t").identity,
     ],
 )
-def test_no_error_tells_credentials(use):
-    """Addresses that cannot be used, with keys as people paste them: the error has nothing of the secret."""
-    with pytest.raises((OperatorMisused, RecoveryMisused, pa.ArrowInvalid)) as told:
-        use()
-    shown = f"{told.value} {told.value.__cause__}"
-    assert not [part for part in ("SEC", "RET", "KEY") if part in shown], shown
+def test_errors_do_not_contain_credentials(call):
+    """The addresses cannot be used and contain keys as people paste them."""
+    with pytest.raises((OperatorMisused, RecoveryMisused, pa.ArrowInvalid)) as error:
+        call()
+    text = f"{error.value} {error.value.__cause__}"
+    assert not [part for part in ("SEC", "RET", "KEY") if part in text], text
 
 
-@pytest.mark.parametrize("url", ["postgresql://h:1,i:2/db", "postgresql://[::1]:5432/db", "postgresql:///db?application_name=a@b",
-                                 "postgresql://me:p%40ss@h/db?options=-csearch_path%3Da@b"])  # fmt: skip
-def test_urls_of_servers_that_are_fine(url):
-    """An @ in a query, several hosts, and addresses in brackets are taken as the server's library takes them."""
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://h:1,i:2/db",
+        "postgresql://[::1]:5432/db",
+        "postgresql:///db?application_name=a@b",
+        "postgresql://me:p%40ss@h/db?options=-csearch_path%3Da@b",
+    ],
+)
+def test_valid_server_urls_are_accepted(url):
+    """An @ in the query, several hosts and IPv6 addresses in brackets mean the same as in libpq."""
     assert DatabaseSink(url, "t").identity.startswith("<table t of postgresql> in ")
 
 
-def test_the_lock_of_decisions_is_for_its_owner(tmp_path):
-    """The folder that `FileCommitLog` makes has the mode 0700 and its lock 0600, whatever the umask is; a wide lock is narrowed."""
+def test_only_the_owner_can_lock_a_commit_log(tmp_path):
+    """`FileCommitLog` creates its folder with mode 0700 and its lock with 0600, whatever the umask. It narrows the mode
+    of an existing lock, but not that of an existing folder."""
     before = os.umask(0)
     try:
         commit_log = FileCommitLog(tmp_path / "new" / "log")
@@ -731,11 +743,11 @@ def test_the_lock_of_decisions_is_for_its_owner(tmp_path):
     folder.chmod(0o755)
     FileCommitLog(folder).write("c", {"state": "aborted"}, 1)
     assert (folder / ".lock").stat().st_mode & 0o777 == 0o600
-    assert folder.stat().st_mode & 0o777 == 0o755, "a folder that was there is its owner's matter"
+    assert folder.stat().st_mode & 0o777 == 0o755, "the mode of an existing folder must not change"
 
 
-def test_records_of_our_logger_change_no_terminal(caplog, capsys):
-    """Control characters of names and errors are shown as codes, and no line of them looks like a record of its own."""
+def test_log_records_cannot_control_the_terminal(caplog, capsys):
+    """Control characters are escaped. Further lines of a record are indented, so none looks like a new record."""
     logging.getLogger("stagecrew").warning(
         "job %r: %s, %d", "a", ValueError("no\x1b[2J\n2026 INFO all is well\u202e"), 7
     )

@@ -1,4 +1,4 @@
-"""Configuration keys: their values as Spark writes them, and the table for the documentation."""
+"""Configuration keys: values in Spark's syntax, and the table in the documentation."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ PARSERS = {"duration": parse_seconds, "bytes": parse_bytes, "count": int, "names
         *[("250", 0.25), (" 5s ", 5.0), ("5 s", 5.0)],
     ],
 )
-def test_durations(text, seconds):
-    """Each unit of Spark, blanks around it, and a bare number in milliseconds."""
+def test_durations_are_parsed_as_in_spark(text, seconds):
+    """All of Spark's units, surrounding blanks, and a bare number in milliseconds."""
     assert parse_seconds(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", " ", "s", "-1s", "1.5s", "1 year", "5ss", "1s 2s", "0x10", "five", "5s\n5s"])
-def test_what_is_no_duration(text):
-    """It is refused with the text itself and how to write one."""
-    with pytest.raises(ConfigurationError, match="is no duration; write a number with one of ms, s, m, h, d") as raised:
+def test_an_invalid_duration_is_refused(text):
+    """The error quotes the text and shows the right form."""
+    with pytest.raises(
+        ConfigurationError, match=r"is no duration; write a number with a unit \(ms, s, m, h, d\)"
+    ) as raised:
         parse_seconds(text)
     assert repr(text) in str(raised.value)
 
@@ -41,29 +43,29 @@ def test_what_is_no_duration(text):
         *[("2g", 2 << 30), ("1T", 1 << 40), (" 64m ", 64 << 20)],
     ],
 )
-def test_sizes(text, size):
-    """Each unit of Spark in small and capital letters, and a bare number in bytes."""
+def test_sizes_are_parsed_as_in_spark(text, size):
+    """All of Spark's units in lower and upper case, and a bare number in bytes."""
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "m", "-1m", "1.5m", "64 megabytes", "64mm", "1m1m", "many"])
-def test_what_is_no_size(text):
-    """It is refused with the text itself and how to write one."""
-    with pytest.raises(ConfigurationError, match="is no size; write a number with one of k, m, g") as raised:
+def test_an_invalid_size_is_refused(text):
+    """The error quotes the text and shows the right form."""
+    with pytest.raises(ConfigurationError, match=r"is no size; write a number with a unit \(k, m, g\)") as raised:
         parse_bytes(text)
     assert repr(text) in str(raised.value)
 
 
 @given(text=st.text(max_size=12))
 def test_any_text_is_a_value_or_a_configuration_error(text):
-    """No other exception comes of what a user wrote."""
+    """A user's text causes no other exception."""
     for parse in (parse_seconds, parse_bytes):
         with contextlib.suppress(ConfigurationError):
             assert parse(text) >= 0
 
 
-def test_every_key_is_ours_documented_and_has_a_default_of_its_type():
-    """A key has the prefix, its own name, a known type, a sentence, and a default that parses."""
+def test_every_key_has_our_prefix_a_description_and_a_valid_default():
+    """Names are unique, types are known, and each default parses as its type."""
     names = [key.name for key in KEYS]
     assert len(set(names)) == len(names)
     for key in KEYS:
@@ -73,8 +75,8 @@ def test_every_key_is_ours_documented_and_has_a_default_of_its_type():
         PARSERS[key.type](key.default)
 
 
-def test_the_table_has_each_key_once():
-    """One row for each, with its type, default and text; no cell breaks the table."""
+def test_the_table_lists_each_key_once():
+    """Each row has the key's type, default and description. No cell breaks the table."""
     head, line, *rows = table().splitlines()
     assert head.count("|") == line.count("|") == 5
     assert table().endswith("|\n")
@@ -99,12 +101,12 @@ def test_the_table_has_each_key_once():
         ("", None),
     ],
 )
-def test_the_closest_key(wrong, right):
-    """A misspelt key is led to the known one, nonsense to none."""
+def test_the_closest_key_is_suggested_for_a_misspelt_one(wrong, right):
+    """For nonsense no key is suggested."""
     assert closest(wrong) == right
 
 
 def test_each_key_is_closest_to_itself():
-    """No known key is ever corrected."""
+    """A known key is never corrected."""
     assert [closest(key.name) for key in KEYS] == [key.name for key in KEYS]
     assert PLUGIN == "stagecrew.StagecrewPlugin"

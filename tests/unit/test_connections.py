@@ -1,4 +1,4 @@
-"""An error of a connection keeps the reason and its cause, and shows no password."""
+"""Connection errors keep their reason and cause and contain no password."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ STAGING = Staging("commit", "run", pa.schema([("a", pa.int64())]))
 
 
 @pytest.fixture
-def closed() -> int:
-    """A port that nothing listens at."""
+def closed_port() -> int:
+    """A port on which no process listens."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port: int = reserved.getsockname()[1]
     return port
 
 
-def test_a_database_that_cannot_be_reached(closed):
-    """The message has host, port and the system's reason, on one line; the cause is the driver's own error."""
+def test_a_refused_database_connection_names_host_port_and_reason(closed_port):
+    """The message is one line. The cause is the database driver's own error."""
     psycopg = pytest.importorskip("psycopg")
-    sink = DatabaseSink(f"postgresql://me:{SECRET}@127.0.0.1:{closed}/db", "t")
-    with pytest.raises(CommitFailed, match=f"127.0.0.1.*port {closed} failed: Connection refused") as failed:
+    sink = DatabaseSink(f"postgresql://me:{SECRET}@127.0.0.1:{closed_port}/db", "t")
+    with pytest.raises(CommitFailed, match=f"127.0.0.1.*port {closed_port} failed: Connection refused") as failed:
         sink.begin(STAGING)
     assert "\n" not in str(failed.value)
     cause = failed.value.__cause__
@@ -42,7 +42,7 @@ def test_a_database_that_cannot_be_reached(closed):
 
 
 @pytest.mark.parametrize(
-    ("url", "said", "shown"),
+    ("url", "driver_error", "message"),
     [
         (f"postgresql://me:{SECRET}@host/db", f"no login with {SECRET}", "no login with ***"),
         ("postgresql://me:s3%63ret@host/db", f"no login with {SECRET} or s3%63ret", "no login with *** or ***"),
@@ -50,34 +50,34 @@ def test_a_database_that_cannot_be_reached(closed):
         ("postgresql://me:s3@cret@host/db", "failed to resolve host 'cret@host'", "@ as %40"),
     ],
 )
-def test_a_database_whose_error_has_a_part_of_the_password(monkeypatch, url, said, shown):
-    """Neither the message nor the causes show the password."""
+def test_an_error_of_the_database_driver_is_shown_without_the_password(monkeypatch, url, driver_error, message):
+    """Neither the message nor its causes contain a part of the password."""
     psycopg = pytest.importorskip("psycopg")
 
-    def refuses(*_args, **_kwargs):
-        raise psycopg.OperationalError(said)
+    def refuse(*_args, **_kwargs):
+        raise psycopg.OperationalError(driver_error)
 
-    monkeypatch.setattr(psycopg, "connect", refuses)
+    monkeypatch.setattr(psycopg, "connect", refuse)
     with pytest.raises(CommitFailed, match="cannot be reached") as failed:
         DatabaseSink(url, "t").begin(STAGING)
-    assert shown in str(failed.value)
+    assert message in str(failed.value)
     assert isinstance(failed.value.__cause__, psycopg.OperationalError)
     text = "".join(traceback.format_exception(failed.value))
     assert not [secret for secret in (SECRET, "s3%63ret", "cret@") if secret in text]
 
 
-def test_a_zookeeper_that_refuses_connections(closed):
-    """The message has host, port and the system's reason; the causes end with the system's error."""
+def test_a_refused_zookeeper_connection_names_host_port_and_reason(closed_port):
+    """The innermost cause is the operating system's error."""
     with (
-        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed}", "/x", timeout=2, patience=0.5)) as store,
-        pytest.raises(StoreUnavailable, match=f"127.0.0.1:{closed}: .*Connection refused") as away,
+        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed_port}", "/x", timeout=2, patience=0.5)) as store,
+        pytest.raises(StoreUnavailable, match=f"127.0.0.1:{closed_port}: .*Connection refused") as unavailable,
     ):
         store.read("a")
-    assert isinstance(innermost(away.value), ConnectionRefusedError)
+    assert isinstance(innermost(unavailable.value), ConnectionRefusedError)
 
 
-def test_a_zookeeper_whose_name_has_no_address(monkeypatch):
-    """The message has the name and the reason of the name service."""
+def test_an_unknown_zookeeper_host_is_named_with_the_reason(monkeypatch):
+    """The reason is that of the name service."""
     resolve = socket.getaddrinfo
 
     def getaddrinfo(host, *arguments, **options):
@@ -88,14 +88,14 @@ def test_a_zookeeper_whose_name_has_no_address(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with (
         contextlib.closing(ZooKeeperStore("zookeeper.invalid:2181", "/x", timeout=2, patience=0.5)) as store,
-        pytest.raises(StoreUnavailable, match="zookeeper.invalid: .*Name or service not known") as away,
+        pytest.raises(StoreUnavailable, match="zookeeper.invalid: .*Name or service not known") as unavailable,
     ):
         store.read("a")
-    assert isinstance(innermost(away.value), socket.gaierror)
+    assert isinstance(innermost(unavailable.value), socket.gaierror)
 
 
-def test_a_zookeeper_without_tls():
-    """The reason is that of TLS."""
+def test_a_zookeeper_server_without_tls_is_a_tls_error():
+    """The message contains the TLS library's reason."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -114,14 +114,14 @@ def test_a_zookeeper_without_tls():
             contextlib.closing(
                 ZooKeeperStore(f"127.0.0.1:{port}", "/x", timeout=2, patience=1, tls=ssl.create_default_context())
             ) as store,
-            pytest.raises(StoreUnavailable, match="SSL") as away,
+            pytest.raises(StoreUnavailable, match="SSL") as unavailable,
         ):
             store.read("a")
-    assert isinstance(innermost(away.value), OSError)
+    assert isinstance(innermost(unavailable.value), OSError)
 
 
 def innermost(error: BaseException) -> BaseException:
-    """The last of the causes."""
+    """The last error in the chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

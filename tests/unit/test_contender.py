@@ -1,4 +1,4 @@
-"""A contender's threads, over a store in memory: what it tells, when, and how it ends."""
+"""A leadership contender's threads on an in-memory store: its callbacks, their order, and how it ends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import threading
 
 import pytest
 
-from crewtools import eventually
-from modelstore import ModelServer, ModelStore
 from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
 from stagecrew.recovery.candidate import Contender
 from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
+from support.model_store import ModelServer, ModelStore
+from support.waiting import eventually
 
 TIMEOUT = 3.0
 
 
 class Clock:
-    """Goes on when it is told to; no two looks at it are the same."""
+    """A clock that the test advances. Each reading is unique."""
 
     def __init__(self):
         self.now, self.lock = 0.0, threading.Lock()
@@ -29,38 +29,38 @@ class Clock:
             self.now += 1e-6
             return self.now
 
-    def pass_(self, seconds):
+    def advance(self, seconds):
         with self.lock:
             self.now += seconds
 
 
-class Late(ModelStore):
-    """Hears late that its session is over: when it is told, or asks."""
+class SlowSession(ModelStore):
+    """A session that notices its expiry only when the contender is notified or makes a request."""
 
     timeout = TIMEOUT
     suspended = False
 
 
 class World:
-    """A server, contenders of it, and what they were told."""
+    """A server, its contenders, and the calls of their callbacks."""
 
     def __init__(self):
         self.server, self.clock, self.calls, self.stores, self.contenders = ModelServer(), Clock(), [], [], []
         self.lock = threading.Lock()
 
     def open(self):
-        store = Late(self.server, self.server.session().session)
+        store = SlowSession(self.server, self.server.session().session)
         self.stores.append(store)
         return store
 
     def contender(self, name="a", granted=lambda leadership: None, revoked=lambda term, reason: None, **more):
         def on_grant(leadership):
             assert threading.current_thread().name == "stagecrew-leadership"
-            self.told(name, "grant", leadership.term)
+            self.record(name, "grant", leadership.term)
             granted(leadership)
 
         def on_revoke(term, reason):
-            self.told(name, "revoke", term)
+            self.record(name, "revoke", term)
             revoked(term, reason)
 
         options = {"clock": self.clock, "period": 0.01, "ending": 10.0, **more}
@@ -68,250 +68,251 @@ class World:
         self.contenders.append(contender)
         return contender
 
-    def told(self, *call):
+    def record(self, *call):
         with self.lock:
             self.calls.append(call)
 
-    def leads(self, contender):
-        """Waits until it does, and is told so."""
+    def wait_for_leadership(self, contender):
+        """Waits until the contender leads and its `on_grant` was called. Returns its leadership."""
 
-        def told():
-            led = contender.leadership
-            return (
-                led if led is not None and any(call[1:] == ("grant", led.term) for call in list(self.calls)) else None
-            )
+        def granted():
+            leadership = contender.leadership
+            if leadership is None or not any(call[1:] == ("grant", leadership.term) for call in list(self.calls)):
+                return None
+            return leadership
 
-        return eventually(told, 10, "it does not lead")
+        return eventually(granted, 10, "the contender does not lead")
 
 
 @pytest.fixture
 def world():
-    """At the end nothing is left: no thread, no session, no entry of a session; a revocation for each grant."""
+    """At the end no thread, session or session's entry is left, and each grant was followed by its revocation."""
     world = World()
     yield world
     for contender in world.contenders:
         assert contender.close()
     world.server.fault = lambda *_: None
-    assert not [one for one in threading.enumerate() if one.name in ("stagecrew-election", "stagecrew-leadership")]
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name in ("stagecrew-election", "stagecrew-leadership")]
     assert not world.server.live
     assert HOLDER not in world.server.entries
     for name in {name for name, *_ in world.calls}:
-        calls = [call for one, *call in world.calls if one == name]
+        calls = [call for caller, *call in world.calls if caller == name]
         terms = [term for kind, term in calls[::2]]
         assert calls == [[kind, term] for term in terms for kind in ("grant", "revoke")]
         assert terms == sorted(set(terms))
 
 
-def test_one_leads_then_the_other(world):
-    """The first leads; when it is closed the second does, in the next term; observers see who it is."""
+def test_a_second_contender_leads_after_the_first_is_closed(world):
+    """It leads in the next term, and observers see the leader of each term."""
     first = world.contender("a")
-    one = world.leads(first)
+    leadership = world.wait_for_leadership(first)
     second = world.contender("b")
-    assert (one.term, one.valid, one.reason) == (1, True, None)
-    one.check()
-    one.store.transact(Create("a", b"1"))
+    assert (leadership.term, leadership.valid, leadership.reason) == (1, True, None)
+    leadership.check()
+    leadership.store.transact(Create("a", b"1"))
     observer = world.server.session()
     assert leader_of(observer).term == 1
     assert second.leadership is None
     assert first.close()
     assert first.leadership is None
-    two = world.leads(second)
-    assert (two.term, leader_of(observer).term) == (2, 2)
+    second_leadership = world.wait_for_leadership(second)
+    assert (second_leadership.term, leader_of(observer).term) == (2, 2)
     with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: it has resigned"):
-        one.store.transact(Create("b"))
-    assert not one.valid
+        leadership.store.transact(Create("b"))
+    assert not leadership.valid
     assert second.close()
     assert world.calls == [("a", "grant", 1), ("a", "revoke", 1), ("b", "grant", 2), ("b", "revoke", 2)]
     observer.close()
 
 
-def test_its_session_is_lost(world):
-    """It hears of it, campaigns again with a new session, and leads in a new term."""
+def test_a_contender_whose_session_expires_leads_again_in_a_new_term(world):
+    """It campaigns with a new session."""
     contender = world.contender()
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     world.server.expire(world.stores[0].session)
-    eventually(lambda: not one.valid)
-    two = world.leads(contender)
-    assert (one.term, two.term, len(world.stores)) == (1, 2, 2)
-    assert one.reason == "session-1 is over"
+    eventually(lambda: not leadership.valid)
+    next_leadership = world.wait_for_leadership(contender)
+    assert (leadership.term, next_leadership.term, len(world.stores)) == (1, 2, 2)
+    assert leadership.reason == "session-1 is over"
 
 
-def test_a_write_hears_of_it_first(world):
-    """Whoever writes with a session that is over is told, and so is everybody."""
+def test_a_write_with_an_expired_session_ends_leadership(world):
+    """The writer gets an error at once, and `on_revoke` is called."""
     contender = world.contender(period=60.0)
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     world.server.expire(world.stores[0].session)
     with pytest.raises(LeadershipLost, match="nothing was written: session-1 is over"):
-        one.store.transact(Create("a"))
-    assert not one.valid
+        leadership.store.transact(Create("a"))
+    assert not leadership.valid
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
 
 
-def test_a_write_hears_that_another_leads(world):
-    """The same, when the store has another term."""
+def test_a_write_in_an_old_term_ends_leadership(world):
+    """The store has another leader's term."""
     contender = world.contender(period=60.0)
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
     with pytest.raises(LeadershipLost, match="leader/term is not as this process left it"):
-        one.store.transact(Create("a"))
-    assert not one.valid
+        leadership.store.transact(Create("a"))
+    assert not leadership.valid
     other.close()
 
 
-def test_time_is_over(world):
-    """A question that hangs in the store holds neither the end of leadership nor its telling up."""
-    hangs, goes_on = threading.Event(), threading.Event()
+def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
+    """A hanging request delays neither the end of leadership nor the call of `on_revoke`."""
+    hangs, released = threading.Event(), threading.Event()
 
     def hang(_session, operations, moment):
         if moment == "before" and operations == (fence(1), Check(HOLDER, 0)):
             hangs.set()
-            assert goes_on.wait(20)
+            assert released.wait(20)
 
     world.server.fault = hang
     contender = world.contender()
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     assert hangs.wait(10)
-    world.clock.pass_(1.9)
-    assert one.valid
-    world.clock.pass_(0.2)
-    assert not one.valid
+    world.clock.advance(1.9)
+    assert leadership.valid
+    world.clock.advance(0.2)
+    assert not leadership.valid
     with pytest.raises(LeadershipLost, match="the store has not answered for two thirds of the session's 3 s"):
-        one.check()
+        leadership.check()
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
-    goes_on.set()
-    assert world.leads(contender).term == 2
+    released.set()
+    assert world.wait_for_leadership(contender).term == 2
 
 
-def test_a_connection_that_breaks(world):
-    """Leadership is over at once, and for good also when the connection heals: it leads again in a new term."""
+def test_a_broken_connection_ends_leadership_at_once(world):
+    """The leadership stays ended if the connection recovers. The contender leads again in a new term."""
     contender = world.contender(period=60.0)
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     world.stores[0].suspended = True
-    assert not one.valid
+    assert not leadership.valid
     world.stores[0].suspended = False
-    assert not one.valid
-    assert one.reason == "the connection to the store is down"
-    assert world.leads(contender).term == 2
+    assert not leadership.valid
+    assert leadership.reason == "the connection to the store is down"
+    assert world.wait_for_leadership(contender).term == 2
 
 
-def test_acquired_while_the_connection_breaks(world):
-    """It does not lead with what was asked before: that session is left, and the next one leads."""
+def test_a_leadership_acquired_while_the_connection_breaks_is_not_used(world):
+    """The contender closes that session and leads with its next one."""
 
-    def breaks(session, operations, moment):
+    def break_connection(session, operations, moment):
         if session == world.stores[0].session and operations[0].key == HOLDER and moment == "after":
             world.stores[0].suspended = True
             threading.Timer(0.2, setattr, (world.stores[0], "suspended", False)).start()
 
-    world.server.fault = breaks
+    world.server.fault = break_connection
     contender = world.contender()
-    assert world.leads(contender).term == 2
+    assert world.wait_for_leadership(contender).term == 2
     assert world.calls == [("a", "grant", 2)]
 
 
-def test_a_grant_that_is_over_before_it_is_told(world):
-    """It is not told, and neither is its revocation."""
+def test_a_leadership_that_ends_before_its_grant_calls_no_callback(world):
+    """Neither `on_grant` nor `on_revoke` is called for it."""
 
-    class Breaking(Late):
-        looks = 0
+    class Breaking(SlowSession):
+        reads = 0
 
         @property
         def suspended(self):
-            self.looks += 1  # the first is that of whoever asked
-            return 1 < self.looks < 30 and self.session == "session-1"
+            self.reads += 1  # the first read is that of the request that acquires leadership
+            return 1 < self.reads < 30 and self.session == "session-1"
 
     contender = world.contender(open_store=lambda: Breaking(world.server, world.server.session().session))
-    assert world.leads(contender).term == 2
+    assert world.wait_for_leadership(contender).term == 2
     assert world.calls == [("a", "grant", 2)]
 
 
-def test_a_connection_that_breaks_and_nobody_looks(world):
-    """It is told without the store being asked."""
+def test_a_broken_connection_is_noticed_without_a_request(world):
+    """`on_revoke` is called long before the next renewal."""
     contender = world.contender(period=60.0)
-    world.leads(contender)
+    world.wait_for_leadership(contender)
     world.stores[0].suspended = True
     eventually(lambda: ("a", "revoke", 1) in world.calls)
     world.stores[0].suspended = False
 
 
-def test_an_on_grant_that_takes_long(world):
-    """Leadership that ends meanwhile is seen at once; it is revoked when that returns, and only then another leads."""
-    begun, goes_on, seen = threading.Event(), threading.Event(), []
+def test_a_slow_on_grant_is_followed_by_on_revoke(world):
+    """Leadership that ends meanwhile is invalid at once. Another term begins only after `on_grant` has returned."""
+    entered, released, seen = threading.Event(), threading.Event(), []
 
     def granted(leadership):
         if leadership.term == 1:
-            begun.set()
-            assert goes_on.wait(20)
+            entered.set()
+            assert released.wait(20)
             seen.append(leadership.valid)
 
     contender = world.contender(granted=granted)
-    assert begun.wait(10)
-    one = world.leads(contender)
+    assert entered.wait(10)
+    leadership = world.wait_for_leadership(contender)
     world.stores[0].suspended = True
-    assert not one.valid
+    assert not leadership.valid
     world.stores[0].suspended = False
-    threading.Event().wait(0.1)  # time to do what must not be done
+    threading.Event().wait(0.1)  # time for a wrong call
     assert world.calls == [("a", "grant", 1)]
-    assert world.stores[0].session in world.server.live, "what began with it has not ended"
-    goes_on.set()
-    assert world.leads(contender).term == 2
+    assert world.stores[0].session in world.server.live, "the session was closed before on_grant returned"
+    released.set()
+    assert world.wait_for_leadership(contender).term == 2
     assert seen == [False]
 
 
-def test_jobs_end_before_a_release(world):
-    """While on_revoke runs the entry is held: a successor leads when it has returned."""
-    begun, goes_on = threading.Event(), threading.Event()
+def test_leadership_is_released_after_on_revoke(world):
+    """A successor cannot lead while `on_revoke` runs, so the old leader's jobs have ended."""
+    entered, released = threading.Event(), threading.Event()
 
     def revoked(_term, _reason):
-        begun.set()
-        assert goes_on.wait(20)
+        entered.set()
+        assert released.wait(20)
 
     first = world.contender("a", revoked=revoked)
-    one = world.leads(first)
+    leadership = world.wait_for_leadership(first)
     second = world.contender("b")
     closing = threading.Thread(target=first.close)
     closing.start()
-    assert begun.wait(10)
-    assert not one.valid
-    threading.Event().wait(0.1)  # time to do what must not be done
+    assert entered.wait(10)
+    assert not leadership.valid
+    threading.Event().wait(0.1)  # time for a wrong call
     assert second.leadership is None
-    goes_on.set()
-    assert world.leads(second).term == 2
+    released.set()
+    assert world.wait_for_leadership(second).term == 2
     closing.join(10)
     assert not closing.is_alive()
 
 
-def test_an_on_revoke_that_does_not_return(world, caplog):
-    """Others are not held up for longer than `ending`; whoever closed it is told that it has not ended."""
-    goes_on = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), ending=0.1)
-    world.leads(first)
+def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, caplog):
+    """After `ending` another contender leads. `close` returns False because the thread has not ended."""
+    released = threading.Event()
+    first = world.contender("a", revoked=lambda term, reason: released.wait(20), ending=0.1)
+    world.wait_for_leadership(first)
     second = world.contender("b")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("stagecrew.recovery.candidate._STORE", 0.5)
         assert not first.close()
     assert "the callbacks of term 1 run on" in caplog.text
     assert "has not ended: stagecrew-leadership" in caplog.text
-    assert world.leads(second).term == 2
-    goes_on.set()
+    assert world.wait_for_leadership(second).term == 2
+    released.set()
     assert first.close()
 
 
-def test_it_does_not_campaign_while_callbacks_run(world):
-    """However long they take: it could not lead."""
-    goes_on = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), ending=0.05)
-    one = world.leads(first)
-    one.over("a test says so")
+def test_a_contender_does_not_campaign_while_its_callbacks_run(world):
+    """It could not lead, however long they take."""
+    released = threading.Event()
+    first = world.contender("a", revoked=lambda term, reason: released.wait(20), ending=0.05)
+    leadership = world.wait_for_leadership(first)
+    leadership.over("ended by the test")
     eventually(lambda: world.stores[0].session not in world.server.live)
-    threading.Event().wait(0.1)  # time to do what must not be done
+    threading.Event().wait(0.1)  # time for a wrong call
     assert len(world.stores) == 1
-    goes_on.set()
-    assert world.leads(first).term == 2
+    released.set()
+    assert world.wait_for_leadership(first).term == 2
 
 
-def test_callbacks_that_raise(world, caplog, monkeypatch):
-    """It is logged, and the host lives. Behind an on_grant that raised another may lead first."""
+def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
+    """The contender continues. After `on_grant` has raised, another contender may lead first."""
     monkeypatch.setattr("stagecrew.recovery.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
@@ -325,34 +326,34 @@ def test_callbacks_that_raise(world, caplog, monkeypatch):
     first = world.contender("a", granted=granted, revoked=revoked)
     eventually(lambda: ("a", "revoke", 1) in world.calls)
     second = world.contender("b")
-    assert world.leads(second).term == 2
+    assert world.wait_for_leadership(second).term == 2
     second.close()
-    assert world.leads(first).term == 3
+    assert world.wait_for_leadership(first).term == 3
     first.close()
     assert caplog.text.count("ValueError: in on_revoke") == 2
     assert "on_grant of term 1 failed: leadership is given up" in caplog.text
 
 
-def test_the_store_comes_later(world, caplog):
-    """It is tried again, and said once what is wrong."""
-    away = [StoreUnavailable("there is no store yet")] * 3 + [ZeroDivisionError("in open_store")]
+def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
+    """The error is logged once."""
+    errors = [StoreUnavailable("the store does not exist yet")] * 3 + [ZeroDivisionError("in open_store")]
 
     def open_store():
-        if away:
-            raise away.pop(0)
+        if errors:
+            raise errors.pop(0)
         return world.open()
 
     with caplog.at_level(logging.WARNING):
         contender = world.contender(open_store=open_store)
         assert eventually(lambda: contender.error) is not None
-        world.leads(contender)
+        world.wait_for_leadership(contender)
     assert contender.error is None
-    assert caplog.text.count("there is no store yet") == 1
+    assert caplog.text.count("the store does not exist yet") == 1
     assert caplog.text.count("the coordination store answers again") == 1
 
 
-def test_a_store_with_a_bug(world, caplog):
-    """What it raises and should not ends that leadership, is logged with its traceback, and the campaign goes on."""
+def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
+    """It is logged with its traceback, and the contender campaigns again."""
     bugs = [ZeroDivisionError("in transact")]
 
     def bug(_session, operations, _moment):
@@ -361,36 +362,36 @@ def test_a_store_with_a_bug(world, caplog):
 
     world.server.fault = bug
     contender = world.contender(period=0.3)
-    assert world.leads(contender).term == 1
+    assert world.wait_for_leadership(contender).term == 1
     eventually(lambda: ("a", "grant", 2) in world.calls)
     assert "Traceback" in caplog.text
 
 
-def test_the_store_goes_and_comes(world):
-    """While it is away for less than two thirds of the time-out, leadership goes on."""
+def test_leadership_survives_a_short_absence_of_the_store(world):
+    """It survives less than two thirds of the session timeout."""
     contender = world.contender()
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
 
-    def away(_session, _operations, _moment):
-        raise StoreUnavailable("the store is away")
+    def unavailable(_session, _operations, _moment):
+        raise StoreUnavailable("the store is unavailable")
 
-    world.server.fault = away
+    world.server.fault = unavailable
     eventually(lambda: isinstance(contender.error, StoreUnavailable))
-    world.clock.pass_(1.5)
-    assert one.valid
+    world.clock.advance(1.5)
+    assert leadership.valid
     world.server.fault = lambda *_: None
     eventually(lambda: contender.error is None)
-    world.clock.pass_(1.0)
-    assert one.valid
-    world.server.fault = away
-    world.clock.pass_(1.5)
-    assert not one.valid
+    world.clock.advance(1.0)
+    assert leadership.valid
+    world.server.fault = unavailable
+    world.clock.advance(1.5)
+    assert not leadership.valid
     world.server.fault = lambda *_: None
-    assert world.leads(contender).term == 2
+    assert world.wait_for_leadership(contender).term == 2
 
 
-def test_closed_while_the_store_is_away(world):
-    """It ends, also in the middle of waiting to try again."""
+def test_a_contender_can_be_closed_while_the_store_is_unavailable(world):
+    """It ends even while it waits for its next retry. A second `close` does nothing."""
 
     def open_store():
         raise StoreUnavailable("no store")
@@ -401,26 +402,26 @@ def test_closed_while_the_store_is_away(world):
     assert contender.close()
 
 
-def test_closed_at_any_moment(world):
-    """Before, while and after it leads, twice and from several threads: each grant that began is revoked once."""
+def test_a_contender_can_be_closed_at_any_moment(world):
+    """Before, while and after it leads, twice and from several threads. Each grant is revoked once."""
     for number in range(60):
         contender = world.contender(str(number), period=0.001)
         threading.Event().wait(number * 0.0003)
         closers = [threading.Thread(target=contender.close) for _ in range(2)]
-        for one in closers:
-            one.start()
+        for closer in closers:
+            closer.start()
         assert contender.close()
-        for one in closers:
-            one.join(10)
+        for closer in closers:
+            closer.join(10)
         assert contender.leadership is None
         assert HOLDER not in world.server.entries
 
 
-def test_closed_while_a_question_hangs(world):
-    """Its session is closed, and so the question is over."""
+def test_close_ends_a_hanging_request(world):
+    """The session is closed, which ends the request."""
     hangs, closed = threading.Event(), threading.Event()
 
-    class Hanging(Late):
+    class Hanging(SlowSession):
         def transact(self, *operations):
             hangs.set()
             assert closed.wait(20)
@@ -436,94 +437,94 @@ def test_closed_while_a_question_hangs(world):
     assert world.calls == []
 
 
-def test_a_session_that_cannot_be_closed(world, caplog):
-    """It is logged, and the next campaign begins."""
+def test_a_session_that_cannot_be_closed_is_logged(world, caplog):
+    """The next campaign begins."""
 
     def close():
         world.server.expire(store.session)
         raise OSError("in close")
 
     contender = world.contender()
-    one, store = world.leads(contender), world.stores[0]
+    leadership, store = world.wait_for_leadership(contender), world.stores[0]
     store.close = close
-    one.over("a test says so")
-    assert world.leads(contender).term == 2
+    leadership.over("ended by the test")
+    assert world.wait_for_leadership(contender).term == 2
     assert "OSError: in close" in caplog.text
 
 
-@pytest.mark.parametrize("where", ["on_grant", "on_revoke"])
-def test_closed_in_a_callback(world, where):
-    """It does not wait for itself, and ends."""
-    made = []
+@pytest.mark.parametrize("callback", ["on_grant", "on_revoke"])
+def test_a_callback_can_close_its_contender(world, callback):
+    """`close` does not wait for its own thread, and the threads end."""
+    contenders = []
 
     def close(*_):
-        eventually(lambda: made)
-        assert not made[0].close()
+        eventually(lambda: contenders)
+        assert not contenders[0].close()
 
     def nothing(*_):
         pass
 
-    made.append(
+    contenders.append(
         world.contender(
-            granted=close if where == "on_grant" else nothing, revoked=close if where == "on_revoke" else nothing
+            granted=close if callback == "on_grant" else nothing, revoked=close if callback == "on_revoke" else nothing
         )
     )
-    if where == "on_revoke":
-        world.leads(made[0]).over("a test says so")
+    if callback == "on_revoke":
+        world.wait_for_leadership(contenders[0]).over("ended by the test")
     eventually(lambda: len(world.calls) == 2)
-    eventually(lambda: not any(thread.is_alive() for thread in made[0]._threads))
+    eventually(lambda: not any(thread.is_alive() for thread in contenders[0]._threads))
 
 
-def test_closed_during_on_grant(world):
-    """Leadership is over at once; on_revoke follows on_grant; then it is released."""
-    begun, goes_on = threading.Event(), threading.Event()
+def test_close_during_on_grant_ends_leadership_at_once(world):
+    """`on_revoke` is called after `on_grant` has returned, then leadership is released."""
+    entered, released = threading.Event(), threading.Event()
 
     def granted(leadership):
-        begun.set()
-        assert goes_on.wait(20)
+        entered.set()
+        assert released.wait(20)
 
     contender = world.contender(granted=granted)
-    assert begun.wait(10)
-    one = contender.leadership
+    assert entered.wait(10)
+    leadership = contender.leadership
     closing = threading.Thread(target=contender.close)
     closing.start()
-    eventually(lambda: not one.valid)
+    eventually(lambda: not leadership.valid)
     assert HOLDER in world.server.entries
-    goes_on.set()
+    released.set()
     closing.join(10)
     assert world.calls == [("a", "grant", 1), ("a", "revoke", 1)]
 
 
-def test_a_job_of_an_old_term(world):
-    """What goes on after its leader is told of another's term writes nothing, with a session of its own too."""
+def test_a_job_of_an_old_term_cannot_write(world):
+    """Its writes are refused after another term has begun, even with its own session."""
     contender = world.contender()
-    one = world.leads(contender)
+    leadership = world.wait_for_leadership(contender)
     session = world.server.session()
-    job = Fenced(session, fence(one.term))
+    job = Fenced(session, fence(leadership.term))
     job.transact(Create("a"))
     world.server.expire(world.stores[0].session)
-    two = eventually(lambda: (led := contender.leadership) and led.term == 2 and led)
+    next_leadership = eventually(lambda: (led := contender.leadership) and led.term == 2 and led)
     with pytest.raises(LeadershipLost):
         job.transact(Create("b"))
-    two.store.close()  # is the contender's to close
-    two.store.transact(Create("b"))
+    next_leadership.store.close()  # does nothing: only the contender closes its session
+    next_leadership.store.transact(Create("b"))
     session.close()
 
 
-def test_bad_arguments():
-    """They are refused before anything begins."""
+def test_invalid_arguments_are_refused():
+    """No thread is started."""
     for bad in ({"period": 0}, {"period": -1}, {"ending": -1}):
         with pytest.raises(RecoveryMisused, match="seconds"):
             Contender(None, None, None, **bad)
 
 
-def test_three_that_lead_in_turn(world):
-    """Sessions that expire at any moment: terms grow, and each write is of the term that the store had then."""
+def test_terms_grow_and_every_write_is_in_the_current_term(world):
+    """Three contenders lead in turn, and their sessions expire at any moment."""
     contenders = [world.contender(name) for name in "abc"]
     done = 0
     while done < 15:
-        leader = eventually(lambda: next(filter(None, (one.leadership for one in contenders)), None))
-        with contextlib.suppress(LeadershipLost):  # it has not heard yet
+        leader = eventually(lambda: next(filter(None, (contender.leadership for contender in contenders)), None))
+        with contextlib.suppress(LeadershipLost):  # it has not noticed yet
             leader.store.transact(Create(f"work-{leader.term}"))
             world.server.expire(leader.store.session)
             done += 1
@@ -531,5 +532,5 @@ def test_three_that_lead_in_turn(world):
     for _session, operations in world.server.log:
         if operations[-1].key.startswith("work-"):
             assert operations[0] == fence(term)
-        term += any(one.key == TERM and not isinstance(one, (Check, Create)) for one in operations)
+        term += any(operation.key == TERM and not isinstance(operation, (Check, Create)) for operation in operations)
     assert term >= 15

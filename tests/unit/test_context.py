@@ -1,4 +1,4 @@
-"""What a coordinator's context does in each of its states, and what an exception of each callback does: by the harness."""
+"""The states of a coordinator's context, and exceptions of each callback, in the harness."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def reads(context):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_before_it_is_initialised(write):
-    """Reads work; a write raises, and says where it may be done."""
+def test_a_context_cannot_be_used_for_writes_before_it_is_initialised(write):
+    """Reads work. A write raises an error that says where to do it."""
     seen = []
 
     class Early(stagecrew.Coordinator):
@@ -39,8 +39,8 @@ def test_before_it_is_initialised(write):
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_after_it_is_closed(write):
-    """Reads work; a write does nothing."""
+def test_writes_to_a_closed_context_do_nothing(write):
+    """Reads work."""
     called = []
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         old = harness.coordinator.context
@@ -56,15 +56,15 @@ def test_after_it_is_closed(write):
 
 
 def test_the_store_is_shared_and_survives_a_reset():
-    """What one instance stores its successor finds."""
+    """A new instance finds the values that the old one stored."""
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         harness.coordinator.context.store["x"] = 1
         harness.reset()
         assert harness.coordinator.context.store == {"x": 1}
 
 
-def test_calls_from_threads():
-    """What any thread enqueues is called once, in the order of that thread, on the coordinator's."""
+def test_run_in_coordinator_thread_keeps_the_order_of_each_calling_thread():
+    """Each function that any thread enqueues is called once."""
     called = []
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         context = harness.coordinator.context
@@ -80,11 +80,11 @@ def test_calls_from_threads():
             thread.join()
         harness.run()
     for n in range(8):
-        assert [i for who, i in called if who == n] == list(range(100))
+        assert [i for thread, i in called if thread == n] == list(range(100))
 
 
-def leads_to(callback, harness):
-    """Has the coordinator called so."""
+def trigger(callback, harness):
+    """Makes the harness call this callback of the coordinator."""
     if callback in ("failed", "abandoned", "finished"):
         getattr(harness.evaluation(0), callback[:4] if callback == "failed" else callback.removesuffix("ed"))()
     elif callback == "subtask_reset":
@@ -127,8 +127,8 @@ def leads_to(callback, harness):
         "every",
     ],
 )
-def test_a_callback_that_raises(callback):
-    """In whichever callback: the topology fails by that exception, once, and what comes later is called all the same."""
+def test_an_exception_in_any_callback_fails_the_topology(callback):
+    """It fails once, with that exception. Later callbacks are still called."""
 
     class Raising(stagecrew.Coordinator):
         def raises(self, *_):
@@ -141,7 +141,7 @@ def test_a_callback_that_raises(callback):
     if callback not in ("call_async", "every"):
         setattr(Raising, callback, Raising.raises)
     harness = CoordinatorHarness(Raising)
-    leads_to(callback, harness)
+    trigger(callback, harness)
     assert isinstance(harness.failure, ZeroDivisionError)
     assert str(harness.failure) == callback
     assert harness.failure.__traceback__ is not None
@@ -151,8 +151,8 @@ def test_a_callback_that_raises(callback):
     harness.close()
 
 
-def test_a_close_that_raises(caplog):
-    """It is said in the log, and fails nothing: the topology has done what it should."""
+def test_an_exception_in_close_is_only_logged(caplog):
+    """It does not fail the topology, whose work is done."""
 
     class Raising(stagecrew.Coordinator):
         def close(self):
@@ -164,8 +164,8 @@ def test_a_close_that_raises(caplog):
     assert "the coordinator of operator 'operator' failed while it closed" in caplog.text
 
 
-def test_the_first_failure_counts(caplog):
-    """However often and from however many threads: one cause, said once."""
+def test_only_the_first_failure_counts(caplog):
+    """Any number of calls from any number of threads give one cause, which is logged once."""
     with CoordinatorHarness(stagecrew.Coordinator) as harness:
         context = harness.coordinator.context
         context.fail(KeyError("the first"))
@@ -178,8 +178,8 @@ def test_the_first_failure_counts(caplog):
     assert caplog.text.count("failed; the topology is cancelled") == 1
 
 
-def test_a_failure_while_it_closes():
-    """What was sent before the end is handled at the end, and what raises there fails the topology too."""
+def test_a_failure_while_the_topology_closes_fails_it():
+    """Calls that were enqueued before the end are made at the end, and their exceptions count."""
 
     class Late(stagecrew.Coordinator):
         def handle_event(self, evaluation, event):
@@ -192,22 +192,22 @@ def test_a_failure_while_it_closes():
         harness.operators.raise_failure()
 
 
-@pytest.mark.parametrize("where", ["every", "call_async"])
-def test_what_is_repeated_while_a_task_is_live_has_no_timer_while_none_is(where):
-    """It is called at intervals while an evaluation is live, pauses while none is, and goes on with the next."""
+@pytest.mark.parametrize("method", ["every", "call_async"])
+def test_repeated_calls_while_live_have_no_timer_while_no_task_is_live(method):
+    """They repeat while an evaluation is live, pause while none is, and continue with the next one."""
     called = []
 
     class Watching(stagecrew.Coordinator):
         def start(self):
-            if where == "every":
+            if method == "every":
                 self.context.every(1.0, lambda: called.append(1), while_live=True)
             else:
                 self.context.call_async(lambda: called.append(1), lambda *_: None, period=1.0, while_live=True)
 
     with CoordinatorHarness(Watching) as harness:
         harness.advance(10)
-        at_rest = len(called)
-        assert at_rest <= 1
+        calls_before = len(called)
+        assert calls_before <= 1
         assert not harness._timers
         for _ in range(2):
             called.clear()

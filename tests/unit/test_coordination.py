@@ -1,4 +1,4 @@
-"""Who a coordinator hears of, in which order, and what comes twice, late or never: without Spark, threads or a clock."""
+"""The calls of a coordinator, their order, and repeated, late and lost messages: without Spark, threads or a clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 1 << 20
 
 
 class FakeWire:
-    """Keeps what is sent to executors."""
+    """Records the frames that are sent to executors."""
 
     def __init__(self):
         self.sent: list[tuple[str, Any]] = []
@@ -31,7 +31,7 @@ class FakeWire:
 
     def send(self, executor, frame):
         self.gather()
-        self.sent += [(executor, one) for one in decode_all(frame)]
+        self.sent += [(executor, decoded) for decoded in decode_all(frame)]
 
     def dirty(self, gateway):
         self.gateways[gateway] = None
@@ -39,22 +39,22 @@ class FakeWire:
     def gather(self):
         for gateway in self.gateways:
             while (frame := gateway.take()) is not None:
-                self.sent += [(gateway.evaluation.executor, one) for one in decode_all(frame)]
+                self.sent += [(gateway.evaluation.executor, decoded) for decoded in decode_all(frame)]
         self.gateways.clear()
 
     def flush(self):
         self.gather()
 
     def take(self, kind):
-        """What of this kind was sent since it was last asked for."""
+        """Removes and returns the recorded frames of this kind."""
         self.gather()
-        found = [frame for _, frame in self.sent if frame.kind == kind]
+        taken = [frame for _, frame in self.sent if frame.kind == kind]
         self.sent = [(executor, frame) for executor, frame in self.sent if frame.kind != kind]
-        return found
+        return taken
 
 
-class Noting(Coordinator):
-    """Notes its calls."""
+class Recording(Coordinator):
+    """Records its calls."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -87,7 +87,7 @@ class Noting(Coordinator):
 
 
 class World:
-    """A host with one binding, and executors made of frames."""
+    """A host with one binding. Executors are simulated by frames."""
 
     def __init__(self):
         self.now = 100.0
@@ -95,10 +95,10 @@ class World:
         self.host = Host(self.wire, LIMIT, 30.0, lambda: self.now)
         self.failures: list[BaseException] = []
         self.loops: list[InlineLoop] = []
-        self.coordinators: list[Noting] = []
+        self.coordinators: list[Recording] = []
 
         def factory(context):
-            self.coordinators.append(Noting(context))
+            self.coordinators.append(Recording(context))
             return self.coordinators[-1]
 
         def make_loop(_name, failed, _owner):
@@ -118,8 +118,8 @@ class World:
 
     def ready(self, evaluation, subtask=0, executor="1", attempt=None):
         self.say(
-            "READY", executor, evaluation=evaluation, binding="b", subtask=subtask, attempt=attempt or evaluation, number=0,
-            stage=1, partition=7, stage_attempt=0, partitions=8,
+            "READY", executor, evaluation=evaluation, binding="b", subtask=subtask, attempt=attempt or evaluation,
+            number=0, stage=1, partition=7, stage_attempt=0, partitions=8,
         )  # fmt: skip
 
     def events(self, evaluation, first, *events):
@@ -128,8 +128,8 @@ class World:
     def finish(self, evaluation, sequence, outcome="finished"):
         self.say("FINISH", evaluation=evaluation, sequence=sequence, outcome=outcome, reason="r")
 
-    def heard(self):
-        """What the current coordinator was called with since it was last asked for; evaluations by their ids."""
+    def take_calls(self):
+        """Removes and returns the recorded calls of the current coordinator, with evaluations replaced by their ids."""
         for loop in self.loops:
             loop.run()
         calls, self.coordinators[-1].calls[:] = list(self.coordinators[-1].calls), []
@@ -138,23 +138,24 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    made = World()
-    assert made.heard() == [("start",)]
-    return made
+    world = World()
+    assert world.take_calls() == [("start",)]
+    return world
 
 
-def test_one_evaluation(world):
-    """Ready, its events in order, finished; its end is answered when all that came before is enqueued."""
+def test_an_evaluation_is_ready_then_sends_events_then_finishes(world):
+    """The reply to FINISH is sent after all earlier events are enqueued."""
     world.ready(1)
     world.events(1, 1, "a", "b")
     world.finish(1, 3)
-    assert world.heard() == [("ready", 1), ("handle_event", 1, "a"), ("handle_event", 1, "b"), ("finished", 1)]
+    assert world.take_calls() == [("ready", 1), ("handle_event", 1, "a"), ("handle_event", 1, "b"), ("finished", 1)]
     (reply,) = world.wire.take("REPLY")
     assert (reply["sequence"], reply["outcome"]) == (3, "ok")
 
 
-def test_what_comes_twice_is_handled_once(world):
-    """READY, events wholly or partly, a request and its end: each has its effect once, and a request its first answer."""
+def test_repeated_messages_are_handled_once(world):
+    """This holds for READY, complete and partial batches of events, requests and FINISH. A repeated request gets its
+    first reply."""
     for _ in range(2):
         world.ready(1)
     world.events(1, 1, "a", "b")
@@ -162,129 +163,131 @@ def test_what_comes_twice_is_handled_once(world):
     world.events(1, 2, "b", "c")
     for _ in range(2):
         world.say("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
-    assert world.heard() == [
-        ("ready", 1), ("handle_event", 1, "a"), ("handle_event", 1, "b"), ("handle_event", 1, "c"), ("handle_request", 1, "q"),
+    assert world.take_calls() == [
+        ("ready", 1), ("handle_event", 1, "a"), ("handle_event", 1, "b"), ("handle_event", 1, "c"),
+        ("handle_request", 1, "q"),
     ]  # fmt: skip
     world.say("REQUEST", evaluation=1, sequence=4, payload=pack("q", LIMIT))
-    assert world.heard() == []
+    assert world.take_calls() == []
     replies = world.wire.take("REPLY")
     assert [unpack(reply["payload"]) for reply in replies] == ["q", "q"]
     world.finish(1, 5)
     world.finish(1, 5)
-    assert world.heard() == [("finished", 1)]
+    assert world.take_calls() == [("finished", 1)]
 
 
 def test_a_gap_fails_the_attempt(world):
-    """Messages that were lost on their way fail that attempt, and nothing after them is handled."""
+    """Lost messages fail their attempt, and no later message of it is handled."""
     world.ready(1)
     world.ready(2, subtask=1)
     world.events(1, 1, "a")
     world.events(1, 3, "c")
     world.events(1, 2, "b")
     world.events(2, 1, "other")
-    heard = world.heard()
-    assert heard[:3] == [("ready", 1), ("ready", 2), ("handle_event", 1, "a")]
-    assert heard[3][:2] == ("failed", 1)
-    assert "messages 2 to 2 were lost" in heard[3][2]
-    assert heard[4:] == [("handle_event", 2, "other")]
+    calls = world.take_calls()
+    assert calls[:3] == [("ready", 1), ("ready", 2), ("handle_event", 1, "a")]
+    assert calls[3][:2] == ("failed", 1)
+    assert "messages 2 to 2 were lost" in calls[3][2]
+    assert calls[4:] == [("handle_event", 2, "other")]
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1, 1]
     assert not world.failures
 
 
-def test_an_end_that_came_before_what_was_sent(world):
-    """An end behind a gap is no end: the attempt fails."""
+def test_a_finish_after_a_gap_fails_the_attempt(world):
+    """The evaluation does not count as finished."""
     world.ready(1)
     world.finish(1, 3)
-    assert [call[:2] for call in world.heard()] == [("ready", 1), ("failed", 1)]
+    assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("failed", 1)]
     assert not world.wire.take("REPLY")
 
 
-def test_a_later_attempt_of_a_subtask(world):
-    """It begins behind the end of all before and a reset, whatever the end was; a live one beside it is no reset."""
+def test_a_later_attempt_of_a_subtask_begins_with_a_reset(world):
+    """It begins after all earlier attempts have ended, however they ended. A speculative attempt causes no reset."""
     world.ready(1)
     world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(2)
     world.ready(3)  # speculation
     world.finish(3, 1)
     world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
-    world.ready(4)  # what had succeeded was lost
+    world.ready(4)  # the output of the successful attempt was lost
     world.say("ENDED", evaluation=4, outcome="abandoned", reason="")
-    assert world.heard() == [
-        ("ready", 1), ("failed", 1, "its process is gone"), ("subtask_reset", 0, -1), ("ready", 2), ("ready", 3), ("finished", 3),
-        ("failed", 2, "another attempt succeeded"), ("subtask_reset", 0, -1), ("ready", 4), ("abandoned", 4),
+    assert world.take_calls() == [
+        ("ready", 1), ("failed", 1, "its process is gone"), ("subtask_reset", 0, -1), ("ready", 2), ("ready", 3),
+        ("finished", 3), ("failed", 2, "another attempt succeeded"), ("subtask_reset", 0, -1), ("ready", 4),
+        ("abandoned", 4),
     ]  # fmt: skip
 
 
-def test_the_first_of_two_wins(world):
-    """The other is heard to fail behind it; nothing is reset."""
+def test_the_slower_of_two_attempts_fails_without_a_reset(world):
+    """`failed` is called after `finished` of the other attempt."""
     world.ready(1)
     world.ready(2)
     world.finish(1, 1)
     world.say("ENDED", evaluation=2, outcome="failed", reason="another attempt succeeded")
-    assert [call[:2] for call in world.heard()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
+    assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("finished", 1), ("failed", 2)]
 
 
-def test_the_same_partition_twice_quickly(world):
-    """Where the second is there before the first is known to be gone both are live: as in speculation nothing is reset."""
+def test_an_attempt_that_begins_before_the_loss_of_another_causes_no_reset(world):
+    """Both attempts are live for a moment, as in speculation."""
     world.ready(1)
     world.ready(2, executor="2")
     world.host.lost("1", "executor 1 is lost")
-    assert [call[:2] for call in world.heard()] == [("ready", 1), ("ready", 2), ("failed", 1)]
+    assert [call[:2] for call in world.take_calls()] == [("ready", 1), ("ready", 2), ("failed", 1)]
 
 
-def test_an_end_before_the_begin(world):
-    """Nobody hears of one that failed before it was ready; its late hello is none, and the next begins without a reset."""
+def test_an_evaluation_that_ended_before_its_ready_is_ignored(world):
+    """The coordinator is not called for it. Its late READY is refused. The next evaluation begins without a reset."""
     world.say("ENDED", evaluation=1, outcome="failed", reason="its process is gone")
     world.ready(1)
     world.events(1, 1, "late")
     world.ready(2)
-    assert world.heard() == [("ready", 2)]
+    assert world.take_calls() == [("ready", 2)]
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
-def test_a_late_hello(world):
-    """READY that comes again behind the end begins nothing."""
+def test_a_repeated_ready_after_the_end_is_ignored(world):
+    """It starts no evaluation."""
     world.ready(1)
     world.finish(1, 1)
     world.ready(1)
-    assert world.heard() == [("ready", 1), ("finished", 1)]
+    assert world.take_calls() == [("ready", 1), ("finished", 1)]
 
 
-def test_no_identity_no_reset(world):
-    """Evaluations of a binding without subtasks are never reset."""
+def test_evaluations_without_a_subtask_are_never_reset(world):
+    """Their binding has no subtasks."""
     for id_ in (1, 2):
         world.ready(id_, subtask=-1)
         world.finish(id_, 1)
-    assert [call[0] for call in world.heard()] == ["ready", "finished"] * 2
+    assert [call[0] for call in world.take_calls()] == ["ready", "finished"] * 2
 
 
-def test_messages_of_who_is_over(world):
-    """They never reach the coordinator, and their sender is told that it is over."""
+def test_messages_of_an_ended_evaluation_are_refused(world):
+    """They do not reach the coordinator, and the sender gets ABORT."""
     world.ready(1)
     world.say("ENDED", evaluation=1, outcome="failed", reason="gone")
-    world.heard()
+    world.take_calls()
     world.events(1, 1, "late")
     world.say("REQUEST", evaluation=1, sequence=2, payload=pack("late", LIMIT))
     world.finish(1, 3)
     world.say("ENDED", evaluation=1, outcome="failed", reason="again")
     world.say("ACCEPTED", evaluation=1, sequence=1)
-    assert world.heard() == []
+    assert world.take_calls() == []
     assert len(world.wire.take("ABORT")) == 3
     assert not world.wire.take("REPLY")
 
 
-def test_a_lost_executor(world):
-    """All that lived there failed, and nothing else."""
+def test_a_lost_executor_fails_only_its_evaluations(world):
+    """Evaluations on other executors continue."""
     world.ready(1)
     world.ready(2, subtask=1, executor="2")
     world.host.lost("1", "executor 1 is lost")
-    assert world.heard() == [("ready", 1), ("ready", 2), ("failed", 1, "executor 1 is lost")]
+    assert world.take_calls() == [("ready", 1), ("ready", 2), ("failed", 1, "executor 1 is lost")]
 
 
-def test_what_a_coordinator_sends(world):
-    """Events to an evaluation are numbered, and a future is done when all up to it are in the mailbox."""
+def test_events_to_a_task_are_numbered_and_acknowledged(world):
+    """A future completes when all events up to its own are in the mailbox."""
     world.ready(1)
-    world.heard()
+    world.take_calls()
     gateway = world.coordinators[0].gateways[1]
     first, second, end = gateway.send_acknowledged("a"), gateway.send_acknowledged(b"b"), gateway.close()
     (frame,) = world.wire.take("EVENTS")
@@ -303,11 +306,11 @@ def test_what_a_coordinator_sends(world):
     assert not world.wire.take("EVENTS")
 
 
-def test_an_acknowledgement_that_is_late(world):
-    """It fails that attempt and nothing else, and only when nothing more has come."""
+def test_a_late_acknowledgement_fails_only_its_attempt(world):
+    """The attempt fails when the timeout ends without an acknowledgement."""
     world.ready(1)
     world.ready(2, subtask=1)
-    world.heard()
+    world.take_calls()
     gateways = world.coordinators[0].gateways
     late, other = gateways[1].send_acknowledged("a"), gateways[2].send_acknowledged("b")
     assert len(world.wire.take("EVENTS")) == 2
@@ -315,10 +318,10 @@ def test_an_acknowledgement_that_is_late(world):
     assert world.host.due() == 130.0
     world.now = 129.9
     world.host.expire()
-    assert world.heard() == []
+    assert world.take_calls() == []
     world.now = 130.0
     world.host.expire()
-    (failed,) = world.heard()
+    (failed,) = world.take_calls()
     assert failed[:2] == ("failed", 1)
     assert "within 30.0 s" in failed[2]
     assert world.host.due() is None
@@ -333,7 +336,7 @@ def test_an_acknowledgement_that_is_late(world):
 def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, failure):
     """Whichever method sent it, and whether or not the sender keeps a future."""
     world.ready(1)
-    world.heard()
+    world.take_calls()
     gateway = world.coordinators[0].gateways[1]
     getattr(gateway, method)(*([] if method == "close" else ["x"]))
     world.wire.take("EVENTS")
@@ -344,62 +347,62 @@ def test_an_event_that_is_not_acknowledged_fails_the_attempt(world, method, fail
     else:
         world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
         reason = "its mailbox is full"
-    ((name, evaluation, why),) = world.heard()
+    ((name, evaluation, why),) = world.take_calls()
     assert (name, evaluation) == ("failed", 1)
     assert reason in why
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1]
 
 
-def test_a_full_mailbox(world):
-    """It fails that attempt with the reason."""
+def test_a_full_mailbox_fails_its_attempt(world):
+    """The reason of the failure says that the mailbox is full."""
     world.ready(1)
     world.say("OVERFLOWED", evaluation=1, reason="its mailbox is full")
-    assert world.heard()[1:] == [("failed", 1, "its mailbox is full")]
+    assert world.take_calls()[1:] == [("failed", 1, "its mailbox is full")]
     assert [frame["reason"] for frame in world.wire.take("ABORT")] == ["its mailbox is full"]
 
 
-def test_how_much_was_handled_is_told(world):
-    """Often enough that a task which waits for room goes on, and not for each message."""
+def test_credit_is_sent_in_steps(world):
+    """HANDLED is sent often enough that a waiting task continues, but not for each message."""
     world.ready(1)
     for first in range(1, WINDOW + 1, 64):
         world.events(1, first, *range(64))
-    world.heard()
-    told = [frame["sequence"] for frame in world.wire.take("HANDLED")]
-    assert told == list(range(WINDOW // 4, WINDOW + 1, WINDOW // 4))
+    world.take_calls()
+    sequences = [frame["sequence"] for frame in world.wire.take("HANDLED")]
+    assert sequences == list(range(WINDOW // 4, WINDOW + 1, WINDOW // 4))
 
 
-def test_a_task_that_waits_for_room(world):
-    """It is told what is handled, as soon as all that it sent before is."""
+def test_a_waiting_task_gets_credit_when_its_messages_are_handled(world):
+    """HANDLED is sent as soon as all messages that the task sent before are handled."""
     world.ready(1)
     world.events(1, 1, "a", "b")
     world.say("CREDIT", evaluation=1)
     assert not world.wire.take("HANDLED")
-    world.heard()
+    world.take_calls()
     assert [frame["sequence"] for frame in world.wire.take("HANDLED")] == [2]
 
 
-def test_a_slow_coordinator_is_heard_of(world):
-    """Where messages take long its task is told about every second that something was handled: it waits on, and does not give up."""
+def test_a_slow_coordinator_sends_credit_about_every_second(world):
+    """The task sees progress, so it keeps waiting and does not time out."""
     world.ready(1)
-    told = []
+    sequences = []
     for first in range(1, 6):
         world.now += 0.6
         world.events(1, first, "slow")
-        world.heard()
-        told += [frame["sequence"] for frame in world.wire.take("HANDLED")]
-    assert told == [2, 4]
+        world.take_calls()
+        sequences += [frame["sequence"] for frame in world.wire.take("HANDLED")]
+    assert sequences == [2, 4]
 
 
-def test_replies(world):
-    """A request that raises is answered with the exception, a future with its result when there is one."""
+def test_a_request_gets_its_result_or_its_exception(world):
+    """If the handler returns a future, the reply is sent when the future completes."""
     world.ready(1)
-    world.heard()
+    world.take_calls()
     later: Future[str] = Future()
-    answers = iter([lambda: 1 / 0, lambda: later, lambda: (n for n in ()), lambda: "now"])
-    world.coordinators[0].handle_request = lambda *_: next(answers)()
+    handlers = iter([lambda: 1 / 0, lambda: later, lambda: (n for n in ()), lambda: "now"])
+    world.coordinators[0].handle_request = lambda *_: next(handlers)()
     for sequence in range(1, 5):
         world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack("x", LIMIT))
-    world.heard()
+    world.take_calls()
     later.set_result("later")
     replies = {frame["sequence"]: frame for frame in world.wire.take("REPLY")}
     outcomes = {sequence: frame["outcome"] for sequence, frame in replies.items()}
@@ -410,35 +413,35 @@ def test_replies(world):
     assert not world.failures
 
 
-def test_replies_that_are_remembered(world):
-    """A request that comes twice gets its first answer again; of large answers only the last is kept, of small ones the last 64."""
+def test_recent_replies_are_kept_for_repeated_requests(world):
+    """The last large reply and the last 64 small ones are sent again without another call of the handler."""
     world.ready(1)
-    world.heard()
+    world.take_calls()
     world.coordinators[0].handle_request = lambda _evaluation, size: bytes(size)
     for sequence in range(1, 200):
         world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(100_000 if sequence % 2 else 10, LIMIT))
-        world.heard()
+        world.take_calls()
     world.wire.take("REPLY")
     for sequence in range(1, 200):
         world.say("REQUEST", evaluation=1, sequence=sequence, payload=pack(0, LIMIT))
-    assert world.heard() == []  # none is asked again
-    again = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
-    assert {sequence: size for sequence, size in again.items() if size > 11} == {199: 100_001}
-    assert {*range(136, 200, 2)} <= again.keys()
-    assert len(again) <= 64
+    assert world.take_calls() == []  # no request is handled again
+    repeated = {reply["sequence"]: len(reply["payload"]) for reply in world.wire.take("REPLY")}
+    assert {sequence: size for sequence, size in repeated.items() if size > 11} == {199: 100_001}
+    assert {*range(136, 200, 2)} <= repeated.keys()
+    assert len(repeated) <= 64
 
 
-def test_a_reset(world):
-    """The old coordinator closes and hears nothing more; no evaluation of before gets an answer; a new one begins."""
+def test_a_reset_replaces_the_coordinator(world):
+    """The old one closes and gets no more calls. Earlier evaluations are aborted and get no replies."""
     world.ready(1)
-    world.heard()
+    world.take_calls()
     gateway = world.coordinators[0].gateways[1]
     sent = gateway.send_acknowledged("old")
     world.events(1, 1, "dropped")
     world.host.reset(world.binding, 7, b"state", 1.0)
     world.events(1, 2, "late")
     world.ready(2)
-    assert world.heard() == [("reset_to_checkpoint", 7, b"state"), ("start",), ("ready", 2)]
+    assert world.take_calls() == [("reset_to_checkpoint", 7, b"state"), ("start",), ("ready", 2)]
     assert [call[0] for call in world.coordinators[0].calls] == ["close"]
     with pytest.raises(EvaluationEnded, match="reset"):
         sent.result(0)
@@ -449,62 +452,62 @@ def test_a_reset(world):
     assert not world.failures
 
 
-def test_reset_to_nothing_twice_and_before_its_start(world):
-    """Each reset makes an instance, which starts once; those in between close."""
+def test_each_reset_creates_an_instance_that_starts_once(world):
+    """This also holds for a reset without a checkpoint and before the start. Replaced instances close."""
     world.host.reset(world.binding, -1, None, 1.0)
     world.host.reset(world.binding, 3, None, 1.0)
-    assert world.heard() == [("reset_to_checkpoint", 3, None), ("start",)]
-    assert all(("start",) not in one.calls for one in world.coordinators[:-1])
+    assert world.take_calls() == [("reset_to_checkpoint", 3, None), ("start",)]
+    assert all(("start",) not in coordinator.calls for coordinator in world.coordinators[:-1])
 
 
-def test_a_way_that_breaks(world):
-    """When nothing reaches executors any more the topology fails, and says why."""
+def test_a_broken_channel_fails_the_topology(world):
+    """The failure contains the reason."""
     world.ready(1)
-    world.host.broken("the way from coordinators to executors broke: reset by peer")
+    world.host.broken("the connection from coordinators to executors broke: reset by peer")
     (failure,) = world.failures
     assert isinstance(failure, ChannelClosed)
     assert "reset by peer" in str(failure)
 
 
-def test_a_binding_on_a_way_that_has_broken(world):
-    """One that comes behind the break fails as those before it did."""
+def test_a_binding_added_to_a_broken_channel_fails(world):
+    """It fails with the same reason as the bindings before it."""
     world.host.broken("reset by peer")
     world.failures.clear()
     world.host.add(world.binding)
     assert [str(failure) for failure in world.failures] == ["reset by peer"]
 
 
-@pytest.mark.parametrize("made", [None, 7, Coordinator], ids=["nothing", "something else", "the class"])
-def test_a_factory_that_makes_no_coordinator(world, made):
-    """It is named where the function is bound, not by requests that time out."""
+@pytest.mark.parametrize("result", [None, 7, Coordinator], ids=["nothing", "another object", "the class"])
+def test_a_factory_must_return_a_coordinator(world, result):
+    """The error is raised when the function is bound, not when a request times out."""
     binding = world.binding
     with pytest.raises(OperatorMisused, match="the factory of operator 'o' returned a .*, not a stagecrew.Coordinator"):
-        Binding("c", "o/2", "o", lambda _: made, binding.owner, binding.threads)
+        Binding("c", "o/2", "o", lambda _: result, binding.owner, binding.threads)
 
 
-def test_what_raises_fails_the_topology(world):
-    """An exception of a callback goes to the topology."""
+def test_an_exception_in_a_callback_fails_the_topology(world):
+    """The topology gets the exception."""
     world.coordinators[0].ready = lambda *_: 1 / 0
     world.ready(1)
-    world.heard()
+    world.take_calls()
     assert [type(error) for error in world.failures] == [ZeroDivisionError]
 
 
-def test_the_end_of_a_topology(world):
-    """What came is handled, then the coordinator closes; who lives is told."""
+def test_the_coordinator_closes_after_pending_messages_at_the_end_of_a_topology(world):
+    """Live and later evaluations are aborted."""
     world.ready(1)
     world.events(1, 1, "a")
     world.binding.finish()
     assert world.binding.await_closed(1.0)
     world.host.remove(world.binding, "topology 't' has ended")
-    assert world.heard() == [("ready", 1), ("handle_event", 1, "a"), ("close",)]
+    assert world.take_calls() == [("ready", 1), ("handle_event", 1, "a"), ("close",)]
     world.ready(2)
-    assert world.heard() == []
+    assert world.take_calls() == []
     assert [frame["evaluation"] for frame in world.wire.take("ABORT")] == [1, 2]
 
 
-def test_payloads():
-    """Bytes are untouched, functions of anywhere travel, and what cannot is named."""
+def test_payloads_are_pickled_and_bytes_are_unchanged():
+    """Local functions can be sent. An object that cannot be pickled is named in the error, and so is the size limit."""
     for event in (b"\0\1", 3, "x", None, True, {"a": [1.5]}, (1, b"2")):
         assert unpack(pack(event, LIMIT)) == event
     assert unpack(pack(lambda: 3, LIMIT))() == 3
@@ -516,41 +519,41 @@ def test_payloads():
         pack(b"12345678901", 10)
 
 
-def test_failures_travel():
-    """An exception travels with its traceback as text; one that cannot be pickled as that alone."""
+def test_exceptions_are_sent_with_their_traceback():
+    """The traceback is text. An exception that cannot be pickled or is too large is sent as its text only."""
     from stagecrew.wire.serialization import failure
 
     class LocalError(Exception):
         def __init__(self, one, two):
             super().__init__(one)
 
-    def of(error):
+    def transferred(error):
         try:
             raise error
         except Exception as caught:
             return raised(failure(caught, LIMIT))
 
-    error, text = of(KeyError("k"))
+    error, text = transferred(KeyError("k"))
     assert isinstance(error, KeyError)
     assert "raise error" in text
-    error, text = of(ValueError(b"x" * LIMIT))  # larger than a reply may be
+    error, text = transferred(ValueError(b"x" * LIMIT))  # larger than a reply may be
     assert error is None
     assert "ValueError" in text
     assert len(text) < 30_000
-    error, text = of(LocalError(1, 2))
+    error, text = transferred(LocalError(1, 2))
     assert error is None
     assert "LocalError" in text
 
 
-def test_much_travels_in_pieces():
-    """What is sent to one evaluation at once is cut into frames of about a megabyte, in order."""
+def test_large_outboxes_are_split_into_frames():
+    """Events to one evaluation are sent in order in frames of about a megabyte."""
     outbox = Outbox()
     for size in (600_000, 600_000, 10, 2_000_000, 5):
         outbox.add(bytes(size), 1.0)
-    found = []
+    frames = []
     while (taken := outbox.take()) is not None:
-        found.append((taken[0], [len(event) for event in taken[1]]))
-    assert found == [(1, [600_000, 600_000]), (3, [10, 2_000_000]), (5, [5])]
+        frames.append((taken[0], [len(event) for event in taken[1]]))
+    assert frames == [(1, [600_000, 600_000]), (3, [10, 2_000_000]), (5, [5])]
     assert [sum(map(len, part)) for part in ([piece] for piece in _parts([b"x" * 700_000] * 3 + [b"y"]))] == [
         1_400_000,
         700_001,
@@ -558,16 +561,16 @@ def test_much_travels_in_pieces():
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 3, 2, 3])))
-def test_acknowledgements_in_any_order(order):
-    """Each future is done once, as soon as one acknowledges it, whatever comes late or twice."""
+def test_acknowledgements_may_arrive_in_any_order(order):
+    """An acknowledgement completes all futures up to its number. Late and repeated ones do nothing."""
     outbox = Outbox()
     futures: list[Future[None]] = [Future() for _ in range(3)]
     for future in futures:
         outbox.add(b"", 1.0, future)
     outbox.take()
-    most = 0
+    highest = 0
     for sequence in order:
         done = outbox.acknowledge(sequence)
-        assert done == futures[most : max(most, sequence)]
-        most = max(most, sequence)
+        assert done == futures[highest : max(highest, sequence)]
+        highest = max(highest, sequence)
     assert outbox.deadline is None

@@ -1,4 +1,4 @@
-"""The daemon's own: how it ends workers, and how it imports from the jar."""
+"""The Python worker daemon: how it ends workers, and how it imports from the jar."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ import zipimport
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.worker import daemon, graceful_shutdown
+from support.waiting import eventually
 
-CATCHES = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); print('ready', flush=True); signal.pause(); signal.pause()"
-IGNORES = CATCHES.format(then="None")
-LEAVES = CATCHES.format(then="sys.exit(7)")
-PLAIN = "import time; print('ready', flush=True)\nwhile True: time.sleep(0.02)"
+CATCHES = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: {then}); "
+    "print('ready', flush=True); signal.pause(); signal.pause()"
+)
+IGNORES_SIGTERM = CATCHES.format(then="None")
+EXITS_ON_SIGTERM = CATCHES.format(then="sys.exit(7)")
+WITHOUT_HANDLER = "import time; print('ready', flush=True)\nwhile True: time.sleep(0.02)"
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    """The grace is short, and the alarm is as it was."""
+    """Shortens the grace period and restores the alarm's handler."""
     before = signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 0.3)
     yield
@@ -53,18 +56,18 @@ def child():
 
 
 @pytest.mark.timeout(30, method="thread")  # the other method needs the alarm
-def test_a_worker_that_catches_sigterm_is_asked_first(child, monkeypatch):
-    """A worker with listeners gets SIGTERM and ends as it likes."""
+def test_a_worker_that_handles_sigterm_gets_it_first(child, monkeypatch):
+    """A worker with listeners ends by itself."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
-    process = child(LEAVES)
+    process = child(EXITS_ON_SIGTERM)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == 7
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_one_that_stays_is_killed(child):
-    """A worker that is still there after the grace gets SIGKILL."""
-    process = child(IGNORES)
+def test_a_worker_that_does_not_end_is_killed(child):
+    """It gets SIGKILL after the grace period."""
+    process = child(IGNORES_SIGTERM)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert not graceful_shutdown._asked
@@ -72,21 +75,22 @@ def test_one_that_stays_is_killed(child):
 
 @pytest.mark.timeout(30, method="thread")
 def test_a_worker_without_listeners_is_killed_at_once(child):
-    """A worker that does not catch SIGTERM gets what Spark's daemon sends; other signals pass unchanged."""
-    process = child(PLAIN)
+    """Without a SIGTERM handler the worker gets SIGKILL as in Spark's daemon. Other signals are passed unchanged."""
+    process = child(WITHOUT_HANDLER)
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
     assert process.wait(10) == -signal.SIGKILL
     assert not graceful_shutdown._asked
-    other = child(PLAIN)
+    other = child(WITHOUT_HANDLER)
     graceful_shutdown._kill(other.pid, signal.SIGINT)
     assert other.wait(10) != -signal.SIGKILL
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_one_that_stays_is_killed_while_others_are(child, monkeypatch):
-    """A kill of another worker does not put off the end of one that was asked before."""
+def test_ending_one_worker_does_not_delay_another(child, monkeypatch):
+    """A worker whose grace period has ended is killed although the daemon keeps ending others."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 1.0)
-    first, others = child(IGNORES), child(IGNORES.replace("signal.pause()", "[signal.pause() for _ in range(99)]"))
+    first = child(IGNORES_SIGTERM)
+    others = child(IGNORES_SIGTERM.replace("signal.pause()", "[signal.pause() for _ in range(99)]"))
     graceful_shutdown._kill(first.pid, signal.SIGKILL)
     asked = time.monotonic()
     while first.poll() is None and time.monotonic() < asked + 10:
@@ -95,17 +99,19 @@ def test_one_that_stays_is_killed_while_others_are(child, monkeypatch):
     assert first.returncode == -signal.SIGKILL
     assert time.monotonic() - asked < 5
     assert others.wait(10) == -signal.SIGKILL
-    # It may have been asked once more while it died; what is gone is let go of at the timer's next turn.
+    # The worker may have been asked again while it died. The timer's next tick forgets it.
     eventually(
-        lambda: not graceful_shutdown._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), 5, "nobody is due"
+        lambda: not graceful_shutdown._asked and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0),
+        5,
+        "no worker is waited for",
     )
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_one_that_needs_longer_to_close_has_longer(child, monkeypatch):
-    """A worker that is idle or closing has as long as it has said, and no longer."""
+def test_a_worker_can_have_a_longer_grace_period(child, monkeypatch):
+    """An idle or closing worker gets exactly the time that it has announced."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
-    process = child(IGNORES)
+    process = child(IGNORES_SIGTERM)
     graceful_shutdown._needed[process.pid] = 2
     asked = time.monotonic()
     graceful_shutdown._kill(process.pid, signal.SIGKILL)
@@ -113,8 +119,8 @@ def test_one_that_needs_longer_to_close_has_longer(child, monkeypatch):
     assert 2 <= time.monotonic() - asked < 5
 
 
-def test_what_a_worker_needs_is_seen_by_the_daemon_that_forked_it(monkeypatch):
-    """The table is shared; a number that is too large for it is cut."""
+def test_the_daemon_sees_the_time_that_a_worker_needs(monkeypatch):
+    """The table is in shared memory. A number that is too large for it is capped."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
     pid = os.fork()
     if pid == 0:
@@ -129,11 +135,12 @@ def test_what_a_worker_needs_is_seen_by_the_daemon_that_forked_it(monkeypatch):
 
 
 @pytest.mark.timeout(30, method="thread")
-def test_a_worker_that_holds_sigterm_is_asked_first(child, monkeypatch):
-    """Between two tasks a worker with listeners blocks SIGTERM while Spark resets its handlers."""
+def test_a_worker_that_blocks_sigterm_gets_it_first(child, monkeypatch):
+    """A worker with listeners blocks SIGTERM between two tasks while Spark resets its handlers."""
     monkeypatch.setattr(graceful_shutdown, "SECONDS", 10.0)
     process = child(
-        "import signal, sys, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('ready', flush=True)\n"
+        "import signal, sys, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "print('ready', flush=True)\n"
         "while not signal.sigpending(): time.sleep(0.01)\n"
         "sys.exit(7)"
     )
@@ -141,9 +148,9 @@ def test_a_worker_that_holds_sigterm_is_asked_first(child, monkeypatch):
     assert process.wait(10) == 7
 
 
-def test_a_pid_that_is_used_again_is_left_alone(child):
-    """After the grace only the process that was asked is killed, not another one with its pid."""
-    process = child(IGNORES)
+def test_a_reused_pid_is_not_killed(child):
+    """After the grace period only the process that was asked to end is killed, not another one with its pid."""
+    process = child(IGNORES_SIGTERM)
     graceful_shutdown._asked.append((0.0, process.pid, "another start"))
     graceful_shutdown._later(0, None)
     assert process.poll() is None
@@ -154,12 +161,12 @@ def test_a_pid_that_is_used_again_is_left_alone(child):
     [
         (["pyspark.worker"], True),
         ([], True),
-        (["my.worker"], True),  # Spark's daemon runs its own instead
+        (["my.worker"], True),  # Spark's daemon runs pyspark.worker instead
         (["pyspark.sql.worker.analyze_udtf"], False),
     ],
 )
 def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooked):
-    """Whatever `spark.python.worker.module` is: when Spark runs pyspark.worker, listeners open."""
+    """Listeners open whenever Spark runs pyspark.worker, whatever `spark.python.worker.module` is."""
     import pyspark.worker
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM)}
@@ -174,8 +181,8 @@ def test_the_worker_that_the_daemon_runs_is_hooked(monkeypatch, arguments, hooke
     assert (pyspark.worker.main is not before) == hooked
 
 
-def test_the_jars_list_of_files_is_read_once(tmp_path, monkeypatch):
-    """importlib.invalidate_caches(), which PySpark calls for each task, does not read our jar again."""
+def test_the_jars_file_list_is_read_once(tmp_path, monkeypatch):
+    """PySpark calls importlib.invalidate_caches() for each task. It must not read the jar again."""
     path = tmp_path / "some.jar"
     with zipfile.ZipFile(path, "w") as jar:
         jar.writestr("in_the_jar.py", "answer = 42")

@@ -1,4 +1,4 @@
-"""The documentation: it builds strictly and without the network, says everything, and is made from the code."""
+"""The documentation builds strictly and offline, is complete, and agrees with the code."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import stagecrew
-from docs_blocks import blocks
 from stagecrew.conf import KEYS, table
+from support.docs_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -25,14 +25,14 @@ PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 def site(tmp_path_factory):
     """The folder with the built pages."""
     folder = tmp_path_factory.mktemp("site")
-    # A proxy that nobody listens at: a build that asks the network for anything fails.
+    # No process listens at this proxy, so a build that uses the network fails.
     environment = {
         **os.environ,
         "NO_MKDOCS_2_WARNING": "1",
         "https_proxy": "http://127.0.0.1:9",
         "http_proxy": "http://127.0.0.1:9",
     }
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env=environment,
@@ -41,8 +41,8 @@ def site(tmp_path_factory):
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "WARNING" not in result.stderr, result.stderr
     return folder
 
 
@@ -50,8 +50,8 @@ def read(site: Path, page: str) -> str:
     return html.unescape((site / page).read_text(encoding="utf-8"))
 
 
-def test_pages_fetch_nothing_from_elsewhere(site):
-    """No built page loads a script, a style, a font or a picture from another host."""
+def test_pages_load_nothing_from_other_hosts(site):
+    """No built page loads a script, style, font or picture from another host."""
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=\"?(?:https?:)?//[^\s\">]+", text)
@@ -61,8 +61,8 @@ def test_pages_fetch_nothing_from_elsewhere(site):
         assert not loaded, f"{page.name}: {loaded}"
 
 
-def test_configuration_table_is_that_of_the_code(site):
-    """The built page of the configuration has every key, with its default and what it does."""
+def test_the_configuration_page_lists_every_key(site):
+    """The built page has each key with its default and description."""
     text = re.sub(r"<[^>]+>", "", read(site, "reference/configuration.html"))
     for key in KEYS:
         assert key.name in text
@@ -72,21 +72,21 @@ def test_configuration_table_is_that_of_the_code(site):
 
 
 def test_every_public_name_is_documented(site):
-    """Every name of `stagecrew.__all__` stands on the page of the API or of the errors, with a docstring."""
+    """Every name in `stagecrew.__all__` is on the API page or the errors page and has a docstring."""
     api, errors = read(site, "reference/api.html"), read(site, "reference/errors.html")
     for name in stagecrew.__all__:
-        thing = getattr(stagecrew, name)
+        documented = getattr(stagecrew, name)
         if name == "__version__":
             continue
-        page = errors if thing.__module__ == "stagecrew.errors" else api
+        page = errors if documented.__module__ == "stagecrew.errors" else api
         assert f'id="stagecrew.{name}"' in page or f'id="stagecrew.errors.{name}"' in page, f"{name} is not documented"
-        assert (thing.__doc__ or "").strip(), f"{name} has no docstring"
+        assert (documented.__doc__ or "").strip(), f"{name} has no docstring"
 
 
 def test_messages_in_the_troubleshooting_table_are_in_the_code():
-    """Each message that the operations page explains is one that the code can say."""
+    """Each message that the troubleshooting tables explain exists in the code."""
     sources = [*(ROOT / "python/stagecrew").rglob("*.py"), *(ROOT / "jvm-shim/src/main").rglob("*.scala")]
-    # Messages are written over several lines, with values in them.
+    # In the code, messages are split over several lines and contain values.
     code = re.sub(r"[\"']\s*\+?\s*[sf]?[\"']", "", "\n".join(path.read_text(encoding="utf-8") for path in sources))
     code = re.sub(r"\s+", " ", code)
     page = (DOCS / "operations.md").read_text(encoding="utf-8").split("## Troubleshooting by message")[1]
@@ -96,40 +96,40 @@ def test_messages_in_the_troubleshooting_table_are_in_the_code():
     for message in messages:
         for part in re.split(r"\s*…\s*|4\.3", message):
             words = part.strip(" :,;()'?")
-            assert words in code, f"{message!r}: nothing says {words!r}"
+            assert words in code, f"{message!r}: {words!r} is not in the code"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_are_found_and_parse(page):
-    """Every Python block of a page is seen by the runner of blocks, and is Python."""
+    """The block runner finds every Python block of a page, and each block parses."""
     text = page.read_text(encoding="utf-8")
-    found = blocks(text)
-    assert len(found) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
-    assert len([block for block in found if block.raises or block.norun]) == len(
+    page_blocks = blocks(text)
+    assert len(page_blocks) == len(re.findall(r"^\s*```\s*\{?\.?py", text, re.MULTILINE))
+    assert len([block for block in page_blocks if block.raises or block.norun]) == len(
         re.findall(r"^<!-- (?:raises|norun): ", text, re.MULTILINE)
     )
-    for block in found:
+    for block in page_blocks:
         ast.parse(block.code, str(page))
 
 
 @pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")), ids=lambda page: page.name)
-def test_links_of_project_files_lead_somewhere(page):
-    """Every relative link and picture of README and its kin exists."""
+def test_relative_links_in_project_files_exist(page):
+    """This holds for the links and pictures of the README and the other Markdown files beside it."""
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http:", "https:")):
             assert (ROOT / target).exists(), f"{page.name}: {target}"
 
 
 def test_no_machine_paths():
-    """No page, sample or example names a place of the machine on which it was written."""
+    """No page, sample or example contains a path of the machine on which it was written."""
     for path in [*PAGES, *(DOCS / "examples").iterdir(), *(ROOT / "conf").iterdir(), ROOT / "mkdocs.yml"]:
         if path.is_file():
             assert not re.search(r"/(?:home|root|work|tmp|Users)/", path.read_text(encoding="utf-8")), path
 
 
-def test_a_block_that_should_raise_and_does_not_is_noticed(tmp_path):
-    """The runner of blocks fails a page whose marked block raises nothing, or another error."""
-    from docs_blocks import run_page
+def test_the_block_runner_fails_if_a_marked_block_does_not_raise(tmp_path):
+    """It also fails if the block raises another error."""
+    from support.docs_blocks import run_page
 
     page = tmp_path / "page.md"
     page.write_text("<!-- raises: ValueError -->\n```python\nx = 1\n```\n")

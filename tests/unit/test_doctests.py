@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the package are true."""
+"""Runs the examples in the package's docstrings."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import pytest
 
 import stagecrew
 
-MODULES = ["stagecrew", *sorted(found.name for found in pkgutil.walk_packages(stagecrew.__path__, "stagecrew."))]
+MODULES = ["stagecrew", *sorted(module.name for module in pkgutil.walk_packages(stagecrew.__path__, "stagecrew."))]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_are_true(name):
-    """Every example of a module gives what it shows, and none of them starts Spark."""
+def test_docstring_examples_pass(name):
+    """Every example of the module gives the result it shows, and none starts Spark."""
     before = pyspark.SparkContext._gateway, pyspark.SparkContext._active_spark_context
     result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
     assert before == (pyspark.SparkContext._gateway, pyspark.SparkContext._active_spark_context)
 
 
-def test_the_examples_are_found():
-    """The modules that have examples are looked into: a search that finds none would pass for ever."""
-    found = {
+def test_docstring_examples_are_found():
+    """The modules with examples are searched. A search that found none would always pass."""
+    modules_with_examples = {
         name
         for name in MODULES
         if any(test.examples for test in doctest.DocTestFinder().find(importlib.import_module(name)))
     }
-    assert found >= {
+    assert modules_with_examples >= {
         "stagecrew.conf",
         "stagecrew.wire.frames",
-        "stagecrew.listeners.listener",
+        "stagecrew.listeners.resource",
         "stagecrew.jar",
         "stagecrew.testing.resources",
         "stagecrew.testing.harness",

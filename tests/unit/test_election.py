@@ -1,4 +1,4 @@
-"""Who leads, without threads: the rules at length, and processes that die, pause and hear late, over a store in memory."""
+"""Leader election without threads: all its rules, and processes that die, pause and lag, on an in-memory store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from modelstore import ModelServer, ModelStore
 from stagecrew.errors import (
     LeadershipLost,
     PossiblyInconsistentError,
@@ -43,31 +42,32 @@ from stagecrew.recovery.election import (
     leader_of,
 )
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace
+from support.model_store import ModelServer, ModelStore
 
 TIMEOUT = 3.0
 
-# -- the rules
+# -- Rules
 
 
-def test_a_leadership():
-    """Granted, renewed, and over at two thirds of the time-out after the last question that was answered was sent."""
+def test_leadership_is_granted_renewed_and_ends_by_time():
+    """It ends two thirds of the session timeout after the last answered request was sent."""
     election = Election()
     assert election.hear(Acquired(1, asked_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
     assert (election.term, election.deadline) == (1, 12.0)
     assert election.hear(Renewed(1, asked_at=11.0), 11.9) is None
     assert election.deadline == 13.0
     assert election.hear(Renewed(1, asked_at=10.5), 12.0) is None
-    assert election.deadline == 13.0, "an old answer shortens nothing"
+    assert election.deadline == 13.0, "an old reply must not shorten the deadline"
     assert election.hear(Unanswered(), 12.9) is None
     assert election.valid(12.9)
     assert not election.valid(13.0)
-    over = election.hear(Renewed(1, asked_at=12.8), 13.0)
-    assert over == Revoked(1, "the store has not answered for two thirds of the session's 3 s"), "it came too late"
+    revoked = election.hear(Renewed(1, asked_at=12.8), 13.0)
+    assert revoked == Revoked(1, "the store has not answered for two thirds of the session's 3 s"), "the reply is late"
     assert election.hear(Ticked(), 14.0) is None
 
 
-def test_without_a_time_out():
-    """Where a session ends with its process alone, time ends nothing."""
+def test_without_a_timeout_leadership_does_not_end_by_time():
+    """The session ends only with its process."""
     election = Election()
     assert election.hear(Acquired(1, 0.0), 1e6) == Granted(1)
     assert election.hear(Renewed(1, 0.0), 1e9) is None
@@ -76,8 +76,8 @@ def test_without_a_time_out():
 
 
 @pytest.mark.parametrize("end", [Suspended(), Lost("gone"), Lost("gone", 3), Resigned()], ids=repr)
-def test_what_ends_it_at_once(end):
-    """An acquisition that was asked for before is not led with; one that was asked for later is, but after resigning."""
+def test_events_that_end_leadership_at_once(end):
+    """An acquisition that was requested before the end is not used. A later one is, except after resigning."""
     election = Election()
     election.hear(Acquired(3, 0.0), 0.0)
     assert isinstance(election.hear(end, 1.0), Revoked)
@@ -89,8 +89,8 @@ def test_what_ends_it_at_once(end):
     assert later == (None if isinstance(end, Resigned) else Granted(5))
 
 
-def test_what_is_heard_of_another_term():
-    """It changes nothing: an old session's end is not that of a new one."""
+def test_events_of_another_term_change_nothing():
+    """The end of an old session does not end a new one."""
     election = Election()
     election.hear(Acquired(5, 0.0, TIMEOUT), 0.0)
     assert election.hear(Lost("late", 4), 1.0) is None
@@ -98,7 +98,7 @@ def test_what_is_heard_of_another_term():
     assert (election.term, election.deadline) == (5, 2.0)
 
 
-HEARD = [
+EVENTS = [
     *(lambda now, term=term, ago=ago: Acquired(term, now - ago, TIMEOUT) for term in (1, 2) for ago in (0.5, 1.5, 2.5)),
     lambda now: Acquired(3, now - 0.5),
     *(lambda now, term=term, ago=ago: Renewed(term, now - ago) for term in (1, 2) for ago in (0.5, 1.5)),
@@ -110,75 +110,79 @@ HEARD = [
 ]
 
 
-def follow(election, now, depth, story):
-    """Everything that may be heard next, each after one second. `story` is the terms granted, and what would end the last one."""
+def follow(election, now, depth, history):
+    """Tries every event, one second later, up to this depth. Returns the number of sequences.
+
+    `history` describes the events so far: the granted terms, the current term, when its last answered request was sent,
+    whether it has resigned, whether its session has a timeout, and when it was last interrupted.
+    """
     if depth == 0:
         return 1
     total = 0
     now += 1.0
-    for make in HEARD:
-        heard, one = make(now), copy.copy(election)
-        granted, leads, last_answer, ends_at_once, timed, broken_at = story
-        before = one.valid(now)
-        output = one.hear(heard, now)
+    for make in EVENTS:
+        event, branch = make(now), copy.copy(election)
+        granted, leads, last_answer, resigned, timed, interrupted_at = history
+        before = branch.valid(now)
+        output = branch.hear(event, now)
         if isinstance(output, Granted):
-            assert isinstance(heard, Acquired)
+            assert isinstance(event, Acquired)
             assert leads is None
-            assert not ends_at_once
-            assert heard.asked_at > broken_at
-            assert one.valid(now), "what comes too late is not led with"
-            assert output.term == heard.term > max(granted, default=0)
-            granted, leads, timed = (*granted, output.term), output.term, heard.timeout is not None
-            last_answer = heard.asked_at
+            assert not resigned
+            assert event.asked_at > interrupted_at
+            assert branch.valid(now), "a late acquisition must not be granted"
+            assert output.term == event.term > max(granted, default=0)
+            granted, leads, timed = (*granted, output.term), output.term, event.timeout is not None
+            last_answer = event.asked_at
         elif isinstance(output, Revoked):
             assert output.term == leads
-            leads, broken_at = None, now
-        elif isinstance(heard, Renewed) and heard.term == leads:
-            last_answer = max(last_answer, heard.asked_at)
-        if isinstance(heard, (Suspended, Lost, Resigned)):
-            broken_at = now
+            leads, interrupted_at = None, now
+        elif isinstance(event, Renewed) and event.term == leads:
+            last_answer = max(last_answer, event.asked_at)
+        if isinstance(event, (Suspended, Lost, Resigned)):
+            interrupted_at = now
             assert leads is None
-        if isinstance(heard, Resigned):
-            ends_at_once = True
-        assert one.term == leads
+        if isinstance(event, Resigned):
+            resigned = True
+        assert branch.term == leads
         if not before and not isinstance(output, Granted):
-            assert not one.valid(now), "nothing but an acquisition makes it valid"
+            assert not branch.valid(now), "only an acquisition may make it valid"
         if leads is not None and timed:
-            assert one.valid(now) == (now < last_answer + 2.0)
-            assert not one.valid(last_answer + 2.0)
+            assert branch.valid(now) == (now < last_answer + 2.0)
+            assert not branch.valid(last_answer + 2.0)
         else:
-            assert one.valid(now) == (leads is not None)
-        total += follow(one, now, depth - 1, (granted, leads, last_answer, ends_at_once, timed, broken_at))
+            assert branch.valid(now) == (leads is not None)
+        total += follow(branch, now, depth - 1, (granted, leads, last_answer, resigned, timed, interrupted_at))
     return total
 
 
-def test_all_that_can_be_heard():
-    """Of each sequence of four: never valid behind an end or the deadline, a grant for each revocation, terms only grow."""
-    assert follow(Election(), 10.0, 4, ((), None, 0.0, False, False, float("-inf"))) == len(HEARD) ** 4
+def test_all_sequences_of_four_events():
+    """Leadership is never valid after its end or deadline, each revocation follows a grant, and terms only grow."""
+    assert follow(Election(), 10.0, 4, ((), None, 0.0, False, False, float("-inf"))) == len(EVENTS) ** 4
 
 
 @pytest.mark.long
-def test_all_that_can_be_heard_long():
-    """Of five."""
+def test_all_sequences_of_five_events():
+    """The same, one event longer."""
     follow(Election(), 10.0, 5, ((), None, 0.0, False, False, float("-inf")))
 
 
-# -- fences and observers
+# -- Fences and observers
 
 
-def acquired(server, session=None):
-    """The questions of a new session, and its term."""
-    questions = LeaseClient(session or server.session(), lambda: 0.0)
-    heard = questions.ask()
-    assert isinstance(heard, Acquired)
-    return questions, heard.term
+def acquire(server, session=None):
+    """The lease client of a new session, and the term it has acquired."""
+    client = LeaseClient(session or server.session(), lambda: 0.0)
+    event = client.ask()
+    assert isinstance(event, Acquired)
+    return client, event.term
 
 
-def test_fenced_writes():
-    """They are done while the term lasts; later nothing is, and conflicts count from the operations that were given."""
+def test_fenced_writes_are_refused_after_their_term():
+    """Nothing is written then. A conflict's index counts from the caller's own operations."""
     server = ModelServer()
-    questions, term = acquired(server)
-    store = Fenced(questions.store, fence(term))
+    client, term = acquire(server)
+    store = Fenced(client.store, fence(term))
     assert (term, fence(term)) == (1, Check("leader/term", 1))
     store.ensure("jobs/a", "jobs/b", "jobs")
     assert store.children("jobs") == ["a", "b"]
@@ -189,16 +193,16 @@ def test_fenced_writes():
     assert (conflict.value.index, conflict.value.why) == (1, "version")
     with pytest.raises(StoreConflict, match="no parent"):
         store.transact(Create("nowhere/a"))
-    assert (store.session, store.timeout, store.suspended) == (questions.store.session, None, False)
+    assert (store.session, store.timeout, store.suspended) == (client.store.session, None, False)
 
-    job = Fenced(server.session(), fence(term), Check("jobs/a", 1))  # of a process with a session of its own
+    job = Fenced(server.session(), fence(term), Check("jobs/a", 1))  # a process with its own session
     job.transact(Replace("jobs/a", b"of the job", 1))
     with pytest.raises(LeadershipLost, match="jobs/a is not as this process left it"):
         job.transact(Create("jobs/c"))
     job = Fenced(job, Check("jobs/a", 2))
-    server.expire(questions.store.session)
-    _, following = acquired(server)
-    assert following == 2
+    server.expire(client.store.session)
+    _, next_term = acquire(server)
+    assert next_term == 2
     before = server.entries
     for write in (
         lambda: job.transact(Replace("jobs/a", b"late", 2)),
@@ -208,43 +212,43 @@ def test_fenced_writes():
         with pytest.raises(LeadershipLost, match="leader/term is not as this process left it .version, not version 1."):
             write()
     assert server.entries is before
-    job.ensure("jobs/a")  # it is there: nothing is written
+    job.ensure("jobs/a")  # it exists, so nothing is written
     job.close()
-    assert job.read("jobs/a").value == b"of the job", "its session is its owner's to close"
+    assert job.read("jobs/a").value == b"of the job", "only the owner of the session closes it"
     with pytest.raises(RecoveryMisused, match="0 is no term"):
         fence(0)
 
 
-def test_fenced_and_nobody_knows():
-    """What the store does not know, a fence does not either."""
+def test_a_fenced_write_can_have_an_unknown_outcome():
+    """The store's error is raised unchanged."""
     server = ModelServer()
-    questions, term = acquired(server)
-    store = Fenced(questions.store, fence(term))
+    client, term = acquire(server)
+    store = Fenced(client.store, fence(term))
 
-    def lost(_session, _operations, moment):
+    def lose_reply(_session, _operations, moment):
         if moment == "after":
-            raise PossiblyInconsistentError("the answer was lost")
+            raise PossiblyInconsistentError("the reply was lost")
 
-    server.fault = lost
+    server.fault = lose_reply
     with pytest.raises(PossiblyInconsistentError):
         store.transact(Create("a"))
     assert "a" in server.entries
 
 
-def test_who_leads():
-    """It can be read by everybody: term, host, process, since when; None when nobody does; an error when it is foreign."""
+def test_everybody_can_read_who_leads():
+    """The record has the term, host, process and start. It is None without a leader. A foreign record is an error."""
     server = ModelServer()
     observer = server.session()
     assert leader_of(observer) is None
-    questions, term = acquired(server)
+    client, term = acquire(server)
     info = leader_of(observer)
-    assert (info.term, info.session) == (term, questions.store.session)
+    assert (info.term, info.session) == (term, client.store.session)
     assert info.pid > 0
     assert info.host
     assert info.since.tzinfo is not None
     assert LeaderInfo.from_bytes(info.to_bytes()) == info
     assert server.entries[TERM].value == server.entries[HOLDER].value
-    questions.store.close()
+    client.store.close()
     assert leader_of(observer) is None
     for value in (b"", b"null", b"{}", b"[]", b"\xff", json.dumps({"format": 1, "term": 1}).encode()):
         observer.transact(Create(HOLDER, value))
@@ -256,13 +260,13 @@ def test_who_leads():
         leader_of(observer)
 
 
-# -- questions
+# -- Requests
 
 
 def test_a_standby_writes_nothing():
-    """While another leads it only reads."""
+    """It only reads while another process leads."""
     server = ModelServer()
-    acquired(server)
+    acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
     assert standby.ask() == Refused()
     done = len(server.log)
@@ -270,12 +274,12 @@ def test_a_standby_writes_nothing():
     assert len(server.log) == done
 
 
-def test_an_outcome_that_nobody_knows():
-    """It is asked again, whether it was done or not: one term, held once."""
+def test_a_request_with_an_unknown_outcome_is_repeated():
+    """Whether or not it was done, one term is acquired once."""
     for moment in ("before", "after"):
         server = ModelServer()
         times = iter(range(10))
-        questions = LeaseClient(server.session(), lambda times=times: float(next(times)))
+        client = LeaseClient(server.session(), lambda times=times: float(next(times)))
         lost = [PossiblyInconsistentError("lost")] * 3
 
         def fault(_session, operations, when, moment=moment, lost=lost):
@@ -283,76 +287,78 @@ def test_an_outcome_that_nobody_knows():
                 raise lost.pop()
 
         server.fault = fault
-        heard = [questions.ask() for _ in range(3)]
+        events = [client.ask() for _ in range(3)]
         assert (
-            [type(one) for one in heard] == [Unanswered] * 3 if moment == "before" else [Unanswered, Acquired, Renewed]
+            [type(event) for event in events] == [Unanswered] * 3
+            if moment == "before"
+            else [Unanswered, Acquired, Renewed]
         )
-        while not isinstance(heard[-1], Renewed):
-            heard.append(questions.ask())
-        (found,) = [one for one in heard if isinstance(one, Acquired)]
-        assert found.term == 1 == server.entries[TERM].version
-        assert found.asked_at == (3.0 if moment == "before" else 1.0), "of the question that was answered"
+        while not isinstance(events[-1], Renewed):
+            events.append(client.ask())
+        (acquired,) = [event for event in events if isinstance(event, Acquired)]
+        assert acquired.term == 1 == server.entries[TERM].version
+        assert acquired.asked_at == (3.0 if moment == "before" else 1.0), "the time of the answered request"
 
 
-def test_an_acquisition_that_is_done_late():
-    """A session that holds what it was refused gives it back, and does not lead with it."""
+def test_a_late_acquisition_is_given_back():
+    """The session was refused before its first request arrived. It does not lead with the late acquisition."""
     server = ModelServer()
     late = LeaseClient(server.session(), lambda: 0.0)
     in_flight = []
 
-    def lost(session, operations, moment):
+    def delay(session, operations, moment):
         if moment == "before" and operations[0].key == HOLDER and session == late.store.session:
             in_flight.append((session, operations))
             server.fault = lambda *_: None
-            raise PossiblyInconsistentError("the question is under way")
+            raise PossiblyInconsistentError("the request is under way")
 
-    server.fault = lost
+    server.fault = delay
     assert isinstance(late.ask(), Unanswered)
     other = server.session()
-    other.transact(Create(HOLDER, b"of another", ephemeral=True))
+    other.transact(Create(HOLDER, b"another holder", ephemeral=True))
     assert late.ask() == Refused()
     other.close()
     server.apply(*in_flight[0])
     assert late.ask() == Lost("this session holds a term that was not granted to it")
 
 
-@pytest.mark.parametrize("gone", [HOLDER, TERM])
-def test_a_leader_whose_entry_is_gone(gone):
-    """It hears so with its next question."""
+@pytest.mark.parametrize("deleted", [HOLDER, TERM])
+def test_a_leader_whose_entry_is_deleted_loses_leadership(deleted):
+    """It notices with its next request."""
     server = ModelServer()
-    questions, _ = acquired(server)
-    assert questions.ask() == Renewed(1, 0.0)
-    server.session().transact(Delete(gone))
-    assert isinstance(questions.ask(), Lost)
+    client, _ = acquire(server)
+    assert client.ask() == Renewed(1, 0.0)
+    server.session().transact(Delete(deleted))
+    assert isinstance(client.ask(), Lost)
 
 
-def test_a_tree_that_was_deleted():
-    """A standby makes it again."""
+def test_a_standby_creates_deleted_entries_again():
+    """It acquires leadership with its next request."""
     server = ModelServer()
-    questions, _ = acquired(server)
+    client, _ = acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
     assert standby.ask() == Refused()
-    questions.store.close()
+    client.store.close()
     server.session().transact(Delete(TERM), Delete("leader"))
     assert standby.ask() == Refused()
     assert isinstance(standby.ask(), Acquired)
 
 
-# -- processes over a store in memory
+# -- Processes on an in-memory store
 
 
-class Late(ModelStore):
-    """Hears late that its session is over: when it is told, or asks."""
+class SlowSession(ModelStore):
+    """A session that notices its expiry only when it is notified or makes a request."""
 
     timeout = TIMEOUT
     suspended = False
 
 
 class Process(Contender):
-    """A contender whose threads are the test."""
+    """A contender whose threads are replaced by calls of the test."""
 
     def __init__(self, world):
-        self.world, self.questions, self.told, self.asking = world, None, None, False
+        self.world, self.client, self.notified, self.asking = world, None, None, False
         self.leaderships, self.calls = [], []
         super().__init__(world.open, None, None, clock=world.clock)
 
@@ -360,52 +366,52 @@ class Process(Contender):
         pass
 
     def turn(self):
-        """Asks once; leaves the session as soon as it may."""
+        """Makes one request. Closes the session as soon as the contender may."""
         if self.asking:
-            return  # this is in the middle of it
+            return  # called during its own request
         self.asking = True
         try:
-            self.asked()
+            self.request()
         finally:
             self.asking = False
 
-    def asked(self):
-        if self.questions is None:
+    def request(self):
+        if self.client is None:
             if self._granted is not None:
                 return  # its callbacks run
-            self.questions = LeaseClient(self._open_store(), self._clock)
-        if not self._turn(self.questions):
-            self._hear(Lost("its session is not used any more"))
+            self.client = LeaseClient(self._open_store(), self._clock)
+        if not self._turn(self.client):
+            self._hear(Lost("its session is no longer used"))
             if self._granted is None or self._granted not in self.leaderships:
                 self._granted = None
-                self.questions.store.close()
-                self.questions = None
+                self.client.store.close()
+                self.client = None
         elif self._granted is not None and self._granted not in self.leaderships:
             self.leaderships.append(self._granted)
 
-    def tell(self):
-        """What the other thread would: on_grant, then on_revoke, each some time later."""
+    def notify(self):
+        """Does the work of the other thread: calls on_grant, then on_revoke, each some time later."""
         granted = self._granted
         if granted is None or granted not in self.leaderships:
             return
-        if self.told is not granted and granted.valid:
-            self.told = granted
+        if self.notified is not granted and granted.valid:
+            self.notified = granted
             self.calls.append(("grant", granted.term))
         elif not granted.valid:
-            if self.told is granted:
+            if self.notified is granted:
                 self.calls.append(("revoke", granted.term))
             self._granted = None
 
-    def impatient(self):
-        """It has waited long enough for its callbacks, and leaves the session while they run on."""
-        waits = self.questions is not None and not self.asking
+    def stop_waiting(self):
+        """Closes the session while callbacks still run, as after the `ending` timeout."""
+        waits = self.client is not None and not self.asking
         if waits and self._granted is not None and self._granted.reason is not None:
-            self.questions.store.close()
-            self.questions = None
+            self.client.store.close()
+            self.client = None
 
 
 class World(RuleBasedStateMachine):
-    """Contenders over one store. Anything may happen before and behind each transaction, also that it is done much later."""
+    """Contenders on one store. Anything may happen before and after each transaction, and it may be delayed."""
 
     timely = False
 
@@ -413,8 +419,8 @@ class World(RuleBasedStateMachine):
     def begin(self, number):
         self.now, self.numbers = 0.0, 0
         self.server = ModelServer()
-        self.server.fault = self.happens
-        self.heard, self.script, self.in_flight, self.done = {}, [], [], []
+        self.server.fault = self.inject_faults
+        self.last_requests, self.faults, self.in_flight, self.done = {}, [], [], []
         self.processes = [Process(self) for _ in range(number)]
 
     def clock(self):
@@ -422,40 +428,40 @@ class World(RuleBasedStateMachine):
         return self.now
 
     def open(self):
-        store = Late(self.server, self.server.session().session)
-        self.heard[store.session] = self.now
+        store = SlowSession(self.server, self.server.session().session)
+        self.last_requests[store.session] = self.now
         return store
 
-    def happens(self, session, operations, moment):
-        script, self.script = self.script, []
-        for when, what, which in script:
+    def inject_faults(self, session, operations, moment):
+        faults, self.faults = self.faults, []
+        for when, kind, number in faults:
             if when != moment:
-                self.script.append((when, what, which))
+                self.faults.append((when, kind, number))
                 continue
-            if what == "turn":
-                self.processes[which % len(self.processes)].turn()
-            elif what == "time":
-                self.now += which
-            elif what == "expire":
-                self.expire(which)
-            elif what == "unavailable" and moment == "before":
-                raise StoreUnavailable("the store is away")
-            elif what == "lost":
+            if kind == "turn":
+                self.processes[number % len(self.processes)].turn()
+            elif kind == "time":
+                self.now += number
+            elif kind == "expire":
+                self.expire(number)
+            elif kind == "unavailable" and moment == "before":
+                raise StoreUnavailable("the store is unavailable")
+            elif kind == "lost":
                 raise PossiblyInconsistentError("lost")
-            elif what == "late" and moment == "before":
+            elif kind == "late" and moment == "before":
                 self.in_flight.append((session, operations))
                 raise PossiblyInconsistentError("under way")
         if moment == "before":
-            self.heard[session] = self.now
+            self.last_requests[session] = self.now
 
-    def expire(self, which):
+    def expire(self, index):
         live = sorted(self.server.live)
         if self.timely:
-            live = [name for name in live if self.now - self.heard[name] > TIMEOUT]
+            live = [name for name in live if self.now - self.last_requests[name] > TIMEOUT]
         if live:
-            self.server.expire(live[which % len(live)])
+            self.server.expire(live[index % len(live)])
 
-    scripts = st.lists(
+    fault_lists = st.lists(
         st.tuples(
             st.sampled_from(["before", "after"]),
             st.sampled_from(["turn", "turn", "time", "expire", "unavailable", "lost", "late"]),
@@ -464,57 +470,57 @@ class World(RuleBasedStateMachine):
         max_size=3,
     )
 
-    @rule(which=st.integers(0, 2), script=scripts, rounds=st.integers(1, 3))
-    def one_asks(self, which, script, rounds):
-        self.script = list(script)
+    @rule(index=st.integers(0, 2), faults=fault_lists, rounds=st.integers(1, 3))
+    def a_process_makes_requests(self, index, faults, rounds):
+        self.faults = list(faults)
         for _ in range(rounds):
-            self.processes[which % len(self.processes)].turn()
-        self.script = []
+            self.processes[index % len(self.processes)].turn()
+        self.faults = []
 
-    @rule(which=st.integers(0, 2))
-    def one_is_told(self, which):
-        self.processes[which % len(self.processes)].tell()
+    @rule(index=st.integers(0, 2))
+    def a_process_runs_callbacks(self, index):
+        self.processes[index % len(self.processes)].notify()
 
-    @rule(which=st.integers(0, 2))
-    def one_is_impatient(self, which):
-        self.processes[which % len(self.processes)].impatient()
+    @rule(index=st.integers(0, 2))
+    def a_process_stops_waiting_for_callbacks(self, index):
+        self.processes[index % len(self.processes)].stop_waiting()
 
-    @rule(which=st.integers(0, 2), down=st.booleans())
-    def a_connection_breaks_or_heals(self, which, down):
-        process = self.processes[which % len(self.processes)]
-        if process.questions is not None and process.questions.store.session in self.server.live:
-            process.questions.store.suspended = down
+    @rule(index=st.integers(0, 2), down=st.booleans())
+    def a_connection_breaks_or_recovers(self, index, down):
+        process = self.processes[index % len(self.processes)]
+        if process.client is not None and process.client.store.session in self.server.live:
+            process.client.store.suspended = down
 
     @rule(seconds=st.floats(0.01, 4.0))
     def time_passes(self, seconds):
         self.now += seconds
 
-    @rule(which=st.integers(0, 9))
-    def a_session_expires(self, which):
-        self.expire(which)
+    @rule(index=st.integers(0, 9))
+    def a_session_expires(self, index):
+        self.expire(index)
 
     @precondition(lambda self: self.in_flight)
-    @rule(which=st.integers(0, 9))
-    def one_arrives(self, which):
-        session, operations = self.in_flight.pop(which % len(self.in_flight))
+    @rule(index=st.integers(0, 9))
+    def a_delayed_transaction_arrives(self, index):
+        session, operations = self.in_flight.pop(index % len(self.in_flight))
         if session in self.server.live:
             with contextlib.suppress(StoreConflict):
                 self.server.apply(session, operations)
 
-    @rule(which=st.integers(0, 9), how=st.sampled_from(["leader", "job", "looked long ago"]), script=scripts)
-    def one_writes(self, which, how, script):
-        """As of any leadership there ever was: its leader, its job's process, or whoever has looked and then slept."""
-        held = [one for process in self.processes for one in process.leaderships]
-        if not held:
+    @rule(index=st.integers(0, 9), writer=st.sampled_from(["leader", "job", "unchecked"]), faults=fault_lists)
+    def a_leadership_writes(self, index, writer, faults):
+        """Any leadership so far, through its leader, its job's process, or a process that checked it long ago."""
+        leaderships = [leadership for process in self.processes for leadership in process.leaderships]
+        if not leaderships:
             return
-        leadership = held[which % len(held)]
+        leadership = leaderships[index % len(leaderships)]
         store = leadership.store
-        if how == "job":
+        if writer == "job":
             store = Fenced(self.open(), fence(leadership.term))
-        elif how == "looked long ago":
+        elif writer == "unchecked":
             store = Fenced(store._store, fence(leadership.term))
         self.numbers += 1
-        self.script = list(script)
+        self.faults = list(faults)
         try:
             store.transact(Create(f"work-{self.numbers}", str(leadership.term).encode()))
             self.done.append((self.numbers, leadership.term))
@@ -522,77 +528,77 @@ class World(RuleBasedStateMachine):
             assert f"work-{self.numbers}" not in self.server.entries
         except (SessionLost, StoreUnavailable, PossiblyInconsistentError):
             pass
-        self.script = []
+        self.faults = []
 
     @precondition(lambda self: self.now > 0)
-    @rule(which=st.integers(0, 2))
-    def one_resigns(self, which):
-        process = self.processes[which % len(self.processes)]
+    @rule(index=st.integers(0, 2))
+    def a_process_resigns(self, index):
+        process = self.processes[index % len(self.processes)]
         process._hear(Resigned())
         process._closing = True
-        self.processes[self.processes.index(process)] = successor = Process(self)  # another is started in its place
+        self.processes[self.processes.index(process)] = successor = Process(self)  # another process replaces it
         successor.leaderships = process.leaderships
-        if process.questions is not None:
-            process.questions.store.close()
+        if process.client is not None:
+            process.client.store.close()
 
     @invariant()
-    def one_at_most(self):
+    def at_most_one_leads(self):
         if not hasattr(self, "server"):
             return
-        led = [one for process in self.processes for one in process.leaderships]
-        valid = [one for one in led if one.valid]
+        leaderships = [leadership for process in self.processes for leadership in process.leaderships]
+        valid = [leadership for leadership in leaderships if leadership.valid]
         if self.timely:
-            assert len(valid) <= 1, "two lead by their own clocks"
+            assert len(valid) <= 1, "two processes lead by their own clocks"
         current = self.server.entries[TERM].version if TERM in self.server.entries else 0
-        terms = [one.term for one in led]
+        terms = [leadership.term for leadership in leaderships]
         assert len(set(terms)) == len(terms), "a term is granted once"
         assert all(term <= current for term in terms)
         for process in self.processes:
-            mine = [one.term for one in process.leaderships]
-            assert mine == sorted(mine)
+            terms = [leadership.term for leadership in process.leaderships]
+            assert terms == sorted(terms)
             kinds = [kind for kind, _ in process.calls]
             assert kinds == ["grant", "revoke"] * (len(kinds) // 2) + ["grant"] * (len(kinds) % 2)
-            assert [t for k, t in process.calls if k == "revoke"] == [t for k, t in process.calls if k == "grant"][
-                : len(kinds) // 2
-            ]
+            granted = [term for kind, term in process.calls if kind == "grant"]
+            revoked = [term for kind, term in process.calls if kind == "revoke"]
+            assert revoked == granted[: len(kinds) // 2]
 
     def teardown(self):
         if not hasattr(self, "server"):
             return
-        self.follow_the_log()
-        self.script, self.server.fault = [], lambda *_: None
+        self.check_log()
+        self.faults, self.server.fault = [], lambda *_: None
         for session in list(self.server.live):
-            if not any(one.questions and one.questions.store.session == session for one in self.processes):
+            if not any(process.client and process.client.store.session == session for process in self.processes):
                 self.server.expire(session)
         for process in self.processes:
-            if process.questions is not None and process.questions.store.session in self.server.live:
-                process.questions.store.suspended = False
-        # All is well again: soon one leads, and only one.
+            if process.client is not None and process.client.store.session in self.server.live:
+                process.client.store.suspended = False
+        # Without faults, soon exactly one process leads.
         for _ in range(6):
             for process in self.processes:
                 process.turn()
-                process.tell()
-        (leader,) = [one for process in self.processes for one in process.leaderships if one.valid]
+                process.notify()
+        (leader,) = [leadership for process in self.processes for leadership in process.leaderships if leadership.valid]
         assert leader_of(self.server.session()).term == leader.term
         leader.store.transact(Create("work-last"))
-        self.follow_the_log()
+        self.check_log()
 
-    def follow_the_log(self):
-        """Each write was done in its own term: the store's own order knows no other."""
+    def check_log(self):
+        """In the store's own order of transactions, each write was done in its own term."""
         term, works = 0, collections.Counter()
         for _session, operations in self.server.log:
-            work = [one for one in operations if isinstance(one, Create) and one.key.startswith("work-")]
+            work = [create for create in operations if isinstance(create, Create) and create.key.startswith("work-")]
             if work:
-                (check,) = [one for one in operations if isinstance(one, Check) and one.key == TERM]
+                (check,) = [check for check in operations if isinstance(check, Check) and check.key == TERM]
                 assert check.version == term
-                works.update(one.key for one in work)
-            term += sum(isinstance(one, Replace) and one.key == TERM for one in operations)
+                works.update(create.key for create in work)
+            term += sum(isinstance(operation, Replace) and operation.key == TERM for operation in operations)
         assert not works or max(works.values()) == 1
         assert {f"work-{number}" for number, _ in self.done} <= set(works)
 
 
 class Timely(World):
-    """A store that ends sessions only after their time-out, as promised: no two lead even by their own clocks."""
+    """The store ends sessions only after their timeout, so no two processes lead even by their own clocks."""
 
     timely = True
 
@@ -605,48 +611,49 @@ TestTimely.settings = settings(max_examples=80, stateful_step_count=40, deadline
 
 @pytest.mark.long
 class TestWorldLong(World.TestCase):
-    """Many more."""
+    """More and longer schedules."""
 
     settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
 
 
 @pytest.mark.long
 class TestTimelyLong(Timely.TestCase):
-    """Many more."""
+    """More and longer schedules."""
 
     settings = settings(max_examples=2000, stateful_step_count=60, deadline=None)
 
 
-@pytest.mark.parametrize("whose", ["of its own session", "of a job's session"])
-def test_the_seeds_schedule(whose):
-    """Leader 1 is told late: it removes a finished job while leader 2, granted before, submits it again. The job is there."""
+@pytest.mark.parametrize("session", ["own session", "job's session"])
+def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
+    """Leader 1 learns late that it has lost leadership and removes a finished job. Leader 2, which was granted before,
+    has submitted the job again, so the job stays."""
     world = World()
     world.begin(2)
     first, second = world.processes
     first.turn()
-    (one,) = first.leaderships
-    one.store.ensure("jobs")
-    one.store.transact(Create("jobs/a", b"submitted to 1"))
-    job = one.store if "own" in whose else Fenced(world.open(), fence(one.term))
-    finished = one.store.read("jobs/a")
+    (leadership,) = first.leaderships
+    leadership.store.ensure("jobs")
+    leadership.store.transact(Create("jobs/a", b"submitted to 1"))
+    job = leadership.store if "own" in session else Fenced(world.open(), fence(leadership.term))
+    finished = leadership.store.read("jobs/a")
 
-    world.server.expire(first.questions.store.session)  # nobody tells
+    world.server.expire(first.client.store.session)  # it is not notified
     second.turn()
-    (two,) = second.leaderships
-    assert (one.term, two.term) == (1, 2)
-    assert one.valid
-    two.store.transact(Replace("jobs/a", b"submitted to 2", finished.version))
+    (next_leadership,) = second.leaderships
+    assert (leadership.term, next_leadership.term) == (1, 2)
+    assert leadership.valid
+    next_leadership.store.transact(Replace("jobs/a", b"submitted to 2", finished.version))
     with pytest.raises(LeadershipLost):
         job.transact(Delete("jobs/a"))
-    assert two.store.read("jobs/a").value == b"submitted to 2"
+    assert next_leadership.store.read("jobs/a").value == b"submitted to 2"
 
     first.turn()
-    assert not one.valid
-    first.tell()
-    assert first.calls == []  # it was over before it was told of
+    assert not leadership.valid
+    first.notify()
+    assert first.calls == []  # it ended before its callbacks were called
     with pytest.raises(LeadershipLost, match="does not lead in term 1 any more: session-1 is over"):
-        one.check()
+        leadership.check()
     for _ in range(3):
         first.turn()
     assert len(first.leaderships) == 1
-    assert two.valid
+    assert next_leadership.valid

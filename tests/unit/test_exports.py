@@ -1,4 +1,4 @@
-"""What `import stagecrew` gives, and what it does not do."""
+"""The public names of `stagecrew`, and the cost of importing it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import stagecrew
 PACKAGE = str(Path(stagecrew.__file__).parents[1])
 
 
-def fresh(code: str, *path: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a new interpreter that has this package, and warnings as errors."""
+def run_python(code: str, *path: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a new interpreter with this package on its path. Warnings are errors."""
     environment = {"PYTHONPATH": ":".join([*path, PACKAGE]), "PATH": "/usr/bin:/bin"}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
@@ -28,7 +28,7 @@ def fresh(code: str, *path: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_is_sorted_and_importable():
-    """Each public name is there, once, and `dir` shows the same."""
+    """Each public name exists once, and `dir` shows the same names."""
     assert stagecrew.__all__ == sorted(set(stagecrew.__all__))
     for name in stagecrew.__all__:
         assert getattr(stagecrew, name) is not None
@@ -36,11 +36,12 @@ def test_all_is_sorted_and_importable():
 
 
 def test_every_name_that_can_be_imported_is_in_all():
-    """Nothing else of ours is public: no name without an underscore beside the modules of the package."""
-    result = fresh(
+    """No other name without an underscore is public, except the package's modules."""
+    result = run_python(
         "import json, types, stagecrew\n"
         "for name in stagecrew.__all__: getattr(stagecrew, name)\n"
-        "public = [n for n, v in vars(stagecrew).items() if not n.startswith('_') and not isinstance(v, types.ModuleType)]\n"
+        "public = [n for n, v in vars(stagecrew).items()\n"
+        "          if not n.startswith('_') and not isinstance(v, types.ModuleType)]\n"
         "print(json.dumps(sorted(set(public) | set(stagecrew._LAZY))))"
     )
     assert result.stderr == ""
@@ -49,34 +50,35 @@ def test_every_name_that_can_be_imported_is_in_all():
 
 
 def test_every_error_is_public():
-    """All of `stagecrew.errors` can be caught by its name in `stagecrew`."""
+    """Every error in `stagecrew.errors` can be imported from `stagecrew`."""
     from stagecrew import errors
 
     assert set(errors.__all__) <= set(stagecrew.__all__)
 
 
 def test_public_names_are_documented():
-    """Each has a docstring of its own."""
+    """Each has its own docstring."""
     for name in stagecrew.__all__:
         if name != "__version__":
             assert (getattr(stagecrew, name).__doc__ or "").strip(), name
 
 
-def test_an_unknown_name():
-    """It is an AttributeError like that of any module."""
+def test_an_unknown_name_is_an_attribute_error():
+    """The messages are those of any module."""
     with pytest.raises(AttributeError, match="module 'stagecrew' has no attribute 'nonsense'"):
         stagecrew.nonsense  # noqa: B018
     with pytest.raises(ImportError, match="nonsense"):
         from stagecrew import nonsense  # noqa: F401
 
 
-def test_importing_is_light():
-    """Neither PySpark nor pandas nor pyarrow is loaded, no thread started, no signal taken, nothing printed."""
-    result = fresh(
+def test_importing_stagecrew_is_light():
+    """It loads neither PySpark, pandas nor PyArrow, starts no thread, sets no signal handler and prints nothing."""
+    result = run_python(
         "import json, signal, sys, threading\n"
         "signals = [signal.getsignal(n) for n in signal.valid_signals()]\n"
-        "import stagecrew, stagecrew.listeners.listener, stagecrew.wire.frames, stagecrew.conf, stagecrew.worker.lifecycle\n"
-        "import stagecrew.worker.hooks, stagecrew.wire.channel, stagecrew.worker.descriptions, stagecrew.worker.process\n"
+        "import stagecrew, stagecrew.listeners.listener, stagecrew.wire.frames, stagecrew.conf\n"
+        "import stagecrew.worker.lifecycle, stagecrew.worker.hooks, stagecrew.wire.channel\n"
+        "import stagecrew.worker.descriptions, stagecrew.worker.process\n"
         "import stagecrew.worker.agent, stagecrew.testing\n"
         "assert signals == [signal.getsignal(n) for n in signal.valid_signals()]\n"
         "heavy = {'pyspark', 'py4j', 'pandas', 'pyarrow', 'numpy', 'click', 'rich', 'psutil', 'asyncio'}\n"
@@ -86,9 +88,9 @@ def test_importing_is_light():
     assert json.loads(result.stdout) == [[], 1]
 
 
-def test_the_daemon_is_light():
-    """The entry of the Python daemon loads what PySpark's own daemon loads, and starts no thread before it forks."""
-    result = fresh(
+def test_importing_the_daemon_is_light():
+    """It loads only what PySpark's own daemon loads, and starts no thread before it forks."""
+    result = run_python(
         "import json, sys, threading\n"
         "import pyspark.daemon\n"
         "before = {name.split('.')[0] for name in sys.modules}\n"
@@ -102,13 +104,13 @@ def test_the_daemon_is_light():
 
 @pytest.mark.parametrize("name", ["configure", "Crew", "TopologyReport"])
 def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
-    """The names that need PySpark say so; the others work."""
+    """Only names that need PySpark raise. The other names work."""
     (tmp_path / "pyspark").mkdir()
     (tmp_path / "pyspark" / "__init__.py").write_text(
         "raise ModuleNotFoundError('No module named pyspark', name='pyspark')"
     )
     code = f"import stagecrew\nstagecrew.Listener()\nstagecrew.{name}"
-    result = fresh(code, str(tmp_path))
+    result = run_python(code, str(tmp_path))
     if name == "TopologyReport":
         assert result.returncode == 0, result.stderr
     else:
@@ -116,6 +118,6 @@ def test_without_pyspark_the_error_says_what_to_install(name, tmp_path):
         assert f"ModuleNotFoundError: stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`" in result.stderr
 
 
-def test_the_version_is_that_of_the_jar():
-    """`__version__` is the one version; the jar's name carries it."""
+def test_the_jar_has_the_version_of_the_package():
+    """The version is part of the jar's file name."""
     assert f"-{stagecrew.__version__}.jar" in stagecrew.jar_path()

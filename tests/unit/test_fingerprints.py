@@ -1,4 +1,4 @@
-"""Functions are compared by what they are, across processes."""
+"""Fingerprints of functions are equal for equal code and values, in any process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCALE = 2
 NAMES = {f"name {n}" for n in range(20)}
 
 
-def held(value: Any) -> Callable[[Any, Any], Any]:
+def in_closure(value: Any) -> Callable[[Any, Any], Any]:
     return lambda a, b: (a, b, value)
 
 
@@ -94,7 +94,7 @@ def a_dataclass(value: int) -> Any:
     return Reducer(value)
 
 
-def marked(value: Any) -> Any:
+def with_attribute(value: Any) -> Any:
     def reduce(a: Any, b: Any) -> Any:
         return a, b, reduce.value
 
@@ -102,7 +102,7 @@ def marked(value: Any) -> Any:
     return reduce
 
 
-def not_yet() -> Any:
+def with_unassigned_variable() -> Any:
     def reduce(a: Any, b: Any) -> Any:
         return later(a, b)
 
@@ -111,7 +111,7 @@ def not_yet() -> Any:
     return reduce
 
 
-#: Makers of functions; no two make the same.
+#: Each maker returns a function. No two makers return equal functions.
 MAKERS: list[Callable[[], Any]] = [
     lambda: lambda a, b: a + b,
     lambda: lambda a, b: a * b,
@@ -123,47 +123,49 @@ MAKERS: list[Callable[[], Any]] = [
     lambda: lambda a, b: [x + 1 for x in (a, b)],
     lambda: lambda a, b: [x + 2 for x in (a, b)],
     lambda: lambda a, b: a + b + SCALE,
-    *(functools.partial(held, value) for value in (1, "1", b"1", 1j, 0.0, -0.0, None, ..., (), [], [1], (1,))),
-    *(functools.partial(held, value) for value in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {1, 2}, frozenset({1, 2}))),
-    *(functools.partial(held, value) for value in (np.arange(3), np.arange(3.0), np.int64(1), np.arange(4)[1:])),
-    *(functools.partial(held, value) for value in (np.maximum, np.add, len, dict, [].append, str.join, range(3))),
-    lambda: held({f"name {n}" for n in range(20)}),
-    lambda: held(max(NAMES)),
-    lambda: held(dict.fromkeys(NAMES, 1)),
+    *(functools.partial(in_closure, value) for value in (1, "1", b"1", 1j, 0.0, -0.0, None, ..., (), [], [1], (1,))),
+    *(functools.partial(in_closure, value) for value in ({"a": 1, "b": 2}, {"a": 2, "b": 1})),
+    *(functools.partial(in_closure, value) for value in ({1, 2}, frozenset({1, 2}))),
+    *(functools.partial(in_closure, value) for value in (np.arange(3), np.arange(3.0), np.int64(1), np.arange(4)[1:])),
+    *(functools.partial(in_closure, value) for value in (np.maximum, np.add, len, dict, [].append, str.join, range(3))),
+    lambda: in_closure({f"name {n}" for n in range(20)}),
+    lambda: in_closure(max(NAMES)),
+    lambda: in_closure(dict.fromkeys(NAMES, 1)),
     *(functools.partial(maker, value) for maker in (by_default, by_keyword, recursive) for value in (1, 2)),
-    *(functools.partial(maker, value) for maker in (by_global, a_dataclass, marked, an_object) for value in (1, 2)),
+    *(functools.partial(maker, value) for maker in (by_global, a_dataclass) for value in (1, 2)),
+    *(functools.partial(maker, value) for maker in (with_attribute, an_object) for value in (1, 2)),
     lambda: an_object(1, sign=-1),
     lambda: an_object(1).method,
     lambda: an_object(2).method,
-    lambda: functools.partial(held(1), 5),
-    lambda: functools.partial(held(1), 6),
-    lambda: functools.partial(held(2), 5),
-    lambda: functools.partial(max, key=held(1)),
-    lambda: functools.lru_cache(held(3)).__wrapped__,
+    lambda: functools.partial(in_closure(1), 5),
+    lambda: functools.partial(in_closure(1), 6),
+    lambda: functools.partial(in_closure(2), 5),
+    lambda: functools.partial(max, key=in_closure(1)),
+    lambda: functools.lru_cache(in_closure(3)).__wrapped__,
     lambda: operator.add,
     lambda: operator.mul,
     lambda: np.minimum,
     lambda: operator.itemgetter(1),
-    not_yet,
+    with_unassigned_variable,
 ]  # fmt: skip
 
 
 def digest(function: Any) -> str:
-    found = fingerprint(function, b"1")
-    assert found == fingerprint(function, b"2"), "it could not be looked into"
-    return found.hex()
+    digested = fingerprint(function, b"1")
+    assert digested == fingerprint(function, b"2"), "the function could not be inspected"
+    return digested.hex()
 
 
-def test_what_differs():
-    """Other code, constants, defaults, closures, globals, states: no two of the functions are the same."""
-    made = [digest(maker()) for maker in MAKERS]
-    for number, one in enumerate(made):
-        assert one not in made[:number], f"maker {number} is like {made.index(one)}"
+def test_different_functions_have_different_fingerprints():
+    """They differ in code, constants, defaults, closures, globals or state."""
+    digests = [digest(maker()) for maker in MAKERS]
+    for number, value in enumerate(digests):
+        assert value not in digests[:number], f"maker {number} equals maker {digests.index(value)}"
 
 
 @pytest.mark.parametrize("number", range(len(MAKERS)))
-def test_what_is_made_twice(number):
-    """The same code over equal values is the same, made twice, and where it was pickled."""
+def test_equal_functions_have_equal_fingerprints(number):
+    """This holds if the function is created twice, and after pickling."""
     maker = MAKERS[number]
     assert digest(maker()) == digest(maker())
     pickled = cloudpickle.dumps(maker())
@@ -171,11 +173,11 @@ def test_what_is_made_twice(number):
     assert digest(one) == digest(other)
 
 
-def test_in_other_processes():
-    """Neither the order of sets nor ids of objects say anything: processes of other hashes find the same."""
+def test_fingerprints_are_equal_in_other_processes():
+    """They depend neither on hash seeds, the order of sets, nor ids of objects."""
     code = "import test_fingerprints as t; print([t.digest(maker()) for maker in t.MAKERS])"
     folder = str(Path(__file__).parent)
-    found = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join([folder, *sys.path])},
@@ -186,27 +188,27 @@ def test_in_other_processes():
         ).stdout
         for seed in ("1", "2")
     ]
-    assert found[0] == found[1]
-    assert found[0].count(",") == len(MAKERS) - 1
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count(",") == len(MAKERS) - 1
 
 
-def test_where_nothing_can_be_known():
-    """What can be pickled but not looked into is compared by what was pickled: never the same by mistake."""
+def test_a_function_that_cannot_be_inspected_uses_its_pickled_bytes():
+    """The second argument of `fingerprint` decides, so different functions are never equal by mistake."""
 
-    class Odd:
+    class NotPicklable:
         def __reduce_ex__(self, protocol: Any) -> Any:
-            raise TypeError("not with me")
+            raise TypeError("cannot be pickled")
 
-    function = held(Odd())
-    assert fingerprint(function, b"1") == fingerprint(held(Odd()), b"1") != fingerprint(function, b"2")
+    function = in_closure(NotPicklable())
+    assert fingerprint(function, b"1") == fingerprint(in_closure(NotPicklable()), b"1") != fingerprint(function, b"2")
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    assert fingerprint(held(deep), b"1") == fingerprint(function, b"1")
+    assert fingerprint(in_closure(deep), b"1") == fingerprint(function, b"1")
 
 
-def test_where_it_stands_says_nothing():
-    """Two places of one text are one function."""
+def test_the_place_of_a_function_does_not_matter():
+    """The same code on two lines is one function."""
     one = lambda a, b: a + b  # noqa: E731
     other = lambda a, b: a + b  # noqa: E731
     assert digest(one) == digest(other)

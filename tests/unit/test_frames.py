@@ -1,4 +1,4 @@
-"""The wire format: what is encoded comes back, and nothing else is accepted."""
+"""The wire format: frames survive encoding and decoding, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ LIMIT = 1 << 20
 
 
 def fields_of(kind):
-    """Any fields that a frame of this kind may have."""
+    """A strategy for the fields of a frame of this kind."""
     return st.fixed_dictionaries({name: VALUES[type_] for name, type_ in KINDS[kind][1]})
 
 
 frames = st.sampled_from(sorted(KINDS)).flatmap(lambda kind: st.tuples(st.just(kind), fields_of(kind)))
 
 
-def test_the_table_is_sound():
-    """Each kind has its own number of one byte, each field a known type and its own name."""
+def test_the_table_of_kinds_is_consistent():
+    """Each kind has a unique number of one byte. Each field has a unique name and a known type."""
     numbers = [number for number, _ in KINDS.values()]
     assert len(set(numbers)) == len(numbers)
     for number, fields in KINDS.values():
@@ -47,8 +47,8 @@ def test_the_table_is_sound():
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @given(data=st.data())
-def test_every_kind_comes_back(kind, data):
-    """What is encoded is decoded to the same kind and fields, and `length` counts all that follows it."""
+def test_every_kind_survives_encoding_and_decoding(kind, data):
+    """Kind and fields are equal, and `length` counts all bytes after it."""
     fields = data.draw(fields_of(kind))
     encoded = encode(kind, **fields)
     assert struct.unpack(">I", encoded[:4])[0] == len(encoded) - 4
@@ -61,7 +61,7 @@ def test_every_kind_comes_back(kind, data):
 @settings(deadline=None)
 @given(frame=frames)
 def test_every_prefix_is_refused(frame):
-    """A frame that is cut anywhere is a `FrameError`, never a shorter frame and never another exception."""
+    """A truncated frame is a `FrameError`, never a shorter frame and never another exception."""
     encoded = encode(frame[0], **frame[1])[4:]
     for end in range(len(encoded)):
         with pytest.raises(FrameError):
@@ -69,8 +69,8 @@ def test_every_prefix_is_refused(frame):
 
 
 @given(frame=frames, rest=st.binary(min_size=1, max_size=9))
-def test_bytes_left_over_are_refused(frame, rest):
-    """Bytes behind the last field are a `FrameError` that says how many."""
+def test_bytes_after_the_last_field_are_refused(frame, rest):
+    """The `FrameError` says how many bytes they are."""
     with pytest.raises(FrameError, match=f"^{len(rest)} bytes are left over after a {frame[0]} frame"):
         decode(encode(frame[0], **frame[1])[4:] + rest)
 
@@ -91,30 +91,30 @@ def test_garbage_is_a_frame_or_a_frame_error(garbage):
 
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xe2\x82"])
 def test_text_that_is_not_utf8_is_refused(text):
-    """Also lone surrogates and overlong forms, that some writers make."""
+    """This includes lone surrogates and overlong forms, which some encoders produce."""
     with pytest.raises(FrameError, match="field topology of a CLOSE frame is not UTF-8"):
         decode(b"\x09" + struct.pack(">I", len(text)) + text)
 
 
-def test_a_count_takes_no_memory():
-    """A list that says it has four thousand million items is refused before one is made."""
+def test_a_large_count_allocates_no_memory():
+    """A list that claims 4 billion items is refused before it is created."""
     body = b"\x0b" + struct.pack(">I", 0) * 2 + b"\xff\xff\xff\xff" + b"\x00" * 4000
     with pytest.raises(FrameError, match="cut short"):
         decode(body)
 
 
 @given(sent=st.lists(frames, max_size=6), data=st.data())
-def test_pieces_of_any_size_are_the_whole(sent, data):
-    """Frames come out in order and complete, wherever the stream was cut, and nothing stays behind."""
+def test_a_stream_can_be_cut_anywhere(sent, data):
+    """All frames are decoded in order, and no bytes remain."""
     stream = b"".join(encode(kind, **fields) for kind, fields in sent)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
     decoder = Decoder(LIMIT)
-    got = [
+    received = [
         frame
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)
         for frame in decoder.feed(stream[start:end])
     ]
-    assert got == [Frame(*frame) for frame in sent]
+    assert received == [Frame(*frame) for frame in sent]
     assert decoder.pending == 0
 
 
@@ -123,33 +123,35 @@ def test_pieces_of_any_size_are_the_whole(sent, data):
     sizes=st.lists(st.sampled_from([0, 1, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE, 2 << 20]), max_size=6),
     pieces=st.lists(st.sampled_from([1, 100, LARGE, 1 << 20]), min_size=1, max_size=9),
 )
-def test_large_frames(sizes, pieces):
-    """Frames of any size come out whole, however they arrive; what is large is not copied, and nothing changes it later."""
+def test_large_frames_are_not_copied(sizes, pieces):
+    """Frames of any size are decoded from pieces of any size. Later data does not overwrite them."""
     sent = [bytes([number]) * size for number, size in enumerate(sizes)]
     pieces = itertools.cycle([*pieces, LARGE])
     stream = memoryview(b"".join(encode("FROM", executor="1", frames=data) for data in sent))
-    decoder, got = Decoder(4 << 20), []
+    decoder, received = Decoder(4 << 20), []
     while stream:
         room = decoder.room()
         size = min(len(room), len(stream), next(pieces))
         room[:size] = stream[:size]
         stream = stream[size:]
-        got += decoder.filled(size)
-    assert [frame["frames"] == data for frame, data in zip(got, sent, strict=True)] == [True] * len(sent)
-    assert [type(frame["frames"]) for frame in got] == [memoryview if len(data) >= LARGE else bytes for data in sent]
+        received += decoder.filled(size)
+    assert [frame["frames"] == data for frame, data in zip(received, sent, strict=True)] == [True] * len(sent)
+    assert [type(frame["frames"]) for frame in received] == [
+        memoryview if len(data) >= LARGE else bytes for data in sent
+    ]
     assert decoder.pending == 0
-    assert len(decoder.room()) == LARGE  # what was large is given back
+    assert len(decoder.room()) == LARGE  # memory of large frames is released
 
 
-def test_a_length_takes_no_memory():
-    """A frame that announces its length and never comes takes not much more than has arrived."""
+def test_a_large_length_allocates_no_memory():
+    """The decoder allocates little more than the bytes that have arrived."""
     decoder = Decoder(1 << 30)
     assert list(decoder.feed(struct.pack(">I", 1 << 30))) == []
     assert len(decoder.room()) < 2 << 20
 
 
-def test_byte_by_byte():
-    """The frame comes with its last byte, and `pending` says what is here before."""
+def test_a_frame_can_arrive_byte_by_byte():
+    """It is decoded with its last byte. `pending` counts the bytes before that."""
     encoded = encode("BEGIN", attempt=-1)
     decoder = Decoder(LIMIT)
     for i, byte in enumerate(encoded[:-1]):
@@ -158,8 +160,8 @@ def test_byte_by_byte():
     assert list(decoder.feed(encoded[-1:])) == [Frame("BEGIN", {"attempt": -1})]
 
 
-def test_the_limit_holds_before_the_bytes_come():
-    """A frame of exactly the limit passes; one byte more is refused as soon as its length is here."""
+def test_the_limit_is_checked_before_the_bytes_arrive():
+    """A frame of exactly the limit is accepted. One byte more is refused as soon as the length has arrived."""
     encoded = encode("CLOSE", topology="x" * 95)
     assert len(encoded) - 4 == 100
     assert len(list(Decoder(100).feed(encoded))) == 1
@@ -167,8 +169,8 @@ def test_the_limit_holds_before_the_bytes_come():
         list(Decoder(100).feed(struct.pack(">I", 101)))
 
 
-def test_a_frame_error_comes_behind_the_good_frames():
-    """What arrived whole before the garbage is still delivered."""
+def test_frames_before_garbage_are_decoded():
+    """The `FrameError` is raised after them."""
     stream = Decoder(LIMIT).feed(encode("OK") + b"\x00\x00\x00\x00")
     assert next(stream) == Frame("OK", {})
     with pytest.raises(FrameError, match="an empty frame"):
@@ -177,7 +179,7 @@ def test_a_frame_error_comes_behind_the_good_frames():
 
 @pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if KINDS[kind][1]))
 def test_wrong_fields_are_refused(kind):
-    """A field that is missing, superfluous or misspelt is a `FrameError`, with the kind in its text."""
+    """A missing, extra or misspelt field and a wrong value are a `FrameError` that names the kind."""
     good = {name: {"q": 1, "s": "", "b": b"", "l": []}[type_] for name, type_ in KINDS[kind][1]}
     first, *others = good
     encode(kind, **good)
@@ -192,14 +194,14 @@ def test_wrong_fields_are_refused(kind):
 
 
 def test_an_unknown_kind_is_refused():
-    """In both directions, by name and by number."""
+    """When encoding the error has its name, when decoding its number."""
     with pytest.raises(FrameError, match="unknown kind of frame 'NOPE'; the known kinds are HELLO"):
         encode("NOPE")
     with pytest.raises(FrameError, match="unknown kind of frame 255"):
         decode(b"\xff")
 
 
-def test_text_of_every_plane():
-    """Also beyond the basic plane, and with a NUL inside."""
+def test_text_may_contain_any_character():
+    """This includes characters outside the basic plane, and NUL."""
     text = "a\0ü€\U0001f680"
     assert decode(encode("CLOSE", topology=text)[4:])["topology"] == text

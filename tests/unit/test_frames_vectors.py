@@ -1,4 +1,4 @@
-"""Byte-for-byte vectors of the wire format, which the shim's own tests read too."""
+"""Byte vectors of the wire format. The shim's tests read the same file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stagecrew.wire.frames import KINDS, decode, encode
 
 FILE = Path(__file__).parents[1] / "frames-vectors.json"
 
-#: One value of each type per vector: the least, a plain one, the extremes.
+#: One value of each type for each vector: the smallest, an ordinary one, and the extremes.
 SAMPLES: list[dict[str, Any]] = [
     {"q": 0, "s": "", "b": b"", "l": []},
     {"q": 7, "s": "enrich-0123456789ab", "b": b"\x00\x01\xff", "l": [b"one", b"", b"\x80\x04."]},
@@ -21,25 +21,25 @@ SAMPLES: list[dict[str, Any]] = [
 ]
 
 
-def in_json(value: Any) -> Any:
-    """A field as JSON has it: bytes as hexadecimal digits."""
+def to_json(value: Any) -> Any:
+    """A field's value in JSON, with bytes as hexadecimal digits."""
     if isinstance(value, list):
         return [item.hex() for item in value]
     return value.hex() if isinstance(value, bytes) else value
 
 
 def vectors() -> list[dict[str, Any]]:
-    """Each kind with each sample; bytes as hexadecimal digits."""
-    found = []
+    """Each kind with each sample, with bytes as hexadecimal digits."""
+    result = []
     for kind, (_, fields) in KINDS.items():
-        # The long one on one kind, to keep the file small.
+        # The longest sample is used for one kind only, to keep the file small.
         samples = SAMPLES if kind == "DESCRIPTION" else SAMPLES[: 3 if fields else 1]
         for sample in samples:
             values = {name: sample[type_] for name, type_ in fields}
-            shown = {name: in_json(value) for name, value in values.items()}
+            json_values = {name: to_json(value) for name, value in values.items()}
             types = "".join(type_ for _, type_ in fields)
-            found.append({"kind": kind, "types": types, "fields": shown, "frame": encode(kind, **values).hex()})
-    return found
+            result.append({"kind": kind, "types": types, "fields": json_values, "frame": encode(kind, **values).hex()})
+    return result
 
 
 def text() -> str:
@@ -47,15 +47,15 @@ def text() -> str:
 
 
 def test_the_committed_vectors_are_what_encode_produces() -> None:
-    """The file that the shim's tests read is what this package encodes; a change of the format shows in its diff."""
-    assert FILE.read_text() == text(), f"run `python {Path(__file__).name}` if the format was meant to change"
+    """The shim's tests read the committed file. A change of the format shows in its diff."""
+    assert FILE.read_text() == text(), f"run `python {Path(__file__).name}` if you meant to change the format"
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=lambda vector: vector["kind"])
 def test_each_vector_decodes_to_its_fields(vector: dict[str, Any]) -> None:
-    """What a vector's bytes decode to is what they were made of."""
+    """Decoding the bytes gives the fields from which they were encoded."""
     frame = decode(bytes.fromhex(vector["frame"])[4:])
-    fields = {name: in_json(value) for name, value in frame.fields.items()}
+    fields = {name: to_json(value) for name, value in frame.fields.items()}
     assert (frame.kind, fields) == (vector["kind"], vector["fields"])
 
 

@@ -1,4 +1,4 @@
-"""State handles at each of their steps: whoever dies, fails, is slow or comes between, what refers to a state has it, whole."""
+"""State handles at each of their steps: whatever fails or interferes, every reference has a complete state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from handlesteps import CHANGES, ROOT, Killed, Schedule, Step, model_world, quick_folder, schedules, sqlite_world
 from stagecrew.errors import (
     HandleExists,
     HandleLocked,
@@ -21,26 +20,37 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.recovery.stores.contract import Create, Delete
+from support.handle_faults import (
+    MUTATING_METHODS,
+    ROOT,
+    FaultAtStep,
+    Killed,
+    Schedule,
+    explore_schedules,
+    model_world,
+    quick_folder,
+    sqlite_world,
+)
 
 
 @pytest.fixture
 def folder():
-    with quick_folder() as found:
-        yield found
+    with quick_folder() as path:
+        yield path
 
 
-def fresh(folder, number, made=model_world):
-    """A world of its own, with a handle `b`, one that is half removed, and an orphan."""
-    world = made(f"{folder}/{number}")
+def new_world(folder, number, make_world=model_world):
+    """A new world with a handle `b`, a half-removed handle and an orphaned state."""
+    world = make_world(f"{folder}/{number}")
     handles = world.handles()
     handles.add("b", b"old b")
     handles.add("half", b"half")
-    world.looking.transact(Delete("jobs/half/locks"))
+    world.observer.transact(Delete("jobs/half/locks"))
     world.storage.write("orphan", b"orphan", world.folder())
     return world
 
 
-#: What is done; what is done when it is repeated by another; and what must be there then, beside what was.
+#: For each case: the action, and the handles that must exist after another instance has repeated it.
 CASES = {
     "add": (lambda handles, world: handles.add("a", b"new a", [Create("also")]), {"a": b"new a", "b": b"old b"}),
     "add locked": (lambda handles, world: handles.add("a", b"new a", lock=True), {"a": b"new a", "b": b"old b"}),
@@ -57,91 +67,92 @@ CASES = {
 }
 
 
-def attempt(case, world, moment):
-    act, _ = CASES[case]
-    if act is None:
+def perform(case, world, moment):
+    action, _ = CASES[case]
+    if action is None:
         world.sweep(moment)
     else:
-        act(world.handles(moment), world)
+        action(world.handles(moment), world)
 
 
-def again(case, world):
-    """The first is over, and another instance does what that may have done."""
-    world.only()
+def repeat(case, world):
+    """The first instance has ended, and another one repeats its action."""
+    world.expire_others()
     with contextlib.suppress(HandleExists, HandleMissing, StoreConflict):
-        attempt(case, world, None)
+        perform(case, world, None)
 
 
-def enumerated(folder, case, error, made=model_world):
-    """Each step of a case, with the world in which it dies or fails there."""
+def each_step(folder, case, error, make_world=model_world):
+    """Yields a new world for each step of a case, in which the action dies or fails at that step."""
     for at in range(1, 200):
-        world = fresh(folder, at, made)
-        before = world.held()
-        step = Step(at, error)
+        world = new_world(folder, at, make_world)
+        before = world.readable_data()
+        step = FaultAtStep(at, error)
         raised = None
         try:
-            attempt(case, world, step)
-        except (Killed, RecoveryError) as found:
-            raised = found
+            perform(case, world, step)
+        except (Killed, RecoveryError) as caught:
+            raised = caught
         yield world, before, step, raised
         if step.count < at:
             assert at > 4
             return
-    raise AssertionError("it does not end")
+    raise AssertionError("the action does not end")
 
 
 @pytest.fixture(params=["model", "sqlite"])
-def made(request):
-    """Makes worlds."""
+def make_world(request):
+    """Makes worlds with each kind of store."""
     with contextlib.ExitStack() as stack:
         yield model_world if request.param == "model" else lambda folder: stack.enter_context(sqlite_world(folder))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_dies_at_each_step(folder, case, made):
-    """Before and after each call to store or storage, and in the middle of writing a state: whole at once, done by the next."""
+def test_an_instance_can_die_at_each_step(folder, case, make_world):
+    """It dies before or after each call to the store or storage, or while it writes a state. Every reference has a
+    complete state at once, and another instance completes the action."""
     after = CASES[case][1]
-    for world, before, _step, _raised in enumerated(folder, case, None, made):
-        assert world.held() in (before, after)
-        again(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+    for world, before, _step, _raised in each_step(folder, case, None, make_world):
+        assert world.readable_data() in (before, after)
+        repeat(case, world)
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kind", ["definite", "unknown"])
-def test_fails_at_each_step(folder, case, kind):
-    """Each call raises, or its answer is lost: as above; and what is definitely not done leaves no state behind."""
+def test_each_step_can_fail(folder, case, kind):
+    """Each call raises, or its reply is lost. A write that was definitely not done leaves no state."""
 
-    where = []
+    failed_method = []
 
     def error(method, when):
-        where[:] = [method]
+        failed_method[:] = [method]
         if method in ("write", "discard", "names", "now"):
-            return StateStorageError("the disk is away")
+            return StateStorageError("the disk is unavailable")
         if kind == "unknown":
             return PossiblyInconsistentError("lost") if method in ("transact", "ensure") else None
-        return StoreUnavailable("away") if when == "before" else None
+        return StoreUnavailable("unavailable") if when == "before" else None
 
     after = CASES[case][1]
-    for world, before, step, raised in enumerated(folder, case, error):
-        assert world.held() in (before, after)
+    for world, before, step, raised in each_step(folder, case, error):
+        assert world.readable_data() in (before, after)
         if (
             raised is not None
             and not isinstance(raised, PossiblyInconsistentError)
             and case.startswith(("add", "replace"))
         ):
-            assert world.held() == before
-            assert len(world.files()) <= 3 or where == ["write"]
+            assert world.readable_data() == before
+            assert len(world.files()) <= 3 or failed_method == ["write"]
         if step.fired and raised is None:
-            assert world.held() == after
-        again(case, world)
-        assert world.held() == after
-        assert world.clean() == after
+            assert world.readable_data() == after
+        repeat(case, world)
+        assert world.readable_data() == after
+        assert world.assert_clean() == after
 
 
-def answered(world, actor):
-    """What an actor was answered is true: for those that must not fail otherwise."""
+def check_error(actor):
+    """An actor may only fail with a RecoveryError."""
     assert actor.error is None or isinstance(actor.error, RecoveryError), actor.error
 
 
@@ -173,12 +184,12 @@ ACTIONS = {
 
 
 def race(folder, names, repeats=False):
-    """Makes the worlds of a race: warm instances, whose next steps are those that matter."""
+    """Returns a function that makes the worlds of a race. Warmed-up instances take only the steps of the race."""
     numbers = iter(range(1_000_000))
 
     def make(schedule):
         number = next(numbers)
-        world = fresh(folder, number)
+        world = new_world(folder, number)
         world.actors = []
         for name in names:
             if name == "sweep":
@@ -199,22 +210,23 @@ def race(folder, names, repeats=False):
     return make
 
 
-#: The orders with so many switches from one to the other are tried: all orders are millions.
+#: At most this number of switches between the two actors. Trying all orders would take millions of runs.
 SWITCHES = [2, pytest.param(4, marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("names", RACES.values(), ids=RACES)
-def test_each_schedule_of_two(folder, names, switches):
-    """In each order of the steps of two, at every moment: whole; what each is answered is true; nothing is left in the end."""
+def test_each_schedule_of_two_actors(folder, names, switches):
+    """In each order of their steps every reference has a complete state at every moment. Their results are true, and no
+    state is left at the end."""
 
-    def check(world, schedule, over):
-        held = world.held()
-        if not over:
+    def check(world, schedule, ended):
+        held = world.readable_data()
+        if not ended:
             return
         first, second = world.actors
         for actor in world.actors:
-            answered(world, actor)
+            check_error(actor)
         done = {name: actor.error is None for name, actor in zip(names, world.actors, strict=True)}
         if names in (("add a", "add a"), ("replace b", "replace b")):
             assert [first.error is None, second.error is None].count(True) == 1
@@ -237,33 +249,33 @@ def test_each_schedule_of_two(folder, names, switches):
         if names == ("remove half", "add half"):
             assert done == {"remove half": True, "add half": True}
             assert ("half" in held) == (not first.result)
-        assert world.clean() == held
+        assert world.assert_clean() == held
 
-    count = schedules(race(folder, names), check, switches)
+    count = explore_schedules(race(folder, names), check, switches)
     assert count > 10
 
 
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("names", [("add a", "sweep"), ("remove b", "add b"), ("replace b", "remove b")], ids=", ".join)
-def test_each_schedule_when_the_store_repeats(folder, names, switches):
-    """The same where each answer is lost, and the store asks again: what was done and undone since is not done twice."""
+def test_each_schedule_when_the_store_repeats_requests(folder, names, switches):
+    """Each reply is lost, so the store repeats its request. A write that was done and undone is not done twice."""
 
-    def check(world, schedule, over):
-        held = world.held()
-        if over:
+    def check(world, schedule, ended):
+        held = world.readable_data()
+        if ended:
             for actor in world.actors:
-                answered(world, actor)
+                check_error(actor)
             if names == ("add a", "sweep"):
                 assert held["a"] == b"new a"
             if names == ("remove b", "add b"):
                 assert world.actors[0].result is True
-            assert world.clean() == held
+            assert world.assert_clean() == held
 
-    schedules(race(folder, names, repeats=True), check, switches)
+    explore_schedules(race(folder, names, repeats=True), check, switches)
 
 
-def test_an_add_that_the_store_repeats_after_all_was_removed(folder):
-    """It was done, and removed by another, before the store asked for it again: the handle does not come back without its state."""
+def test_an_add_repeated_after_its_removal_does_not_restore_the_handle(folder):
+    """The add was done, and another instance removed the handle before the store repeated the request."""
     world = model_world(folder)
     removed = []
 
@@ -273,11 +285,11 @@ def test_an_add_that_the_store_repeats_after_all_was_removed(folder):
 
     world.handles(moment, repeats=True).add("a", b"1")
     assert removed == [True]
-    assert world.clean() == {}
+    assert world.assert_clean() == {}
 
 
 class Machine(RuleBasedStateMachine):
-    """Two instances and a sweeper, each at one step of something, in any order, with faults, deaths and late transactions."""
+    """Two instances and a sweeper. They take single steps in any order, with faults, deaths and late transactions."""
 
     def __init__(self):
         super().__init__()
@@ -288,24 +300,24 @@ class Machine(RuleBasedStateMachine):
         self.actors = {}
         self.late = {}
         self.number = 0
-        for who in ("one", "two"):
-            self.instance(who)
+        for process in ("one", "two"):
+            self.start_instance(process)
         self.instances["one"][0].add("a", b"0")
 
-    def instance(self, who):
+    def start_instance(self, process):
         hook = [None]
         handles = self.world.handles(lambda *at: hook[0](*at) if hook[0] else None)
-        handles.add(who, b"warm")  # what follows are the steps that matter
-        handles.remove(who)
-        self.instances[who] = (handles, hook)
+        handles.add(process, b"warm")  # warms up: only the steps under test follow
+        handles.remove(process)
+        self.instances[process] = (handles, hook)
 
-    def idle(self, who):
-        return who not in self.actors or self.actors[who].over
+    def idle(self, process):
+        return process not in self.actors or self.actors[process].ended
 
-    def start(self, who, action):
-        if not self.idle(who):
+    def start(self, process, action):
+        if not self.idle(process):
             return
-        handles, hook = self.instances[who]
+        handles, hook = self.instances[process]
 
         def run(moment):
             hook[0] = moment
@@ -314,13 +326,13 @@ class Machine(RuleBasedStateMachine):
             finally:
                 hook[0] = None
 
-        self.actors[who] = self.schedule.start(run)
+        self.actors[process] = self.schedule.start(run)
 
-    WHO = st.sampled_from(["one", "two"])
+    PROCESS = st.sampled_from(["one", "two"])
     NAME = st.sampled_from(["a", "b"])
 
     @rule(
-        who=WHO,
+        process=PROCESS,
         name=NAME,
         action=st.sampled_from(
             [
@@ -339,13 +351,13 @@ class Machine(RuleBasedStateMachine):
         ),
         flag=st.booleans(),
     )
-    def begin(self, who, name, action, flag):
+    def begin(self, process, name, action, flag):
         self.number += 1
         data = b"%d" % self.number
-        entry = self.world.looking.read(f"{ROOT}/{name}")
+        entry = self.world.observer.read(f"{ROOT}/{name}")
         version = max(0, entry.version - flag) if entry else 0
 
-        def repeated(handles):
+        def add_until_known(handles):
             state = handles.prepare(data)
             for _ in range(3):
                 with contextlib.suppress(PossiblyInconsistentError):
@@ -354,95 +366,99 @@ class Machine(RuleBasedStateMachine):
 
         actions = {
             "add": lambda handles: handles.add(name, data, lock=flag),
-            "add until known": repeated,
+            "add until known": add_until_known,
             "replace": lambda handles: handles.replace(name, version, data),
             "remove": lambda handles: handles.remove(name),
             "get": lambda handles: handles.get(name, lock=flag),
             "clear": lambda handles: handles.clear(),
             "release": lambda handles: handles.release_all(),
         }
-        self.start(who, actions[action])
+        self.start(process, actions[action])
 
     @rule()
     def sweep(self):
         if self.idle("sweeper"):
             self.actors["sweeper"] = self.schedule.start(lambda moment: self.world.sweep(moment))
 
-    @rule(who=st.sampled_from(["one", "two", "sweeper"]), steps=st.sampled_from([8, 4, 2, 1, 100]))
-    def step(self, who, steps):
+    @rule(process=st.sampled_from(["one", "two", "sweeper"]), steps=st.sampled_from([8, 4, 2, 1, 100]))
+    def step(self, process, steps):
         for _ in range(steps):
-            if not self.idle(who):
-                self.arrives(who)
-                self.actors[who].step()
+            if not self.idle(process):
+                self.late_transaction_arrives(process)
+                self.actors[process].step()
 
-    @rule(who=WHO, kind=st.sampled_from(["definite", "not done", "done", "late"]), where=st.sampled_from(CHANGES))
-    def fail(self, who, kind, where):
-        """The next call to this method fails, or its answer is lost."""
-        actor = self.actors.get(who)
-        while not self.idle(who) and actor.at[0] != where:
-            self.arrives(who)
+    @rule(
+        process=PROCESS,
+        kind=st.sampled_from(["definite", "not done", "done", "late"]),
+        fails_in=st.sampled_from(MUTATING_METHODS),
+    )
+    def fail(self, process, kind, fails_in):
+        """The next call of this method fails, or its reply is lost."""
+        actor = self.actors.get(process)
+        while not self.idle(process) and actor.at[0] != fails_in:
+            self.late_transaction_arrives(process)
             actor.step()
-            self.world.held()
-        if self.idle(who):
+            self.world.readable_data()
+        if self.idle(process):
             return
         method, _when = actor.at
         if method in ("write", "discard", "names", "now"):
-            actor.step(StateStorageError("the disk is away"))
+            actor.step(StateStorageError("the disk is unavailable"))
         elif method in ("transact", "ensure") and kind != "definite":
-            self.arrives(who)
+            self.late_transaction_arrives(process)
             if kind in ("done", "late") and method == "transact":
-                self.late[who] = (self.instances[who][0]._store.session, actor.arguments)
+                self.late[process] = (self.instances[process][0]._store.session, actor.arguments)
             if kind == "done":
-                self.arrives(who)
+                self.late_transaction_arrives(process)
             actor.step(PossiblyInconsistentError("lost"))
         elif method:
-            actor.step(StoreUnavailable("away"))
+            actor.step(StoreUnavailable("unavailable"))
 
-    @rule(who=WHO)
-    def arrives(self, who):
-        """A transaction that was given up arrives, if its session lives: at the latest before the next of that session."""
-        session, operations = self.late.pop(who, (None, ()))
+    @rule(process=PROCESS)
+    def late_transaction_arrives(self, process):
+        """A transaction with an unknown outcome arrives if its session lives, before the session's next transaction."""
+        session, operations = self.late.pop(process, (None, ()))
         if session in self.world.server.live:
             with contextlib.suppress(StoreConflict):
                 self.world.server.apply(session, operations)
 
-    @rule(who=WHO, at_once=st.booleans())
-    def die(self, who, at_once):
-        """A process dies, and another comes; its session ends at once, or only later."""
-        if not self.idle(who):
-            while not self.actors[who].over:
-                self.actors[who].step(Killed())
-        self.instances[who][1][0] = None
-        session = self.instances[who][0]._store.session
+    @rule(process=PROCESS, at_once=st.booleans())
+    def die(self, process, at_once):
+        """A process dies and another one replaces it. The session ends at once or later."""
+        if not self.idle(process):
+            while not self.actors[process].ended:
+                self.actors[process].step(Killed())
+        self.instances[process][1][0] = None
+        session = self.instances[process][0]._store.session
         if at_once:
             self.world.expire(session)
-        self.late.pop(who, None)
-        self.instance(who)
+        self.late.pop(process, None)
+        self.start_instance(process)
 
     @rule()
     def expire(self):
-        """The sessions of the dead are over."""
-        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.looking.session}
+        """The sessions of dead processes end."""
+        live = {handles._store.session for handles, _ in self.instances.values()} | {self.world.observer.session}
         for session in list(self.world.server.live - live):
             self.world.expire(session)
 
     @invariant()
-    def whole(self):
-        self.world.held()
+    def every_state_is_complete(self):
+        self.world.readable_data()
 
     def teardown(self):
         try:
-            for who in ("one", "two"):
-                self.arrives(who)
+            for process in ("one", "two"):
+                self.late_transaction_arrives(process)
             self.schedule.finish()
             for actor in self.actors.values():
                 assert actor.error is None or isinstance(actor.error, RecoveryError | Killed), actor.error
             self.expire()
-            for who in ("one", "two"):
-                self.instances[who][1][0] = None
-                self.instances[who][0].release_all()
-            held = self.world.held()
-            assert self.world.clean() == held
+            for process in ("one", "two"):
+                self.instances[process][1][0] = None
+                self.instances[process][0].release_all()
+            held = self.world.readable_data()
+            assert self.world.assert_clean() == held
             for name in held:
                 assert self.world.handles().remove(name)
             assert self.world.files() == []

@@ -1,11 +1,11 @@
-"""State handles: what refers to a state has it, whole, and what was not done leaves nothing."""
+"""State handles: each reference has a complete state, and a write that was not done leaves no state."""
 
 from __future__ import annotations
 
 import pytest
 
-from handlesteps import model_world, quick_folder, sqlite_world
-from handlesuite import *  # noqa: F403 (its tests are collected here)
+from support.handle_contract import *  # noqa: F403 (pytest collects its tests here)
+from support.handle_faults import model_world, quick_folder, sqlite_world
 
 
 @pytest.fixture(params=["model", "sqlite"])
@@ -14,5 +14,5 @@ def world(request):
         if request.param == "model":
             yield model_world(folder)
             return
-        with sqlite_world(f"{folder}/states") as found:
-            yield found
+        with sqlite_world(f"{folder}/states") as sqlite:
+            yield sqlite

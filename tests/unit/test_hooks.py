@@ -1,4 +1,4 @@
-"""How user code is called in a worker and in the agent: bounded in time, counted, told to the executor."""
+"""Calls of user code in workers and the agent: limited in time, counted, and reported to the executor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagecrew.wire.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
-#: Else pytest's own time limit is the timer of the user here.
+#: With pytest's default timeout method, its timer would take the place of the user's timer.
 pytestmark = pytest.mark.timeout(60, method="thread")
 
 PACKAGE = os.path.dirname(stagecrew.__file__) + os.sep
@@ -37,22 +37,22 @@ WELCOME = {
 
 
 class FakeChannel:
-    """Keeps what is sent; every frame must be one that can be encoded."""
+    """Records sent frames. Each frame must be encodable."""
 
-    def __init__(self, gone: bool = False, **welcome: Any) -> None:
+    def __init__(self, closed: bool = False, **welcome: Any) -> None:
         self.welcome = {**WELCOME, **welcome}
         self.sent: list[tuple[str, dict[str, Any]]] = []
-        self.gone = gone
+        self.closed = closed
 
     def send(self, kind: str, **fields: Any) -> None:
         encode(kind, **fields)
-        if self.gone:
+        if self.closed:
             raise ChannelClosed("the executor no longer reads")
         self.sent.append((kind, fields))
 
 
 class Calls(Listener):
-    """Calls what it is given."""
+    """A listener whose hooks are the given functions."""
 
     def __init__(self, **hooks: Any) -> None:
         self.hooks = hooks
@@ -72,8 +72,8 @@ class Calls(Listener):
             self.hooks.get("leave", lambda task: None)(task)
 
 
-def raises(error: BaseException):
-    """A hook that raises it."""
+def raising(error: BaseException):
+    """A hook that raises this error."""
 
     def hook(_):
         raise error
@@ -81,35 +81,35 @@ def raises(error: BaseException):
     return hook
 
 
-def hangs(_: Any) -> None:
-    """A hook that hangs in Python code, for longer than a test may take."""
+def hang(_: Any) -> None:
+    """A hook that runs Python code for longer than a test may take."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         pass
 
 
-def setting(listener: Listener, channel: FakeChannel | None = None, required: bool = True):
-    """Hooks, their channel, a topology and its one listener."""
+def create_hooks(listener: Listener, channel: FakeChannel | None = None, required: bool = True):
+    """Returns hooks, their channel, a topology, and its only listener."""
     channel = channel or FakeChannel()
     registered = Registered(3, "orders", listener._stagecrew, required, listener)
     return CalledHooks(channel), channel, Described("enrich-1", "enrich", (registered,)), registered
 
 
 @pytest.fixture(autouse=True)
-def _timer_is_left_alone():
-    """After each test the handler of SIGALRM is what it was, and no timer runs."""
+def _timer_is_restored():
+    """After each test SIGALRM has its former handler and no timer runs."""
     before = signal.getsignal(signal.SIGALRM)
     yield
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     assert signal.getsignal(signal.SIGALRM) is before
 
 
-def test_open_is_told_where_it_is():
-    """The context has the names of application, topology, executor and host, the scope and the configuration."""
+def test_open_and_close_get_a_context():
+    """It has the names of application, topology, executor and host, the scope and the configuration."""
     seen = []
     listener = Calls(open=seen.append, close=seen.append)
     listener.scope = Scope.EXECUTOR
-    hooks, _, topology, registered = setting(listener)
+    hooks, _, topology, registered = create_hooks(listener)
     hooks.open(topology, registered)
     hooks.close(topology, registered)
     assert seen[0] == seen[1]
@@ -120,8 +120,8 @@ def test_open_is_told_where_it_is():
 
 
 @pytest.mark.parametrize(("hook", "milliseconds"), [("open", 200), ("close", 300)])
-def test_the_executor_is_told_before_and_after(hook, milliseconds):
-    """HOOK comes before the user's code runs, with the timeout; HOOK_DONE after it, with the time it took."""
+def test_the_executor_is_notified_before_and_after_a_hook(hook, milliseconds):
+    """HOOK, with the timeout, is sent before the user's code runs, and HOOK_DONE, with the duration, after it."""
     channel = FakeChannel()
     before = []
 
@@ -129,21 +129,21 @@ def test_the_executor_is_told_before_and_after(hook, milliseconds):
         before.extend(channel.sent)
         time.sleep(0.01)
 
-    hooks, _, topology, registered = setting(Calls(**{hook: call}), channel)
+    hooks, _, topology, registered = create_hooks(Calls(**{hook: call}), channel)
     getattr(hooks, hook)(topology, registered)
-    told = ("HOOK", {"topology": "enrich-1", "listener": 3, "hook": hook, "timeout": milliseconds})
-    assert before == [told]
+    started = ("HOOK", {"topology": "enrich-1", "listener": 3, "hook": hook, "timeout": milliseconds})
+    assert before == [started]
     kind, fields = channel.sent[1]
-    assert channel.sent == [told, (kind, fields)]
+    assert channel.sent == [started, (kind, fields)]
     assert kind == "HOOK_DONE"
     assert 10_000 <= fields.pop("micros") < 10_000_000
     assert fields == {"topology": "enrich-1", "listener": 3, "hook": hook, "outcome": "ok", "error": ""}
 
 
-def test_an_open_that_raises():
-    """The exception is the user's own, with a note that names the hook; the executor gets it with its traceback."""
+def test_an_exception_of_open_is_raised_and_reported():
+    """It is the user's own exception with a note that names the hook. The executor gets it with its traceback."""
     error = ZeroDivisionError("no database")
-    hooks, channel, topology, registered = setting(Calls(open=raises(error)))
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(ZeroDivisionError) as raised:
         hooks.open(topology, registered)
     assert raised.value is error
@@ -156,36 +156,36 @@ def test_an_open_that_raises():
     assert PACKAGE not in fields["error"]
 
 
-def test_tracebacks_of_an_open_have_the_frames_of_the_user():
-    """Not those of this package: of the exception, of what caused it, and where it was interrupted."""
+def test_reported_tracebacks_have_only_frames_of_user_code():
+    """They omit this package's frames, for the exception, for its cause, and for an interrupted hook."""
 
     @resource
     def pool(context):
         try:
-            fails("the cause")
+            fail("the cause")
         except ValueError as error:
             raise KeyError("the error") from error
         yield
 
-    for listener, seen in ((pool(), ["pool", "fails", "pool"]), (Calls(open=hangs), ["open", "hangs"])):
-        hooks, channel, topology, registered = setting(listener)
+    for listener, frames in ((pool(), ["pool", "fail", "pool"]), (Calls(open=hang), ["open", "hang"])):
+        hooks, channel, topology, registered = create_hooks(listener)
         with pytest.raises((KeyError, HookTimeout)):
             hooks.open(topology, registered)
         text = channel.sent[-1][1]["error"]
         assert PACKAGE not in text
         assert os.sep + "contextlib.py" not in text
-        assert re.findall(r'File ".*", line \d+, in (\w+)', text) == seen
+        assert re.findall(r'File ".*", line \d+, in (\w+)', text) == frames
 
 
-def fails(message: str) -> None:
-    """Raises in a frame of its own."""
+def fail(message: str) -> None:
+    """Raises in its own frame."""
     raise ValueError(message)
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_only_an_open_that_is_not_required_is_logged(required, caplog):
-    """A required one fails its task, which shows the exception; else a warning names the listener."""
-    hooks, _, topology, registered = setting(Calls(open=raises(OSError("no database"))), required=required)
+def test_only_a_failed_open_that_is_not_required_is_logged(required, caplog):
+    """A required one fails its task, which shows the exception. Otherwise a warning names the listener."""
+    hooks, _, topology, registered = create_hooks(Calls(open=raising(OSError("no database"))), required=required)
     with pytest.raises(OSError, match="no database"):
         hooks.open(topology, registered)
     if required:
@@ -197,9 +197,9 @@ def test_only_an_open_that_is_not_required_is_logged(required, caplog):
         assert record.exc_info[1].args == ("no database",)
 
 
-def test_a_kill_during_an_open_is_no_failure_of_the_listener(caplog):
-    """It goes through, and no warning says that the listener was switched off."""
-    hooks, channel, topology, registered = setting(Calls(open=raises(TaskKilled("SIGTERM"))), required=False)
+def test_a_kill_during_open_is_not_a_failure_of_the_listener(caplog):
+    """The exception is raised, and no warning says that the listener is switched off."""
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(TaskKilled("SIGTERM"))), required=False)
     with pytest.raises(TaskKilled):
         hooks.open(topology, registered)
     assert caplog.records == []
@@ -207,40 +207,41 @@ def test_a_kill_during_an_open_is_no_failure_of_the_listener(caplog):
 
 
 def test_an_open_that_hangs_is_interrupted():
-    """`HookTimeout` is raised in it after its timeout, and names listener, topology, executor and host."""
-    hooks, channel, topology, registered = setting(Calls(open=hangs))
+    """After its timeout it gets `HookTimeout`, which names listener, topology, executor and host."""
+    hooks, channel, topology, registered = create_hooks(Calls(open=hang))
     started = time.monotonic()
     with pytest.raises(HookTimeout) as raised:
         hooks.open(topology, registered)
     assert 0.2 <= time.monotonic() - started < 30
     assert str(raised.value) == (
-        "open of listener 'orders' (topology 'enrich', executor 7, host localhost) took longer than 0.2 s and was interrupted"
+        "open of listener 'orders' (topology 'enrich', executor 7, host localhost) "
+        "took longer than 0.2 s and was interrupted"
     )
-    assert "in hangs" in "".join(traceback.format_exception(raised.value))
+    assert "in hang" in "".join(traceback.format_exception(raised.value))
     assert channel.sent[-1][1]["outcome"] == "timeout"
     assert "HookTimeout" in channel.sent[-1][1]["error"]
 
 
 def test_an_open_that_sleeps_is_interrupted():
-    """Also in a system call that Python begins again after a signal."""
-    hooks, _, topology, registered = setting(Calls(open=lambda _: time.sleep(60)))
+    """This includes system calls that Python resumes after a signal."""
+    hooks, _, topology, registered = create_hooks(Calls(open=lambda _: time.sleep(60)))
     with pytest.raises(HookTimeout):
         hooks.open(topology, registered)
 
 
-def test_a_generator_that_hangs_is_ended():
-    """The `finally` of a resource that is interrupted before its `yield` runs; close then has nothing to do."""
+def test_an_interrupted_resource_runs_its_finally():
+    """It is interrupted before its `yield`, so a later close has nothing to do."""
     ended = []
 
     @resource
     def slow(context):
         try:
-            hangs(None)
+            hang(None)
             yield 1
         finally:
             ended.append(1)
 
-    hooks, channel, topology, registered = setting(slow())
+    hooks, channel, topology, registered = create_hooks(slow())
     with pytest.raises(HookTimeout):
         hooks.open(topology, registered)
     hooks.close(topology, registered)
@@ -250,67 +251,67 @@ def test_a_generator_that_hangs_is_ended():
 
 @pytest.mark.parametrize(
     "call",
-    [hangs, raises(ZeroDivisionError("broken")), raises(TaskKilled("SIGTERM")), raises(SystemExit(3))],
-    ids=["hangs", "raises", "killed", "exits"],
+    [hang, raising(ZeroDivisionError("broken")), raising(TaskKilled("SIGTERM")), raising(SystemExit(3))],
+    ids=["hang", "raises", "killed", "exits"],
 )
-def test_a_close_that_fails_is_logged_and_told_and_never_raises(call, caplog):
-    """Whatever it raises, or when it hangs: a warning that names it, a failure for the executor."""
-    hooks, channel, topology, registered = setting(Calls(close=call))
+def test_a_failed_close_is_logged_and_reported_but_not_raised(call, caplog):
+    """The hook may raise anything or hang. A warning names it, and the executor is notified of the failure."""
+    hooks, channel, topology, registered = create_hooks(Calls(close=call))
     assert hooks.close(topology, registered) is None
     (record,) = caplog.records
     assert record.getMessage() == "close of listener 'orders' (topology 'enrich', executor 7, host localhost) failed"
     assert record.exc_info[1] is not None
-    assert channel.sent[-1][1]["outcome"] == ("timeout" if call is hangs else "failed")
+    assert channel.sent[-1][1]["outcome"] == ("timeout" if call is hang else "failed")
 
 
-@pytest.mark.parametrize("call", [lambda _: None, raises(OSError("x")), hangs], ids=["ok", "raises", "hangs"])
-def test_the_handler_of_the_user_is_restored(call):
-    """Whatever the hook does, SIGALRM is the user's again behind it."""
+@pytest.mark.parametrize("call", [lambda _: None, raising(OSError("x")), hang], ids=["ok", "raises", "hang"])
+def test_the_users_signal_handler_is_restored(call):
+    """After any hook SIGALRM has the user's handler again."""
 
-    def mine(_signal, _frame):
-        raise AssertionError("nothing rings here")
+    def user_handler(_signal, _frame):
+        raise AssertionError("the user's timer must not fire")
 
-    before = signal.signal(signal.SIGALRM, mine)
+    before = signal.signal(signal.SIGALRM, user_handler)
     try:
-        hooks, _, topology, registered = setting(Calls(open=call))
+        hooks, _, topology, registered = create_hooks(Calls(open=call))
         with contextlib.suppress(OSError):
             hooks.open(topology, registered)
-        assert signal.getsignal(signal.SIGALRM) is mine
+        assert signal.getsignal(signal.SIGALRM) is user_handler
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     finally:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_the_timer_of_the_user_goes_on():
-    """It rings as often as before, and not in the hook, whose time counts."""
-    rung = []
-    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+def test_the_users_timer_continues():
+    """It fires as often as before but not during a hook. The hook's duration counts."""
+    fired = []
+    before = signal.signal(signal.SIGALRM, lambda *_: fired.append(time.monotonic()))
     try:
-        in_hook = []
-        rests = [0.1, 0.5]
-        listener = Calls(open=lambda _: (time.sleep(rests.pop(0)), in_hook.extend(rung)))
-        hooks, _, topology, registered = setting(listener, FakeChannel(openTimeout=20.0))
+        fired_in_hook = []
+        pauses = [0.1, 0.5]
+        listener = Calls(open=lambda _: (time.sleep(pauses.pop(0)), fired_in_hook.extend(fired)))
+        hooks, _, topology, registered = create_hooks(listener, FakeChannel(openTimeout=20.0))
         signal.setitimer(signal.ITIMER_REAL, 30, 7)
         hooks.open(topology, registered)
         remaining, interval = signal.getitimer(signal.ITIMER_REAL)
         assert 0 < remaining <= 29.95
         assert interval == 7
-        # One that ought to have rung during the hook rings right behind it.
+        # A timer that expires during the hook fires right after it.
         signal.setitimer(signal.ITIMER_REAL, 0.4)
         hooks.open(topology, registered)
         deadline = time.monotonic() + 20
-        while not rung and time.monotonic() < deadline:
+        while not fired and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert len(rung) == 1
-        assert in_hook == []
+        assert len(fired) == 1
+        assert fired_in_hook == []
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 
-def test_a_decoration_that_cannot_be_entered():
-    """The user's exception, with a note, fails the task; the executor counts a failure of `decorate`."""
-    hooks, channel, topology, registered = setting(Calls(enter=raises(OSError("no context"))))
+def test_a_decorator_that_fails_to_enter_fails_the_task():
+    """The task gets the user's exception with a note. The executor counts a failure of `decorate`."""
+    hooks, channel, topology, registered = create_hooks(Calls(enter=raising(OSError("no context"))))
     with pytest.raises(OSError, match="no context") as raised:
         hooks.enter(topology, registered, "task")
     assert raised.value.__notes__ == [
@@ -323,8 +324,8 @@ def test_a_decoration_that_cannot_be_entered():
 
 
 @pytest.mark.parametrize("error", [None, OSError("task"), TaskKilled("SIGTERM")])
-def test_a_decoration_sees_the_end_of_its_task(error, caplog):
-    """It gets the very exception of the task; that it lets it pass is no failure of its own."""
+def test_a_decorator_sees_the_end_of_its_task(error, caplog):
+    """It gets the task's own exception. Letting it pass is not a failure of the decorator."""
     seen: list[Any] = []
 
     class Sees(Listener):
@@ -339,7 +340,7 @@ def test_a_decoration_sees_the_end_of_its_task(error, caplog):
             else:
                 seen.append(None)
 
-    hooks, channel, topology, registered = setting(Sees())
+    hooks, channel, topology, registered = create_hooks(Sees())
     leave = hooks.enter(topology, registered, "task")
     assert leave(error) is None
     assert seen == ["task", error]
@@ -348,9 +349,9 @@ def test_a_decoration_sees_the_end_of_its_task(error, caplog):
 
 
 @pytest.mark.parametrize("task_error", [None, OSError("task")])
-def test_a_decoration_that_fails_at_its_end_is_logged_and_told(task_error, caplog):
-    """What it raises itself goes no further: the task's result, or its exception, stands."""
-    hooks, channel, topology, registered = setting(Calls(leave=raises(ZeroDivisionError("broken"))))
+def test_a_decorator_that_fails_on_exit_is_logged_and_reported(task_error, caplog):
+    """Its exception is not raised. The task keeps its result or its own exception."""
+    hooks, channel, topology, registered = create_hooks(Calls(leave=raising(ZeroDivisionError("broken"))))
     leave = hooks.enter(topology, registered, "task")
     assert leave(task_error) is None
     (record,) = caplog.records
@@ -362,8 +363,8 @@ def test_a_decoration_that_fails_at_its_end_is_logged_and_told(task_error, caplo
     assert "ZeroDivisionError: broken" in fields["error"]
 
 
-def test_a_context_manager_that_raises_the_task_error_itself_is_no_failure(caplog):
-    """A class whose `__exit__` raises what it was given."""
+def test_a_decorator_that_raises_the_tasks_error_again_is_not_a_failure(caplog):
+    """Its `__exit__` raises the exception that it was given."""
 
     class Raises(Listener):
         def decorate(self, task):
@@ -376,38 +377,40 @@ def test_a_context_manager_that_raises_the_task_error_itself_is_no_failure(caplo
 
             return Manager()
 
-    hooks, channel, topology, registered = setting(Raises())
+    hooks, channel, topology, registered = create_hooks(Raises())
     hooks.enter(topology, registered, "task")(OSError("task"))
     assert channel.sent == []
     assert caplog.records == []
 
 
-def test_a_decorate_that_answers_no_context_manager():
-    """The error says so and names the listener."""
+def test_a_decorate_that_returns_no_context_manager_is_an_error():
+    """The error names the listener."""
 
-    class Wrong(Listener):
+    class NoManager(Listener):
         def decorate(self, task):
             return 7
 
-    hooks, channel, topology, registered = setting(Wrong())
+    hooks, channel, topology, registered = create_hooks(NoManager())
     with pytest.raises((TypeError, AttributeError)) as raised:
         hooks.enter(topology, registered, "task")
     assert "listener 'orders'" in raised.value.__notes__[0]
     assert channel.sent[0][1]["outcome"] == "failed"
 
 
-def test_an_executor_that_is_gone_keeps_nothing_from_closing():
-    """The hooks are called though nobody hears of them."""
+def test_hooks_are_called_even_if_the_executor_is_gone():
+    """Their frames cannot be sent."""
     called = []
-    hooks, _, topology, registered = setting(Calls(open=called.append, close=called.append), FakeChannel(gone=True))
+    listener = Calls(open=called.append, close=called.append)
+    hooks, _, topology, registered = create_hooks(listener, FakeChannel(closed=True))
     hooks.open(topology, registered)
     hooks.close(topology, registered)
     assert len(called) == 2
 
 
-def test_a_long_error_is_cut_from_its_front():
-    """The end of a traceback says most; text that is not UTF-8 is told all the same."""
-    hooks, channel, topology, registered = setting(Calls(open=raises(OSError("x" * 3 * ERROR_LENGTH + "\ud800 end"))))
+def test_a_long_error_keeps_its_end():
+    """The end of a traceback is the most useful part. Characters that are not valid in UTF-8 are replaced."""
+    error = OSError("x" * 3 * ERROR_LENGTH + "\ud800 end")
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(OSError, match="end"):
         hooks.open(topology, registered)
     text = channel.sent[-1][1]["error"]
@@ -415,10 +418,10 @@ def test_a_long_error_is_cut_from_its_front():
     assert "? end" in text
 
 
-def test_of_a_long_message_its_first_line_is_told_too():
-    """The executor gets the end, and with it the line that says what happened."""
+def test_a_long_message_keeps_its_first_line():
+    """The executor gets the line that says what happened, and the end of the traceback."""
     error = OSError("refused\n" + "SELECT\n" * ERROR_LENGTH + "(see there)")
-    hooks, channel, topology, registered = setting(Calls(open=raises(error)))
+    hooks, channel, topology, registered = create_hooks(Calls(open=raising(error)))
     with pytest.raises(OSError, match="refused"):
         hooks.open(topology, registered)
     text = channel.sent[-1][1]["error"]
@@ -428,17 +431,17 @@ def test_of_a_long_message_its_first_line_is_told_too():
 
 
 def test_lifecycle_and_hooks_together(caplog):
-    """With real hooks: one open hangs and is switched off, one close raises, and all the others are called."""
+    """One open hangs and its listener is switched off, one close raises, and all other hooks are called."""
     events: list[str] = []
-    slow = Calls(open=hangs, close=lambda _: events.append("slow closed"))
-    broken = Calls(open=lambda _: events.append("broken opened"), close=raises(OSError("broken")))
+    slow = Calls(open=hang, close=lambda _: events.append("slow closed"))
+    broken = Calls(open=lambda _: events.append("broken opened"), close=raising(OSError("broken")))
     good = Calls(open=lambda _: events.append("good opened"), close=lambda _: events.append("good closed"))
     topology = Described(
         "t",
         "t",
         tuple(
-            Registered(i, name, one._stagecrew, name != "slow", one)
-            for i, (name, one) in enumerate({"good": good, "slow": slow, "broken": broken}.items())
+            Registered(i, name, listener._stagecrew, name != "slow", listener)
+            for i, (name, listener) in enumerate({"good": good, "slow": slow, "broken": broken}.items())
         ),
     )
     lifecycle = Lifecycle(CalledHooks(FakeChannel()))
@@ -451,15 +454,15 @@ def test_lifecycle_and_hooks_together(caplog):
 
 
 @pytest.mark.parametrize("kind", ["class", "generator"])
-def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
-    """Wherever a kill hits the begin of a task: what was entered is left, once, and before the task has ended."""
+def test_a_signal_at_any_moment_leaves_no_decorator_entered(kind):
+    """Wherever a kill interrupts the start of a task, an entered manager is exited once, before the task ends."""
     inside = [0]
     armed: list[bool] = []
     managers: list[Any] = []
 
     class Manager:
         def __enter__(self):
-            inside[0] += 1  # no call behind it, so no signal before it has answered
+            inside[0] += 1  # no call follows, so no signal is handled before this returns
 
         def __exit__(self, *_):
             inside[0] -= 1
@@ -474,7 +477,7 @@ def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
 
     class Decorates(Listener):
         def decorate(self, task):
-            managers.append(Manager() if kind == "class" else generator())  # kept: none is left by being dropped
+            managers.append(Manager() if kind == "class" else generator())  # a reference, so none is exited by deletion
             return managers[-1]
 
     def kill(_number, _frame):
@@ -482,9 +485,9 @@ def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
             armed.clear()
             raise TaskKilled("SIGTERM")
 
-    one = Decorates()
+    listener = Decorates()
     hooks = CalledHooks(FakeChannel())
-    topology = Described("t", "t", (Registered(0, "one", one._stagecrew, True, one),))
+    topology = Described("t", "t", (Registered(0, "one", listener._stagecrew, True, listener),))
     lifecycle = Lifecycle(hooks)
     lifecycle.describe(topology)
     lifecycle.begin(["t"], "task")
@@ -492,18 +495,18 @@ def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
     killed = 0
     before = signal.signal(signal.SIGALRM, kill)
     try:
-        for at in range(6000):
+        for number in range(6000):
             managers.clear()
             armed.append(True)
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + at % 60))
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + number % 60))
                 lifecycle.begin(["t"], "task")
             except TaskKilled:
                 killed += 1
             armed.clear()
             signal.setitimer(signal.ITIMER_REAL, 0)
             lifecycle.end(None)
-            assert inside == [0], f"after {at} tasks"
+            assert inside == [0], f"after {number} tasks"
     finally:
         armed.clear()
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -511,16 +514,16 @@ def test_a_signal_at_any_moment_leaves_no_decoration_entered(kind):
     assert killed
 
 
-def test_a_signal_right_behind_the_entry_of_c_code_is_left():
-    """A lock's `__enter__` has returned, and the signal that came in it is raised before anything else runs."""
-    left: list[Any] = []
+def test_a_manager_in_c_code_is_exited_after_a_signal_in_its_entry():
+    """Its `__enter__` has returned, and the signal that arrived in it is raised before any other code runs."""
+    errors: list[Any] = []
 
     class Manager:
         _as_parameter_ = int(signal.SIGALRM)
         __enter__ = ctypes.CDLL(None)["raise"]
 
         def __exit__(self, _type, error, _trace):
-            left.append(error)
+            errors.append(error)
 
     class Decorates(Listener):
         def decorate(self, task):
@@ -529,29 +532,29 @@ def test_a_signal_right_behind_the_entry_of_c_code_is_left():
     def kill(_number, _frame):
         raise TaskKilled("SIGTERM")
 
-    hooks, _, topology, registered = setting(Decorates())
+    hooks, _, topology, registered = create_hooks(Decorates())
     before = signal.signal(signal.SIGALRM, kill)
     try:
         with pytest.raises(TaskKilled) as raised:
             hooks.enter(topology, registered, "task")
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert left == [raised.value]
+    assert errors == [raised.value]
 
 
-def test_a_kill_as_a_hook_begins_leaves_no_timer(monkeypatch):
-    """The signal may come right behind the call that starts the timer."""
+def test_a_kill_at_the_start_of_a_hook_leaves_no_timer(monkeypatch):
+    """The signal may arrive right after the call that starts the timer."""
     before = signal.getsignal(signal.SIGALRM)
     real = signal.setitimer
 
-    def set_and_killed(*arguments):
+    def set_timer_then_kill(*arguments):
         real(*arguments)
         if arguments[1]:
             raise TaskKilled("SIGTERM")
         return (0.0, 0.0)
 
-    monkeypatch.setattr(signal, "setitimer", set_and_killed)
-    hooks, _, topology, registered = setting(Calls())
+    monkeypatch.setattr(signal, "setitimer", set_timer_then_kill)
+    hooks, _, topology, registered = create_hooks(Calls())
     with pytest.raises(TaskKilled):
         hooks.open(topology, registered)
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What uses of operators cost that nobody evaluates any more: no thread, no timer, little memory, and nothing in a checkpoint's time."""
+"""Idle uses of operators have no thread, no timer and little memory, and do not slow checkpoints down."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tracemalloc
 import pytest
 
 import stagecrew
-from crewtools import eventually
 from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
@@ -18,16 +17,17 @@ from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.splits import SplitCoordinator
 from stagecrew.operators.supersteps import SuperstepCoordinator
 from stagecrew.wire.frames import encode
-from unit_scopes import Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology
+from support.waiting import eventually
 
 
-class Asked(stagecrew.Coordinator):
-    """Counts how often its state is taken."""
+class CountsCheckpoints(stagecrew.Coordinator):
+    """Counts how often its state was requested."""
 
-    taken = 0
+    requests = 0
 
     def checkpoint(self, checkpoint_id):
-        Asked.taken += 1
+        CountsCheckpoints.requests += 1
         return b"state"
 
     def handle_event(self, evaluation, event):
@@ -36,18 +36,18 @@ class Asked(stagecrew.Coordinator):
 
 @pytest.fixture
 def uses():
-    """Uses of the operators of one topology: binds and evaluates as many as it is told."""
-    host = Host(Nowhere(), 1 << 20, 30.0)
-    operators = Operators(Scope(), lambda: 30.0)
+    """Binds and evaluates a given number of uses of one topology's operators."""
+    host = Host(DroppingWire(), 1 << 20, 30.0)
+    operators = Operators(FakeTopology(), lambda: 30.0)
     numbers = iter(range(1 << 30))
 
     def make(count, factory, name="o"):
-        for at in range(count):
+        for index in range(count):
             number, binding = next(numbers), operators.add(name, factory, host)
             evaluate(host, binding, number)
-            if at % 500 == 0:
-                look(host)
-        look(host)
+            if index % 500 == 0:
+                report_statistics(host)
+        report_statistics(host)
         return operators, host
 
     yield make
@@ -55,19 +55,19 @@ def uses():
 
 
 def evaluate(host, binding, number):
-    """One evaluation begins and finishes."""
+    """Begins and finishes one evaluation."""
     fields = dict.fromkeys(("subtask", "attempt", "number", "stage", "partition", "stage_attempt"), 0)
     host.received("1", encode("READY", evaluation=number, binding=binding, partitions=1, **fields))
     host.received("1", encode("FINISH", evaluation=number, sequence=1, outcome="finished", reason=""))
 
 
-def look(host):
-    """What is told to the driver's JVM once a second, until nothing is new."""
+def report_statistics(host):
+    """Does the reporter's work of every second until there is nothing new to report."""
     eventually(lambda: host.statistics() is None, 30)
 
 
-def test_a_use_takes_2_kb_and_no_thread(uses):
-    """3,000 uses more take at most 2 kB each, beside the coordinator's own state, and the threads are as many as before."""
+def test_a_use_takes_at_most_2_kb_and_no_thread(uses):
+    """3,000 more uses take at most 2 KiB each, without the coordinator's own state, and no more threads."""
     operators, _ = uses(600, stagecrew.Coordinator)
     gc.collect()
     tracemalloc.start()
@@ -93,32 +93,34 @@ def test_a_use_takes_2_kb_and_no_thread(uses):
     ids=["splits", "supersteps", "alignment"],
 )
 def test_an_idle_use_has_no_thread_and_no_timer(uses, factory, monkeypatch):
-    """When no evaluation of 100 uses is live, their threads end, and nothing waits for a time."""
+    """When no evaluation of the 100 uses is live, their threads end and no timer runs."""
     monkeypatch.setattr(pool, "_IDLE", 0.05)
     before = {thread for thread in threading.enumerate() if thread.name.startswith("stagecrew")}
     uses(100, factory)
     eventually(lambda: not [timer for _, _, timer in TIMERS._due if timer.f is not None], 20, "timers end")
     eventually(
-        lambda: {one for one in threading.enumerate() if one.name.startswith("stagecrew")} <= before, 20, "threads end"
+        lambda: {thread for thread in threading.enumerate() if thread.name.startswith("stagecrew")} <= before,
+        20,
+        "threads end",
     )
 
 
-def test_a_checkpoint_asks_only_what_was_called(uses):
-    """Of 1,000 uses those are asked for their state that were called since the last checkpoint; all states are in each."""
-    operators, host = uses(1000, Asked)
-    Asked.taken = 0
+def test_a_checkpoint_asks_only_coordinators_that_were_called(uses):
+    """Of 1,000 uses it asks those that were called since the last checkpoint. Each checkpoint has all states."""
+    operators, host = uses(1000, CountsCheckpoints)
+    CountsCheckpoints.requests = 0
     first = operators.checkpoint(None, 30)
-    assert (Asked.taken, len(first.states)) == (1000, 1000)
-    assert (operators.checkpoint(None, 30).states, Asked.taken) == (first.states, 1000)
+    assert (CountsCheckpoints.requests, len(first.states)) == (1000, 1000)
+    assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 1000)
     for number, binding in enumerate(list(operators._table.used.values())[:3]):
         evaluate(host, binding.id, 1 << 40 | number)
-    assert (operators.checkpoint(None, 30).states, Asked.taken) == (first.states, 1003)
+    assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 1003)
     operators.reset(first)
-    assert (operators.checkpoint(None, 30).states, Asked.taken) == (first.states, 2003)
+    assert (operators.checkpoint(None, 30).states, CountsCheckpoints.requests) == (first.states, 2003)
 
 
-def test_a_checkpoint_that_fails_asks_again(uses):
-    """What was asked in vain is asked in the next checkpoint."""
+def test_a_failed_checkpoint_is_asked_for_again(uses):
+    """The next checkpoint asks the coordinators of the failed one again."""
     fails = [True]
 
     class Failing(stagecrew.Coordinator):
@@ -133,8 +135,8 @@ def test_a_checkpoint_that_fails_asks_again(uses):
             return b"x"
 
     operators, _ = uses(1, Failing)
-    uses(5, Asked)
-    Asked.taken = 0
+    uses(5, CountsCheckpoints)
+    CountsCheckpoints.requests = 0
     with pytest.raises(stagecrew.CheckpointFailed, match="not now"):
         operators.checkpoint(None, 30)
     fails.append(False)

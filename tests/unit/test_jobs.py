@@ -1,4 +1,4 @@
-"""Jobs without Spark: what may become of one, and what is stored of it."""
+"""Jobs without Spark: their states, their records and their specs."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from stagecrew.recovery.jobs import JobRecord, JobState
 from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 
-NEW = JobRecord(digest="d", max_attempts=2, submitted=1.0)
+SUBMITTED = JobRecord(digest="d", max_attempts=2, submitted=1.0)
 
 CHANGES = {
     "start": lambda record: record.started(),
@@ -26,19 +26,19 @@ CHANGES = {
 }
 
 
-def test_no_order_of_changes_runs_a_job_behind_its_end():
-    """In all 137,256 orders of up to six changes: an end stays, runs are not more than allowed, only what has ended is clean."""
-    refused = taken = 0
+def test_a_job_never_runs_after_its_end():
+    """All 137,256 orders of up to six changes: an end is final, runs are limited, and only ended jobs are clean."""
+    refused = accepted = 0
     for length in range(1, 7):
         for order in itertools.product(CHANGES, repeat=length):
-            record = NEW
+            record = SUBMITTED
             for name in order:
                 try:
                     after = CHANGES[name](record)
                 except JobError:
                     refused += 1
                     break
-                taken += 1
+                accepted += 1
                 assert after.run <= after.max_attempts
                 assert after.run - record.run == (name == "start")
                 if record.state.is_terminal:
@@ -49,12 +49,12 @@ def test_no_order_of_changes_runs_a_job_behind_its_end():
                     assert record.state is JobState.ENDING
                 assert (after.outcome is not None) == (after.state is JobState.ENDING)
                 record = after
-    assert refused > taken > 0
+    assert refused > accepted > 0
 
 
-def test_an_ending_job_becomes_what_it_was_ended_as():
-    """A job that is ending as cancelled can neither succeed nor fail, and one that was given up is not cancelled."""
-    cancelled, lost = CHANGES["cancel"](NEW.started()), CHANGES["give up"](NEW.started())
+def test_an_ending_job_ends_in_the_state_that_was_decided():
+    """A job that is being cancelled can neither succeed nor fail, and one that was given up is not cancelled."""
+    cancelled, lost = CHANGES["cancel"](SUBMITTED.started()), CHANGES["give up"](SUBMITTED.started())
     assert CHANGES["be cancelled"](cancelled).state is JobState.CANCELLED
     assert CHANGES["fail"](lost).state is JobState.FAILED
     for record, change in ((cancelled, "succeed"), (cancelled, "fail"), (lost, "be cancelled"), (lost, "succeed")):
@@ -62,30 +62,43 @@ def test_an_ending_job_becomes_what_it_was_ended_as():
             CHANGES[change](record)
 
 
-def test_a_record_is_what_was_written():
-    """Each state of a record comes back from its bytes, and no two writes of it are alike."""
-    for record in (NEW, NEW.started(), CHANGES["cancel"](NEW), CHANGES["fail"](NEW.started()).cleaned()):
+def test_a_record_is_the_same_after_serialization():
+    """This holds in each state. The bytes of two writes differ."""
+    for record in (
+        SUBMITTED,
+        SUBMITTED.started(),
+        CHANGES["cancel"](SUBMITTED),
+        CHANGES["fail"](SUBMITTED.started()).cleaned(),
+    ):
         assert JobRecord.from_bytes(record.to_bytes()) == record
         assert record.to_bytes() != record.to_bytes()
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"[1]", b"\xff", NEW.to_bytes()[:-5], NEW.to_bytes().replace(b"submitted", b"smitten")]
+    "data",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b"\xff",
+        SUBMITTED.to_bytes()[:-5],
+        SUBMITTED.to_bytes().replace(b"submitted", b"smitten"),
+    ],
 )
-def test_a_record_that_is_none(data):
-    """Bytes that are no record are named, and nothing else is raised."""
+def test_invalid_record_bytes_are_unreadable(data):
+    """No other exception is raised."""
     with pytest.raises(JobUnreadable):
         JobRecord.from_bytes(data)
 
 
-def test_a_newer_record():
-    """A record of a newer format says which format this one reads."""
+def test_a_record_of_a_newer_format_is_refused():
+    """The error names the format that this version reads."""
     with pytest.raises(StoreUnsupported, match="format 2"):
-        JobRecord.from_bytes(NEW.to_bytes().replace(b'"format": 1', b'"format": 2'))
+        JobRecord.from_bytes(SUBMITTED.to_bytes().replace(b'"format": 1', b'"format": 2'))
 
 
-def test_the_digest_tells_jobs_apart(tmp_path):
-    """Two jobs of the same content have one digest; another argument, option or byte of a file gives another."""
+def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
+    """Equal jobs have equal digests. Another argument, option or byte of a file changes them."""
     module = tmp_path / "etl.py"
     module.write_text("def load(day):\n    return day\n")
     spec = JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module])
@@ -98,11 +111,11 @@ def test_the_digest_tells_jobs_apart(tmp_path):
     ]
     module.write_text("def load(day):\n    return day + day\n")
     others.append(JobSpec.of_function("etl:load", {"day": "1"}, {"spark.x": "1"}, [module]))
-    assert len({*spec.digests, *(one for other in others for one in other.digests)}) == 10
+    assert len({*spec.digests, *(digest for other in others for digest in other.digests)}) == 10
 
 
-#: What one program makes in a process of one hash, and with strings that are one object or two.
-MADE = """if True:
+#: Prints the digest of a job in a process with its own hash seed, in which equal strings may be one object or two.
+PRINT_DIGEST = """if True:
     import datetime, decimal, pathlib, sys
     from stagecrew.recovery.specs import JobSpec
     text = "".join(["ab", "c"]) if sys.argv[1] == "1" else "abc"
@@ -110,16 +123,17 @@ MADE = """if True:
     scale = 3
     print(JobSpec.of_function("builtins:dict", {
         "set": words, "map": dict.fromkeys(words, 1), "two": ["abc", text], "date": datetime.date(2013, 1, 1),
-        "path": pathlib.PurePosixPath("/data"), "number": decimal.Decimal("1.50"), "function": lambda a: a in words and scale,
+        "path": pathlib.PurePosixPath("/data"), "number": decimal.Decimal("1.50"),
+        "function": lambda a: a in words and scale,
     }).digests[0])
 """
 
 
-def test_the_same_job_from_other_processes():
-    """Arguments that are equal make one digest in whatever process: hashes of sets, and which strings are one object, say nothing."""
-    found = {
+def test_equal_jobs_have_equal_digests_in_other_processes():
+    """Digests depend neither on the order of sets nor on the identity of strings."""
+    outputs = {
         subprocess.run(
-            [sys.executable, "-c", MADE, seed],
+            [sys.executable, "-c", PRINT_DIGEST, seed],
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
             capture_output=True,
             text=True,
@@ -128,18 +142,19 @@ def test_the_same_job_from_other_processes():
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(found) == 1
+    assert len(outputs) == 1
 
 
-def test_what_other_arguments_are():
-    """Arguments that are not equal, or not of one type, make other jobs; so do those of another name."""
-    made = [
-        {"s": {1, 2}}, {"s": {1, 3}}, {"s": frozenset({1, 2})}, {"s": [1, 2]}, {"s": (1, 2)}, {"s": "1"}, {"s": b"1"}, {"s": 1},
+def test_different_arguments_make_different_jobs():
+    """Arguments differ in value, type or name."""
+    different = [
+        {"s": {1, 2}}, {"s": {1, 3}}, {"s": frozenset({1, 2})}, {"s": [1, 2]}, {"s": (1, 2)}, {"s": "1"}, {"s": b"1"},
+        {"s": 1},
         {"s": True}, {"s": 1.0}, {"s": None}, {}, {"t": 1}, {"s": {"a": 1}}, {"s": {"a": 2}}, {"s": 1, "t": 1},
         {"s": lambda: 1}, {"s": lambda: 2},
     ]  # fmt: skip
-    digests = [JobSpec.of_function("builtins:dict", arguments).digests[0] for arguments in made]
-    assert len(set(digests)) == len(made)
+    digests = [JobSpec.of_function("builtins:dict", arguments).digests[0] for arguments in different]
+    assert len(set(digests)) == len(different)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +166,15 @@ def test_what_other_arguments_are():
         lambda data: data.replace(b'"format": 1', b'"format": 9'),
     ],
 )
-def test_a_spec_that_is_none(change):
-    """Bytes that are no job are named as such."""
+def test_invalid_spec_bytes_are_unreadable(change):
+    """No other exception is raised."""
     spec = JobSpec("etl:load", b"", {}, {"etl.py": b"x = 1"})
     with pytest.raises(JobUnreadable):
         JobSpec.from_bytes(change(spec.to_bytes()))
 
 
-def test_a_module_travels_by_itself(tmp_path, monkeypatch):
-    """A module that is a file on the path is among the job's files; one that is installed is not, and a package is refused."""
+def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
+    """A single file on the path is added to the job's files. An installed module is not, and a package is refused."""
     (tmp_path / "nightly_etl.py").write_text("def load():\n    return 1\n")
     (tmp_path / "nightly_package").mkdir()
     (tmp_path / "nightly_package" / "__init__.py").write_text("def load(): pass\n")
@@ -177,8 +192,8 @@ def test_a_module_travels_by_itself(tmp_path, monkeypatch):
     ]
 
 
-def test_bad_jobs(tmp_path):
-    """What cannot run is refused before anything is stored, and the message says what to write."""
+def test_invalid_jobs_are_refused(tmp_path):
+    """Nothing is stored, and each message says what to write."""
     script = tmp_path / "job.py"
     script.write_text("print(1")
     other = tmp_path / "other"
@@ -187,7 +202,7 @@ def test_bad_jobs(tmp_path):
     for call, text in (
         (lambda: JobSpec.of_function("etl.load", {}), "module:function"),
         (lambda: JobSpec.of_function("no_such_module_here:load", {}), "no module 'no_such_module_here'"),
-        (lambda: JobSpec.of_function("json:loads", {"s": (one for one in ())}), "cannot be pickled"),
+        (lambda: JobSpec.of_function("json:loads", {"s": (value for value in ())}), "cannot be pickled"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [tmp_path / "absent.zip"]), "cannot be read"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [script, other / "job.py"]), "two files are named job.py"),
         (lambda: JobSpec.of_function("json:loads", {}, max_attempts=0), "at least one run"),
@@ -198,8 +213,8 @@ def test_bad_jobs(tmp_path):
             call()
 
 
-def test_results():
-    """A result comes back as it was: a value, shown as JSON where it is that; an error with its traceback, which `value` raises."""
+def test_results_are_the_same_after_serialization():
+    """A value is shown as JSON where possible. An error keeps its traceback, and `value` raises it."""
     for value, shown in (({"rows": 3}, {"rows": 3}), (None, None), ({1, 2}, "{1, 2}"), ((1, 2), [1, 2])):
         result = Result.from_bytes(Result.of_value(value).to_bytes())
         assert (result.state, result.value(), result.shown) == ("succeeded", value, shown)
@@ -208,9 +223,9 @@ def test_results():
     except ValueError as error:
         failed = Result.from_bytes(Result.of_error(error).to_bytes())
     assert (failed.state, failed.reason) == ("failed", "ValueError: no such day")
-    with pytest.raises(JobFailed, match=r"(?s)no such day.*test_results"):
+    with pytest.raises(JobFailed, match=r"(?s)no such day.*test_results_are_the_same_after_serialization"):
         failed.value()
-    assert Result.of_value(one for one in ()).state == "failed"
+    assert Result.of_value(value for value in ()).state == "failed"
     for data in (b"", b"{}", Result("failed").to_bytes()[:-3]):
         with pytest.raises(JobUnreadable):
             Result.from_bytes(data)

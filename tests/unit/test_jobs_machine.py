@@ -1,4 +1,4 @@
-"""Jobs under any order of what three contenders, their runs, submitters and the store may do: chosen, and made small, by Hypothesis."""
+"""Jobs under Hypothesis's schedules of three contenders, their runs, submitters and the store."""
 
 import collections
 import contextlib
@@ -8,21 +8,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError
 from stagecrew.recovery.election import HOLDER
 from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.stores.contract import Check
+from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
-WHICH = st.integers(0, 2)
+INDEX = st.integers(0, 2)
 JOBS = 5
 JOB = st.sampled_from([f"job-{number}" for number in range(JOBS)])
-WHERE = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/", "open/", "ended/"]
-#: What happens while somebody does something: at the n-th of its transactions that writes such a key, before or behind it.
+KEYS = ["/commits/", "/steps/", "/claim", "results/", "specs/", "leader/", "jobs/", "open/", "ended/"]
+#: Events before or after the n-th transaction that writes such a key, while another actor works.
 SCRIPT = st.lists(
     st.tuples(
-        st.sampled_from(WHERE),
+        st.sampled_from(KEYS),
         st.sampled_from([2, 1, 3]),
         st.sampled_from(["before", "after"]),
         st.sampled_from(
@@ -32,17 +32,17 @@ SCRIPT = st.lists(
                 "cut off",
                 "replaced",
                 "revoked",
-                "over",
+                "expired",
                 "granted",
-                "look",
-                "look",
+                "lead",
+                "lead",
                 "run",
                 "submit",
                 "cancel",
                 "prune",
             ]
         ),
-        WHICH,
+        INDEX,
     ),
     min_size=1,
     max_size=3,
@@ -50,216 +50,218 @@ SCRIPT = st.lists(
 
 
 class Contender(SimDriver):
-    """One that is told of what the store has decided some time later, or never."""
+    """A driver that learns the store's decisions some time later, or never."""
 
     def __init__(self, world):
         super().__init__(world)
-        self.term, self.next = None, ""
+        self.term, self.action = None, ""
 
-    def does(self, what):
+    def perform(self, action):
         if not self.busy and not self.dead:
-            self.next = what
+            self.action = action
             self.act()
 
     def _act(self):
-        if self.next == "campaign" and self.term is None:
+        if self.action == "campaign" and self.term is None:
             self.term = self.campaign()
-        elif self.next == "is granted" and self.term is not None and self.tending is None:
-            self.granted(self.term)
-        elif self.next == "looks" and self.tending is not None:
-            self.tending.look()
+        elif self.action == "is granted" and self.term is not None and self.reconciler is None:
+            self.become_leader(self.term)
+        elif self.action == "reconcile" and self.reconciler is not None:
+            self.reconciler.look()
 
 
 class Machine(RuleBasedStateMachine):
-    """Each rule is one thing that one of them does; what the others do in the middle of it is in its script."""
+    """Each rule is an action of one actor. Its script says what other actors do during it."""
 
     def __init__(self):
         super().__init__()
         self.world = World(0, jobs=JOBS, faults=0)
-        self.world.server.fault = self.happens
+        self.world.server.fault = self.run_script
         self.world.drivers += [Contender(self.world) for _ in range(3)]
         self.script, self.count, self.depth = [], collections.Counter(), 0
 
     @initialize(jobs=st.sampled_from([JOBS, 2, 0]), leads=st.booleans())
     def begin(self, jobs, leads):
-        """Mostly something is there already."""
+        """Usually some jobs exist already."""
         for number in range(jobs):
-            self.submits(f"job-{number}")
+            self.submit(f"job-{number}")
         if leads:
-            self.leads(0)
+            self.lead(0)
 
-    def contender(self, which):
-        found = self.world.drivers[which]
-        if found.dead and not found.busy:
-            found = self.world.drivers[which] = Contender(self.world)
-        return found
+    def contender(self, index):
+        contender = self.world.drivers[index]
+        if contender.dead and not contender.busy:
+            contender = self.world.drivers[index] = Contender(self.world)
+        return contender
 
-    def happens(self, session, operations, moment):
+    def run_script(self, session, operations, moment):
         if self.depth:
             return
-        written = " ".join(one.key for one in operations if not isinstance(one, Check))
+        written = " ".join(operation.key for operation in operations if not isinstance(operation, Check))
         if moment == "before":
-            self.count.update(where for where in WHERE if where in written)
-        mine = self.world.current
-        for one in [one for one in self.script if one[0] in written and (self.count[one[0]], moment) == one[1:3]]:
-            self.script.remove(one)
-            *_, what, which = one
-            if what == "killed" and mine is not None:
-                mine.killed = True
+            self.count.update(key for key in KEYS if key in written)
+        current = self.world.current
+        for entry in [
+            entry for entry in self.script if entry[0] in written and (self.count[entry[0]], moment) == entry[1:3]
+        ]:
+            self.script.remove(entry)
+            *_, event, index = entry
+            if event == "killed" and current is not None:
+                current.killed = True
                 raise Killed
-            if what in ("over", "cut off"):
+            if event in ("expired", "cut off"):
                 self.world.server.expire(session)
-            if what in ("lost", "cut off"):
+            if event in ("lost", "cut off"):
                 raise PossiblyInconsistentError(f"lost {moment} it was done")
             self.depth += 1
             try:
-                self.meanwhile(what, which)
+                self.interrupt(event, index)
             finally:
-                self.world.current = mine
+                self.world.current = current
                 self.depth -= 1
-            if what == "replaced" and not (mine is not None and mine.dead):
+            if event == "replaced" and not (current is not None and current.dead):
                 raise PossiblyInconsistentError(f"lost {moment} it was done")
-            if mine is not None and mine.dead:
-                mine.killed = True
+            if current is not None and current.dead:
+                current.killed = True
                 raise Killed
 
-    def meanwhile(self, what, which):
-        """Others go on while one is paused."""
-        if what in ("revoked", "granted", "replaced"):
+    def interrupt(self, event, index):
+        """Other actors work while the current one is paused."""
+        if event in ("revoked", "granted", "replaced"):
             self.world.server.entries.pop(HOLDER, None)
-        if what in ("granted", "replaced", "look"):
-            self.leads(which)
-        if what == "run":
-            self.acts(which)
-        if what == "submit":
-            self.submits(f"job-{which}")
-        if what == "cancel":
-            self.cancels(f"job-{which}")
-        if what == "prune":
-            self.prunes()
+        if event in ("granted", "replaced", "lead"):
+            self.lead(index)
+        if event == "run":
+            self.run_process(index)
+        if event == "submit":
+            self.submit(f"job-{index}")
+        if event == "cancel":
+            self.cancel(f"job-{index}")
+        if event == "prune":
+            self.prune()
 
-    def scripted(self, script, do):
+    def with_script(self, script, action):
         self.script, self.count = list(script), collections.Counter()
         try:
-            do()
+            action()
         finally:
             self.script = []
 
-    def client(self, do):
-        """Somebody with a session of its own, who is no contender."""
-        with self.world.as_(None):
+    def client(self, action):
+        """Runs an action in a session that is not a contender's."""
+        with self.world.acting_as(None):
             session = self.world.server.session()
             with contextlib.suppress(StagecrewError):
-                do(Jobs(session, self.world.storage, lambda: self.world.clock))
+                action(Jobs(session, self.world.storage, lambda: self.world.clock))
             session.close()
 
-    def submits(self, job):
+    def submit(self, job):
         self.client(lambda jobs: jobs.submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job))
 
-    def cancels(self, job):
+    def cancel(self, job):
         self.world.cancelled.add(job)
         self.client(lambda jobs: jobs.cancel(job))
 
-    def prunes(self):
+    def prune(self):
         self.client(lambda jobs: list(jobs.prune(0.0)))
 
-    def leads(self, which):
-        for step in ("campaign", "is granted", "looks"):
-            self.contender(which).does(step)
+    def lead(self, index):
+        for action in ("campaign", "is granted", "reconcile"):
+            self.contender(index).perform(action)
 
-    def acts(self, which):
-        living = [one for one in self.world.processes if not one.busy and not one.dead]
+    def run_process(self, index):
+        living = [process for process in self.world.processes if not process.busy and not process.dead]
         if living:
-            living[which % len(living)].act()
+            living[index % len(living)].act()
 
     @rule(job=JOB, script=SCRIPT)
-    def somebody_submits(self, job, script):
-        self.scripted(script, lambda: self.submits(job))
+    def a_job_is_submitted(self, job, script):
+        self.with_script(script, lambda: self.submit(job))
 
     @rule(job=JOB, script=SCRIPT)
-    def somebody_cancels(self, job, script):
-        self.scripted(script, lambda: self.cancels(job))
+    def a_job_is_cancelled(self, job, script):
+        self.with_script(script, lambda: self.cancel(job))
 
-    @rule(which=WHICH, script=SCRIPT)
-    def one_campaigns(self, which, script):
-        self.scripted(script, lambda: self.contender(which).does("campaign"))
+    @rule(index=INDEX, script=SCRIPT)
+    def a_contender_campaigns(self, index, script):
+        self.with_script(script, lambda: self.contender(index).perform("campaign"))
 
-    @rule(which=WHICH, script=SCRIPT)
-    def another_run_goes_on(self, which, script):
-        """As that is what most is written in."""
-        self.a_run_goes_on(which, script)
+    @rule(index=INDEX, script=SCRIPT)
+    def another_process_runs(self, index, script):
+        """The same rule again, because processes of jobs write most."""
+        self.a_process_runs(index, script)
 
-    @rule(which=WHICH)
-    def one_is_told_that_it_leads(self, which):
-        self.contender(which).does("is granted")
+    @rule(index=INDEX)
+    def a_contender_is_granted_leadership(self, index):
+        self.contender(index).perform("is granted")
 
-    @rule(which=WHICH, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
-    def one_looks_at_its_jobs(self, which, script, seconds):
+    @rule(index=INDEX, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
+    def a_leader_reconciles_its_jobs(self, index, script, seconds):
         self.world.clock += seconds
-        self.scripted(script, lambda: self.contender(which).does("looks"))
+        self.with_script(script, lambda: self.contender(index).perform("reconcile"))
 
-    @rule(which=WHICH, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
-    def one_leads(self, which, script, seconds):
-        """All of that at once, as it mostly is."""
+    @rule(index=INDEX, script=SCRIPT, seconds=st.sampled_from([0.0, 1.0, 60.0]))
+    def a_contender_leads(self, index, script, seconds):
+        """It campaigns, is granted leadership and reconciles at once, as usual."""
         self.world.clock += seconds
-        self.scripted(script, lambda: self.leads(which))
+        self.with_script(script, lambda: self.lead(index))
 
-    @rule(which=WHICH, script=SCRIPT)
-    def a_run_goes_on(self, which, script):
-        """From its claim to its end, or to where its script ends it; where none lives, one is begun."""
-        if all(one.dead for one in self.world.processes):
-            while self.world.doomed:
-                self.a_session_of_the_dead_is_over(which)
+    @rule(index=INDEX, script=SCRIPT)
+    def a_process_runs(self, index, script):
+        """It runs from its claim to its end, or until its script ends it. If no process is alive, one is started."""
+        if all(process.dead for process in self.world.processes):
+            while self.world.dead_sessions:
+                self.a_session_of_the_dead_expires(index)
             for other in range(3):
                 self.world.clock += 60.0
-                self.leads((which + other) % 3)
-        self.scripted(script, lambda: self.acts(which))
+                self.lead((index + other) % 3)
+        self.with_script(script, lambda: self.run_process(index))
 
     @rule()
     def leadership_is_revoked(self):
-        """By the store, which tells nobody."""
+        """The store revokes it and notifies nobody."""
         self.world.server.entries.pop(HOLDER, None)
 
-    @rule(which=WHICH)
-    def one_is_told_that_it_leads_no_more(self, which):
-        contender = self.contender(which)
-        if contender.tending is not None:
-            contender.tending.stop()
+    @rule(index=INDEX)
+    def a_contender_notices_lost_leadership(self, index):
+        contender = self.contender(index)
+        if contender.reconciler is not None:
+            contender.reconciler.stop()
         contender.die()
 
-    @rule(which=st.integers(0, 5), process=st.booleans())
-    def one_dies(self, which, process):
-        living = [one for one in (self.world.processes if process else self.world.drivers) if not one.dead]
+    @rule(index=st.integers(0, 5), process=st.booleans())
+    def a_process_dies(self, index, process):
+        living = [actor for actor in (self.world.processes if process else self.world.drivers) if not actor.dead]
         if living:
-            living[which % len(living)].die()
+            living[index % len(living)].die()
 
-    @rule(which=st.integers(0, 5))
-    def a_session_of_the_dead_is_over(self, which):
-        """Some time later than they died."""
-        if self.world.doomed:
-            self.world.server.expire(self.world.doomed.pop(which % len(self.world.doomed)))
-
-    @rule(script=SCRIPT)
-    def somebody_sweeps(self, script):
-        self.scripted(script, lambda: self.client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
+    @rule(index=st.integers(0, 5))
+    def a_session_of_the_dead_expires(self, index):
+        """It expires some time after its process has died."""
+        if self.world.dead_sessions:
+            self.world.server.expire(self.world.dead_sessions.pop(index % len(self.world.dead_sessions)))
 
     @rule(script=SCRIPT)
-    def somebody_prunes(self, script):
-        """A moment later than the last job has ended."""
+    def the_storage_is_swept(self, script):
+        self.with_script(script, lambda: self.client(lambda jobs: jobs.sweep(0.0, lambda: float("inf"))))
+
+    @rule(script=SCRIPT)
+    def ended_jobs_are_pruned(self, script):
+        """The prune runs a moment after the last job has ended."""
         self.world.clock += 0.1
-        self.scripted(script, self.prunes)
+        self.with_script(script, self.prune)
 
     @rule(keep=st.sampled_from([None, 0.0, 30.0]))
-    def drivers_are_started_otherwise(self, keep):
-        """How long the next leaders keep jobs that have ended."""
+    def later_leaders_keep_ended_jobs_for(self, keep):
+        """Changes how long later leaders keep ended jobs."""
         self.world.keep = keep
 
     @invariant()
-    def whole(self):
-        consistent(self.world)
+    def the_store_is_consistent(self):
+        assert_consistent(self.world)
 
     def teardown(self):
-        check(self.world, self.world.settle())
+        assert_final_state(self.world, self.world.settle())
 
 
 TestJobsUnderAnything = Machine.TestCase

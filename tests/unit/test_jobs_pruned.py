@@ -1,11 +1,10 @@
-"""Which jobs a leader reads, and the removal of ended ones, met by everything else at each single write."""
+"""The keys that a leader reads, and the removal of ended jobs, with interference at each read and write."""
 
 import contextlib
 import itertools
 
 import pytest
 
-from jobsim import Killed, SimDriver, World, check, consistent, driver_module, indexed
 from stagecrew.errors import (
     JobError,
     JobExists,
@@ -24,22 +23,31 @@ from stagecrew.recovery.results import Result
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
+from support.simulated_jobs import (
+    Killed,
+    SimDriver,
+    World,
+    assert_consistent,
+    assert_final_state,
+    assert_indexes_match,
+    driver_module,
+)
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
 OTHER = JobSpec("job-0.py", ("otherwise",), {}, {}, b"", 50)
 
 
-def quiet(*_):
-    """No fault."""
+def no_fault(*_):
+    """Does nothing."""
 
 
-def jobs_of(world):
-    """The jobs, as a process with a session of its own has them."""
+def new_jobs(world):
+    """The jobs as seen by a process with its own session."""
     return Jobs(world.server.session(), world.storage, lambda: world.clock)
 
 
-def leading(world):
-    """A new driver; the store gives it the term, also when another driver leads."""
+def new_leader(world):
+    """A new driver that gets the term, even if another driver leads."""
     world.server.entries.pop(HOLDER, None)
     driver = SimDriver(world)
     world.drivers.append(driver)
@@ -47,45 +55,45 @@ def leading(world):
     return driver
 
 
-def runs(world):
-    """Each process of a run does its work, to its end."""
+def run_processes(world):
+    """Each process of a run works until it ends."""
     for process in world.processes:
         if not process.dead and not process.busy:
             process.act()
 
 
-def life(world, until="clean"):
-    """Submits job-0; a new leader begins its run, which ends it; then it is cleaned."""
-    jobs_of(world).submit(SPEC, "job-0")
-    driver = leading(world)
+def run_job(world, until="clean"):
+    """Submits job-0. A new leader starts its run, which ends it, then the job is cleaned."""
+    new_jobs(world).submit(SPEC, "job-0")
+    driver = new_leader(world)
     if until != "running":
-        runs(world)
+        run_processes(world)
     if until == "clean":
         world.clock += 2.0
         driver.act()
     return driver
 
 
-def ended(seed, until="clean"):
-    """A world in which job-0 is in this state."""
+def world_with_job(seed, until="clean"):
+    """A world with job-0 in this state."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
-    real = world.server.done
+    real = world.server.on_transaction
 
     def done(operations):
         real(operations)
-        indexed(world.server.entries)  # after each single transaction
+        assert_indexes_match(world.server.entries)  # after each single transaction
 
-    world.server.done = done
-    driver = life(world, until)
-    record, _ = jobs_of(world).read("job-0")
+    world.server.on_transaction = done
+    driver = run_job(world, until)
+    record, _ = new_jobs(world).read("job-0")
     assert ("clean" if record.clean else record.state) == until
     return world, driver
 
 
-def removed(world):
-    """Whether job-0 is gone, with all that other processes can see of it. A job that is not gone is whole."""
-    jobs = jobs_of(world)
+def is_removed(world):
+    """Whether job-0 and everything that other processes can see of it is removed. Otherwise it is complete."""
+    jobs = new_jobs(world)
     try:
         record, _ = jobs.read("job-0")
     except JobUnknown:
@@ -99,10 +107,10 @@ def removed(world):
     return False
 
 
-# -- The cost of a look
+# -- The cost of a poll
 
 
-class Counted:
+class CountingStore:
     """A store that counts its reads and writes."""
 
     def __init__(self, store):
@@ -125,43 +133,43 @@ class Counted:
         return self._store.transact(*operations)
 
 
-class Idle:
-    """A launcher that starts nothing."""
+class NoLauncher:
+    """A launcher that must not be used."""
 
     def prepare(self, spec, job):
-        raise AssertionError("nothing is to be run")
+        raise AssertionError("no job must be run")
 
 
 @pytest.mark.parametrize("keep", [None, 1e6])
-def test_a_look_reads_open_jobs_alone(keep):
-    """A takeover and each poll read as much with 200 ended jobs as with none, and write nothing: one list of the open jobs. A leader
-    that removes old jobs reads one more list, of hours, once in some minutes."""
+def test_a_poll_reads_only_open_jobs(keep):
+    """A takeover and each poll read as much with 200 ended jobs as with none, and write nothing. A poll reads one list,
+    that of the open jobs. A leader that prunes reads one more list, that of the hours, once in some minutes."""
     counts = []
     for number in (0, 200):
         world = World(1, jobs=1, faults=0)
         world.clock = 1e7
-        jobs = jobs_of(world)
-        for one in range(number):
-            job = f"ended-{one}"
+        jobs = new_jobs(world)
+        for index in range(number):
+            job = f"ended-{index}"
             jobs.submit(SPEC, job)
             jobs.start(job, jobs.read(job), jobs.claim(job))
-            jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(one))
+            jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(index))
             jobs.clean(job)
         assert len(jobs.names()) == number
-        store = Counted(world.server.session())
-        found = []
-        tending = None
+        store = CountingStore(world.server.session())
+        reads = []
+        reconciler = None
         for _ in range(4):
             world.clock += 1.0
             store.reads.clear()
-            if tending is None:
+            if reconciler is None:
                 clock = lambda world=world: world.clock  # noqa: E731
-                tending = JobReconciler(Jobs(store, world.storage, clock), 1, Idle(), 16, clock, keep)
-            tending.look()
-            found.append(list(store.reads))
+                reconciler = JobReconciler(Jobs(store, world.storage, clock), 1, NoLauncher(), 16, clock, keep)
+            reconciler.look()
+            reads.append(list(store.reads))
         assert store.writes == 0
-        assert found[2:] == [["open"], ["open"]]
-        counts.append([len(one) for one in found])
+        assert reads[2:] == [["open"], ["open"]]
+        counts.append([len(keys) for keys in reads])
     assert counts[0] == counts[1]
     assert counts[0][0] <= 7
 
@@ -169,14 +177,13 @@ def test_a_look_reads_open_jobs_alone(keep):
 # -- Which jobs a prune removes
 
 
-def test_what_a_prune_leaves():
-    """A job that is open, has ended and is not clean, is younger, or cannot be read stays, with all that it has; so does one whose process
-    is still there. Only old, clean ones are removed, with their results."""
-    world, _ = ended(2)
-    jobs = jobs_of(world)
-    made = {}
+def test_a_prune_removes_only_old_clean_jobs():
+    """It removes them with their results. A job stays complete if it is open, not clean, younger, unreadable, or if its
+    process is alive."""
+    world, _ = world_with_job(2)
+    jobs = new_jobs(world)
     for job in ("open", "runs", "unclean", "unreadable", "lingers"):
-        made[job] = jobs.submit(SPEC, job)
+        jobs.submit(SPEC, job)
     for job in ("runs", "unclean", "unreadable", "lingers"):
         jobs.start(job, jobs.read(job), jobs.claim(job))
     for job in ("unclean", "unreadable", "lingers"):
@@ -185,8 +192,8 @@ def test_what_a_prune_leaves():
         jobs.clean(job)
     session = world.server.session()
     session.transact(Create("jobs/lingers/process", b"{}", ephemeral=True))
-    world.server.done = quiet  # the record below is no record
-    whole = jobs.read("unreadable")[0].to_bytes()
+    world.server.on_transaction = no_fault  # the record below is invalid
+    record = jobs.read("unreadable")[0].to_bytes()
     session.transact(Replace("jobs/unreadable", b"{", session.read("jobs/unreadable").version))
     world.clock += 100.0
     jobs.submit(SPEC, "young")
@@ -194,90 +201,90 @@ def test_what_a_prune_leaves():
     jobs.finish("young", jobs.read("young"), JobState.FAILED, Result("failed"))
     jobs.clean("young")
     before = dict(world.server.entries)
-    found = {one.job: one for one in jobs.prune(50.0)}
-    assert [job for job, one in found.items() if one.removed] == ["job-0"]
-    assert {job for job, one in found.items() if one.reason} == {"unreadable", "lingers"}
-    assert "process" in found["lingers"].reason
-    gone = before.keys() - world.server.entries.keys()
-    assert gone
-    assert all("job-0" in key for key in gone)
+    pruned = {result.job: result for result in jobs.prune(50.0)}
+    assert [job for job, result in pruned.items() if result.removed] == ["job-0"]
+    assert {job for job, result in pruned.items() if result.reason} == {"unreadable", "lingers"}
+    assert "process" in pruned["lingers"].reason
+    deleted = before.keys() - world.server.entries.keys()
+    assert deleted
+    assert all("job-0" in key for key in deleted)
     assert jobs.names() == sorted(["lingers", "open", "runs", "unclean", "unreadable", "young"])
-    assert removed_states(world, "job-0") == []
-    session.transact(Replace("jobs/unreadable", whole, session.read("jobs/unreadable").version))
+    assert remaining_states(world, "job-0") == []
+    session.transact(Replace("jobs/unreadable", record, session.read("jobs/unreadable").version))
     session.close()
-    assert sorted(one.job for one in jobs.prune(50.0) if one.removed) == ["lingers", "unreadable"]
+    assert sorted(result.job for result in jobs.prune(50.0) if result.removed) == ["lingers", "unreadable"]
     assert [key for key in world.server.entries if key.startswith("ended/")] == [
         key for key in before if key.startswith("ended/") and ("young" in key or key.count("/") == 1)
     ]
     assert sorted(jobs.open_names()) == ["open", "runs", "unclean"]
 
 
-def removed_states(world, job):
-    """The states that are left of a job."""
+def remaining_states(world, job):
+    """The stored states of a job."""
     return [state for state in world.states() if job in state]
 
 
-def test_old_hours_go():
-    """The index of ended jobs keeps no hour in which nothing is left; the hour that lasts stays."""
-    world, _ = ended(3)
+def test_a_prune_removes_empty_hours_of_the_index():
+    """The current hour of the index of ended jobs stays."""
+    world, _ = world_with_job(3)
     world.clock += 7200.0
-    jobs = jobs_of(world)
-    assert [one.job for one in jobs.prune(60.0) if one.removed] == ["job-0"]
+    jobs = new_jobs(world)
+    assert [result.job for result in jobs.prune(60.0) if result.removed] == ["job-0"]
     assert [key for key in world.server.entries if key.startswith("ended/")] == []
-    life(world)
-    assert [one.job for one in jobs.prune(0.0) if one.removed] == ["job-0"]
+    run_job(world)
+    assert [result.job for result in jobs.prune(0.0) if result.removed] == ["job-0"]
     assert [key for key in world.server.entries if key.startswith("ended/")] == ["ended/1970-01-01T02"]
 
 
-def test_a_pruned_id_is_free():
-    """A removed id can be submitted with the same content or other content, under the same leader: it is a new job, and runs."""
-    world, driver = ended(4)
+def test_the_id_of_a_pruned_job_can_be_used_again():
+    """With the same or other content, under the same leader, it is a new job that runs."""
+    world, driver = world_with_job(4)
     with pytest.raises(JobExists):
-        jobs_of(world).submit(OTHER, "job-0")
+        new_jobs(world).submit(OTHER, "job-0")
     for spec in (SPEC, OTHER):
         world.clock += 100.0
-        assert [one.removed for one in jobs_of(world).prune(50.0)] == [True]
-        assert removed(world)
-        begun = len(world.processes)
-        jobs_of(world).submit(spec, "job-0")
+        assert [result.removed for result in new_jobs(world).prune(50.0)] == [True]
+        assert is_removed(world)
+        count = len(world.processes)
+        new_jobs(world).submit(spec, "job-0")
         for _ in range(3):
             driver.act()
-            runs(world)
-        assert len(world.processes) == begun + 1
-        assert jobs_of(world).read("job-0")[0].clean
+            run_processes(world)
+        assert len(world.processes) == count + 1
+        assert new_jobs(world).read("job-0")[0].clean
     assert world.lives["job-0"] == 2
 
 
 def test_a_leader_forgets_jobs_that_have_ended():
-    """A leader remembers nothing of a job that is clean: neither its pauses nor its warnings. So its memory does not grow, and
-    the next job of that id is not taken for it."""
-    world, driver = ended(12)
+    """It keeps neither the pauses nor the warnings of a clean job. So its memory does not grow, and the next job with
+    that id is not mistaken for the old one."""
+    world, driver = world_with_job(12)
     prepare, tried = driver.prepare, []
 
-    def fails(spec, job):
+    def prepare_fails_twice(spec, job):
         tried.append(job)
         if len(tried) < 3:
-            raise JobError("there is no room for its files")
+            raise JobError("no room for its files")
         return prepare(spec, job)
 
-    driver.prepare = fails
-    jobs_of(world).submit(SPEC, "troubled")
+    driver.prepare = prepare_fails_twice
+    new_jobs(world).submit(SPEC, "troubled")
     names = ("_later", "_stopped", "_said", "_ended", "_waiting")
     for _ in range(3):
         driver.act()
-        assert any("troubled" in getattr(driver.tending, name) for name in names)
+        assert any("troubled" in getattr(driver.reconciler, name) for name in names)
         world.clock += 60.0
-    runs(world)
+    run_processes(world)
     driver.act()
-    assert jobs_of(world).read("troubled")[0].clean
+    assert new_jobs(world).read("troubled")[0].clean
     driver.act()
-    assert not any(getattr(driver.tending, name) for name in names)
+    assert not any(getattr(driver.reconciler, name) for name in names)
 
 
-def test_what_dead_writers_left_goes_with_the_job(monkeypatch):
-    """A prune deletes states of the job that nothing refers to, as nothing finds them later. When they cannot be deleted the job stays,
-    and says why; the next prune removes it."""
-    world, _ = ended(5)
+def test_a_prune_deletes_unreferenced_states_of_the_job(monkeypatch):
+    """Dead writers left them, and later nothing would find them. If they cannot be deleted, the job stays and the prune
+    says why. The next prune removes it."""
+    world, _ = world_with_job(5)
     [folder] = {state.rpartition("/")[0] for state in world.states()}
     generation = folder.split("/")[1]
     for below in ("steps", "commits"):
@@ -285,135 +292,135 @@ def test_what_dead_writers_left_goes_with_the_job(monkeypatch):
     world.clock += 100.0
     with monkeypatch.context() as patch:
         patch.setattr(StateStorage, "discard", lambda *_: (_ for _ in ()).throw(StateStorageError("access denied")))
-        [one] = jobs_of(world).prune(50.0)
-        assert (one.removed, "access denied" in one.reason) == (False, True)
-    assert not removed(world)
-    [one] = jobs_of(world).prune(50.0)
-    assert (one.removed, one.reason) == (True, "")
+        [result] = new_jobs(world).prune(50.0)
+        assert (result.removed, "access denied" in result.reason) == (False, True)
+    assert not is_removed(world)
+    [result] = new_jobs(world).prune(50.0)
+    assert (result.removed, result.reason) == (True, "")
     assert world.states() == set()
 
 
-def test_a_result_that_cannot_be_deleted(monkeypatch, caplog):
-    """A job whose result's bytes cannot be deleted is removed as a whole, and a sweep deletes the bytes; so does the next job of that id."""
-    for then in ("sweep", "life"):
-        world, _ = ended(6)
+def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
+    """The job is removed completely. A sweep, or the next job with that id, deletes the result's bytes."""
+    for cleanup in ("sweep", "next job"):
+        world, _ = world_with_job(6)
         world.clock += 100.0
         with monkeypatch.context() as patch:
             patch.setattr(StateStorage, "discard", lambda *_: (_ for _ in ()).throw(StateStorageError("access denied")))
-            [one] = jobs_of(world).prune(50.0)
-        assert (one.removed, one.reason) == (True, "")
-        assert removed(world)
+            [result] = new_jobs(world).prune(50.0)
+        assert (result.removed, result.reason) == (True, "")
+        assert is_removed(world)
         assert "left until it is swept" in caplog.text
-        if then == "sweep":
-            jobs_of(world).sweep(0.0, lambda: 1e12)
+        if cleanup == "sweep":
+            new_jobs(world).sweep(0.0, lambda: 1e12)
             assert world.states() == set()
         else:
-            life(world)
-            consistent(world)
+            run_job(world)
+            assert_consistent(world)
             assert len(world.states()) == 1
 
 
-# -- A leader that removes old jobs
+# -- A leader that prunes
 
 
-def test_a_leader_removes_old_jobs_a_few_at_each_look(monkeypatch):
-    """A leader that keeps jobs for some time removes older ones, few at each look, and tends to its open jobs meanwhile. Without a time it
-    keeps all of them."""
+def test_a_leader_removes_a_few_old_jobs_at_each_poll(monkeypatch):
+    """It still runs its open jobs. Without a time to keep jobs it removes none."""
     monkeypatch.setattr(driver_module, "_PRUNED", 2)
     for keep in (None, 50.0):
-        world, _ = ended(7)
-        jobs = jobs_of(world)
-        for one in range(7):
-            jobs.submit(SPEC, f"old-{one}")
-            jobs.start(f"old-{one}", jobs.read(f"old-{one}"), jobs.claim(f"old-{one}"))
-            jobs.finish(f"old-{one}", jobs.read(f"old-{one}"), JobState.SUCCEEDED, Result.of_value(one))
-            jobs.clean(f"old-{one}")
+        world, _ = world_with_job(7)
+        jobs = new_jobs(world)
+        for number in range(7):
+            job = f"old-{number}"
+            jobs.submit(SPEC, job)
+            jobs.start(job, jobs.read(job), jobs.claim(job))
+            jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(number))
+            jobs.clean(job)
         world.clock += 100.0
         jobs.submit(SPEC, "new")
         world.keep = keep
-        driver = leading(world)
-        left = [len(jobs.names())]
+        driver = new_leader(world)
+        counts = [len(jobs.names())]
         for _ in range(6):
             driver.act()
-            left.append(len(jobs.names()))
-        assert left == ([9] * 7 if keep is None else [7, 5, 3, 1, 1, 1, 1])
-        assert [process.run.job for process in world.processes if process.term == driver.tending._term] == ["new"]
+            counts.append(len(jobs.names()))
+        assert counts == ([9] * 7 if keep is None else [7, 5, 3, 1, 1, 1, 1])
+        assert [process.run.job for process in world.processes if process.term == driver.reconciler._term] == ["new"]
 
 
-def test_a_prune_that_fails_stops_nothing(monkeypatch, caplog):
-    """A leader logs an error of its prune, still tends to its jobs, and prunes again some minutes later."""
-    world, _ = ended(8)
+def test_a_failed_prune_does_not_stop_the_leader(monkeypatch, caplog):
+    """It logs the error, still runs its jobs, and prunes again some minutes later."""
+    world, _ = world_with_job(8)
     world.clock += 100.0
     world.keep = 50.0
     real = Jobs.prune
 
-    def away(self, older_than):
+    def unavailable(self, older_than):
         yield from ()
-        raise StoreUnavailable("the store is away")
+        raise StoreUnavailable("no connection")
 
-    monkeypatch.setattr(Jobs, "prune", away)
-    driver = leading(world)
-    assert "ended jobs cannot be removed now: StoreUnavailable: the store is away" in caplog.text
+    monkeypatch.setattr(Jobs, "prune", unavailable)
+    driver = new_leader(world)
+    assert "ended jobs cannot be removed now: StoreUnavailable: no connection" in caplog.text
     monkeypatch.setattr(Jobs, "prune", real)
-    jobs_of(world).submit(SPEC, "new")
+    new_jobs(world).submit(SPEC, "new")
     driver.act()
     assert [process.run.job for process in world.processes][1:] == ["new"]
-    assert not removed_names(world)
+    assert not is_unlisted(world)
     world.clock += driver_module._PRUNE
     driver.act()
-    assert removed_names(world)
+    assert is_unlisted(world)
 
 
-def removed_names(world):
-    return "job-0" not in jobs_of(world).names()
+def is_unlisted(world):
+    return "job-0" not in new_jobs(world).names()
 
 
 def test_a_replaced_leader_removes_nothing():
-    """A leader that was replaced, and was not told, removes nothing: its prune is fenced by its term."""
-    world, driver = ended(9)
+    """It has not noticed that it was replaced. Its prune is fenced by its term."""
+    world, driver = world_with_job(9)
     world.clock += 100.0
-    leading(world)
+    new_leader(world)
     with pytest.raises(LeadershipLost):
         list(driver.jobs.prune(50.0))
-    assert not removed(world)
+    assert not is_removed(world)
 
 
-# -- At each write
+# -- Interference at each read and write
 
 
-class At:
-    """Does something before or after one write, or before one read, and nothing else."""
+class ActionAt:
+    """Runs an action before or after one write, or before one read."""
 
-    def __init__(self, world, number, moment, do):
-        self.world, self.number, self.moment, self.do = world, number, moment, do
-        self.seen, self.met = 0, False
+    def __init__(self, world, number, moment, action):
+        self.world, self.number, self.moment, self.action = world, number, moment, action
+        self.seen, self.on_transaction = 0, False
         world.server.fault = self
         if moment == "at a read":
-            world.server.looks = lambda session, key: self(session, (), moment)
+            world.server.on_read = lambda session, key: self(session, (), moment)
 
     def __call__(self, session, operations, moment):
         if moment in ("before", "at a read"):
             self.seen += 1
-        if self.seen != self.number or moment != self.moment or self.met:
+        if self.seen != self.number or moment != self.moment or self.on_transaction:
             return
-        self.met = True
-        self.world.server.fault = self.world.server.looks = quiet
+        self.on_transaction = True
+        self.world.server.fault = self.world.server.on_read = no_fault
         before = self.world.current
         try:
-            with self.world.as_(None):
-                self.do(session)
+            with self.world.acting_as(None):
+                self.action(session)
         finally:
             self.world.current = before
 
 
 def dies(world, session):
-    """The process that writes ends here."""
+    """The writing process ends."""
     if world.current is not None:
         world.current.killed = True
     raise Killed
 
 
-def is_lost(world, session):
+def loses_reply(world, session):
     raise PossiblyInconsistentError("the reply was lost")
 
 
@@ -429,169 +436,172 @@ def is_replaced(world, session):
     raise PossiblyInconsistentError("the reply was lost")
 
 
-@pytest.mark.parametrize("by", ["a command", "a leader"])
+@pytest.mark.parametrize("pruner", ["command", "leader"])
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("fault", [dies, is_lost, is_cut_off, is_replaced])
-def test_at_each_write_of_a_prune(by, moment, fault):
-    """A process that dies, or gets no reply, at any one write of a prune leaves the job whole or removed. Another prune finishes it, and
-    the id can run again."""
+@pytest.mark.parametrize("fault", [dies, loses_reply, is_cut_off, is_replaced])
+def test_a_fault_at_each_write_of_a_prune(pruner, moment, fault):
+    """A process that dies or loses a reply leaves the job complete or removed. Another prune finishes it, and the id
+    can be used again."""
     reached = 0
     for number in itertools.count(1):
-        world, _ = ended(10)
+        world, _ = world_with_job(10)
         world.clock += 100.0
-        if by == "a leader":
+        if pruner == "leader":
             world.keep = 50.0
             world.server.entries.pop(HOLDER, None)
             driver = SimDriver(world)
             world.drivers.append(driver)
-            at = At(world, number, moment, lambda session, world=world: fault(world, session))
+            fault_at = ActionAt(world, number, moment, lambda session, world=world: fault(world, session))
             driver.act()
         else:
-            jobs = jobs_of(world)
-            at = At(world, number, moment, lambda session, world=world: fault(world, session))
+            jobs = new_jobs(world)
+            fault_at = ActionAt(world, number, moment, lambda session, world=world: fault(world, session))
             with contextlib.suppress(Killed, StagecrewError):
                 list(jobs.prune(50.0))
-        world.server.fault = quiet
-        if not at.met:
-            assert removed(world)
+        world.server.fault = no_fault
+        if not fault_at.on_transaction:
+            assert is_removed(world)
             break
         reached += 1
-        consistent(world)
-        was_removed = removed(world)
-        found = list(jobs_of(world).prune(50.0))
-        assert [one.removed for one in found] == ([] if was_removed else [True])
-        assert removed(world)
-        jobs_of(world).sweep(0.0, lambda: 1e12)
+        assert_consistent(world)
+        was_removed = is_removed(world)
+        results = list(new_jobs(world).prune(50.0))
+        assert [result.removed for result in results] == ([] if was_removed else [True])
+        assert is_removed(world)
+        new_jobs(world).sweep(0.0, lambda: 1e12)
         assert world.states() == set()
-        check(world, world.settle())
+        assert_final_state(world, world.settle())
         assert world.lives["job-0"] == 1
     assert reached >= 3
 
 
-def submits(world):
-    assert jobs_of(world).submit(SPEC, "job-0") == "job-0"
+def submit(world):
+    assert new_jobs(world).submit(SPEC, "job-0") == "job-0"
 
 
-def submits_other(world):
-    """Other content under that id. It is refused while the first job is there."""
+def submit_other(world):
+    """Submits other content with that id. It is refused while the first job exists."""
     with contextlib.suppress(JobExists):
-        jobs_of(world).submit(OTHER, "job-0")
+        new_jobs(world).submit(OTHER, "job-0")
 
 
-def cancels(world):
+def cancel(world):
     world.cancelled.add("job-0")
     with contextlib.suppress(JobUnknown):
-        jobs_of(world).cancel("job-0")
+        new_jobs(world).cancel("job-0")
 
 
-def prunes(world):
-    for one in jobs_of(world).prune(0.0):
-        assert not one.reason or "has process" in one.reason  # a run that is in the middle of something
+def prune(world):
+    for result in new_jobs(world).prune(0.0):
+        assert not result.reason or "has process" in result.reason  # a run that is working
 
 
-def sweeps(world):
-    assert not jobs_of(world).sweep(0.0, lambda: 1e12).failed
+def sweep(world):
+    assert not new_jobs(world).sweep(0.0, lambda: 1e12).failed
 
 
-def takes_over(world):
-    leading(world)
+def take_over(world):
+    new_leader(world)
 
 
-def ends(world):
-    """Its run ends, and a new leader cleans it; then it is pruned."""
-    runs(world)
-    leading(world)
+def end_and_prune(world):
+    """The job's run ends, a new leader cleans it, and it is pruned."""
+    run_processes(world)
+    new_leader(world)
     world.clock += 1.0
-    prunes(world)
+    prune(world)
 
 
-def lives_again(world):
-    """It is pruned and submitted again, and ends, all in the hour in which it ended first."""
-    prunes(world)
-    life(world)
+def prune_and_run_again(world):
+    """The job is pruned, submitted again, and ends, all in the hour in which it ended first."""
+    prune(world)
+    run_job(world)
 
 
-def lists(world):
-    jobs_of(world).all()
+def list_all(world):
+    new_jobs(world).all()
 
 
-def shows(world):
+def show_result(world):
     with contextlib.suppress(JobUnknown):
-        jobs_of(world).result("job-0")
+        new_jobs(world).result("job-0")
 
 
-def prunes_later(world):
-    """Hours later: it also deletes hours in which nothing is left."""
+def prune_later(world):
+    """Prunes hours later, which also deletes empty hours of the index."""
     world.clock += 7200.0
-    prunes(world)
+    prune(world)
 
 
-#: A process reads these before it does anything.
+#: The entries that a process reads before it does anything.
 ENTRIES = ["jobs", "specs", "results", "open", "ended"]
-WAYS = [submits, submits_other, cancels, prunes, sweeps, takes_over]
-OTHERS = [*WAYS, prunes_later, ends, lives_again]
+ACTIONS = [submit, submit_other, cancel, prune, sweep, take_over]
+INTERFERING = [*ACTIONS, prune_later, end_and_prune, prune_and_run_again]
 
 
-#: Which way, from which state, is in each make test: where most can go wrong. All others are in the long tests.
-OFTEN = [
-    (submits, "clean"), (submits_other, "clean"), (cancels, "running"), (prunes, "clean"), (takes_over, "succeeded"), (lists, "clean"),
-    (shows, "clean"),
+#: The combinations with the highest risk run in each `make test`. All others are long tests.
+FREQUENT = [
+    (submit, "clean"), (submit_other, "clean"), (cancel, "running"), (prune, "clean"), (take_over, "succeeded"),
+    (list_all, "clean"), (show_result, "clean"),
 ]  # fmt: skip
-MEETINGS = [
-    pytest.param(one, until, id=f"{one.__name__}-{until}", marks=[] if (one, until) in OFTEN else pytest.mark.long)
-    for one in [*WAYS, lists, shows, lives_again]
+COMBINATIONS = [
+    pytest.param(
+        action, until, id=f"{action.__name__}-{until}", marks=[] if (action, until) in FREQUENT else pytest.mark.long
+    )
+    for action in [*ACTIONS, list_all, show_result, prune_and_run_again]
     for until in ("running", "succeeded", "clean")
 ]
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "at a read"])
-@pytest.mark.parametrize(("one", "until"), MEETINGS)
-def test_any_two_that_meet(one, moment, until):
-    """At any one read or write of a prune, a submit, a cancel, a sweep, a takeover or a whole life of the job, any other of these is done
-    as a whole. The only errors say that the job is there, or is not. The indexes are right after each transaction, a
-    prune removes only the job that it has read, and the job that is there last ends."""
-    for other in OTHERS:
+@pytest.mark.parametrize(("action", "until"), COMBINATIONS)
+def test_any_two_actions_may_interfere(action, moment, until):
+    """At any one read or write of an action another one is done completely. The only errors say that the job exists, or
+    does not. The indexes are right after each transaction, a prune removes only the job that it has read, and the last
+    job ends."""
+    for other in INTERFERING:
         for number in itertools.count(1):
-            world, _ = ended(11, until)
+            world, _ = world_with_job(11, until)
             world.clock += 1.0
-            at = At(world, number, moment, lambda session, world=world, other=other: other(world))
-            with contextlib.suppress(LeadershipLost, *[JobExists] if other is submits_other else []):
-                one(world)
-            world.server.fault = world.server.looks = quiet
-            if not at.met:
+            interference = ActionAt(world, number, moment, lambda session, world=world, other=other: other(world))
+            with contextlib.suppress(LeadershipLost, *[JobExists] if other is submit_other else []):
+                action(world)
+            world.server.fault = world.server.on_read = no_fault
+            if not interference.on_transaction:
                 break
-            consistent(world)
+            assert_consistent(world)
             begun = moment != "at a read" or number > len(ENTRIES)
-            if (one, other, until, begun) == (prunes, lives_again, "clean", True):
-                assert world.lives["job-0"] == 1, "the job that was submitted meanwhile is there"
-            digests = [record.digest for record, _ in jobs_of(world).all()[0].values()]
-            check(world, world.settle(submit=digests != [OTHER.digests[0]]))
+            if (action, other, until, begun) == (prune, prune_and_run_again, "clean", True):
+                assert world.lives["job-0"] == 1, "the job that was submitted meanwhile must stay"
+            digests = [record.digest for record, _ in new_jobs(world).all()[0].values()]
+            assert_final_state(world, world.settle(submit=digests != [OTHER.digests[0]]))
 
 
-def test_a_submit_that_meets_a_whole_life():
-    """A submit whose id another process takes first, and whose job then ends and is pruned before the submit looks again, submits its own."""
-    world, _ = ended(13)
-    prunes(world)
-    met = []
+def test_a_submit_can_follow_a_whole_life_of_another_job_with_its_id():
+    """Another process takes the id first, and its job ends and is pruned before the submit reads it. The submit then
+    succeeds."""
+    world, _ = world_with_job(13)
+    prune(world)
+    steps = []
 
     def other_submits(session, operations, moment):
-        if any(isinstance(one, Create) and one.key == "jobs/job-0" for one in operations):
-            world.server.fault = quiet
-            met.append("its id is taken")
-            submits(world)
-            world.server.looks = it_ends
+        if any(isinstance(operation, Create) and operation.key == "jobs/job-0" for operation in operations):
+            world.server.fault = no_fault
+            steps.append("its id is taken")
+            submit(world)
+            world.server.on_read = other_ends
 
-    def it_ends(session, key):
+    def other_ends(session, key):
         if key != "jobs/job-0":
             return
-        world.server.looks = quiet
-        met.append("the job ends")
-        leading(world)
-        ends(world)
-        assert removed(world)
+        world.server.on_read = no_fault
+        steps.append("the job ends")
+        new_leader(world)
+        end_and_prune(world)
+        assert is_removed(world)
 
     world.server.fault = other_submits
-    submits(world)
-    assert met == ["its id is taken", "the job ends"]
-    assert jobs_of(world).read("job-0")[0].state == "submitted"
-    check(world, world.settle())
+    submit(world)
+    assert steps == ["its id is taken", "the job ends"]
+    assert new_jobs(world).read("job-0")[0].state == "submitted"
+    assert_final_state(world, world.settle())

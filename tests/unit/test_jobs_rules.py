@@ -1,12 +1,10 @@
-"""Rules of recovery, each met by the schedule that it closes: two drivers over one store in memory, one of them paused at a write."""
+"""Rules of recovery, each with a schedule that it excludes. Two drivers use one store, and one is paused at a write."""
 
 import threading
 import time
 
 import pytest
 
-from jobsim import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, check
-from modelstore import ModelServer
 from stagecrew.errors import (
     CheckpointFailed,
     CheckpointTimeout,
@@ -27,10 +25,12 @@ from stagecrew.recovery.jobs import Jobs
 from stagecrew.recovery.specs import JobSpec
 from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
+from support.model_store import ModelServer
+from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, assert_final_state
 
 
-class Two:
-    """Two drivers' sights of one job's commits, and a sink that both write to."""
+class TwoDrivers:
+    """Two drivers' commit handles of one job, and a sink to which both write."""
 
     def __init__(self, tmp_path):
         self.server = ModelServer()
@@ -49,160 +49,161 @@ class Two:
         commit_log = StoredCommitLog(handles, self.sink)
         return commit(self.sink, commit_log, "c", SCHEMA, execute or self.stage, sleep=lambda _: None)
 
-    def before_the_next_write(self, name, do):
-        """Does this right before that session's next write of the record: who writes it was paused there."""
+    def before_the_next_write(self, name, action):
+        """Runs an action right before that session's next write of the record, as if its writer were paused there."""
 
         def fault(session, operations, moment):
             if (session, moment) == (name, "before") and any(
-                isinstance(one, Replace) and one.key == "commits/c" for one in operations
+                isinstance(operation, Replace) and operation.key == "commits/c" for operation in operations
             ):
                 self.server.fault = lambda *_: None
-                do()
+                action()
 
         self.server.fault = fault
 
 
 @pytest.fixture
-def two(tmp_path):
-    return Two(tmp_path)
+def drivers(tmp_path):
+    return TwoDrivers(tmp_path)
 
 
-def test_a_decision_that_comes_behind_an_abort(two):
-    """Who is paused before it decides, and goes on behind another's abort, decides nothing: nothing is visible, and nothing left."""
-    two.before_the_next_write(two.name, lambda: finish_commits(two.other, ending=True))
+def test_a_decision_after_an_abort_is_refused(drivers):
+    """A driver is paused before its decision while another one aborts. Nothing is visible and nothing is left."""
+    drivers.before_the_next_write(drivers.name, lambda: finish_commits(drivers.other, ending=True))
     with pytest.raises(CommitSuperseded):
-        two.commit(two.one)
-    assert (two.sink.visible, two.sink.staged) == ({}, {})
-    assert two.commit(two.other).rows == 1
+        drivers.commit(drivers.one)
+    assert (drivers.sink.visible, drivers.sink.staged) == ({}, {})
+    assert drivers.commit(drivers.other).rows == 1
 
 
-def test_an_abort_that_comes_behind_a_decision(two, monkeypatch):
-    """Who aborts what is decided meanwhile deletes nothing, and its job does not end behind that: what was decided is done first."""
-    staged, goes_on, raised = threading.Event(), threading.Event(), []
+def test_an_abort_after_a_decision_is_refused(drivers, monkeypatch):
+    """The aborting driver deletes nothing, and the job does not end until the decided commit is applied."""
+    staged, released, raised = threading.Event(), threading.Event(), []
 
     def stage(staging):
         staged.set()
-        assert goes_on.wait(30)
-        return two.stage(staging)
+        assert released.wait(30)
+        return drivers.stage(staging)
 
     def decide():
         with monkeypatch.context() as patch:
-            patch.setattr(two.sink, "commit", lambda *_: 1 / 0)  # it is decided, and not done
-            goes_on.set()
+            patch.setattr(drivers.sink, "commit", lambda *_: 1 / 0)  # decided but not applied
+            released.set()
             thread.join(30)
 
     def run():
         try:
-            two.commit(two.one, stage)
+            drivers.commit(drivers.one, stage)
         except CommitPending as error:
             raised.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     assert staged.wait(30)
-    two.before_the_next_write(two.other._store.session, decide)
+    drivers.before_the_next_write(drivers.other._store.session, decide)
     with pytest.raises(CommitSuperseded):
-        finish_commits(two.other, ending=True)
-    assert (len(raised), two.sink.visible, len(two.sink.staged)) == (1, {}, 1)
-    finish_commits(two.other, ending=True)
-    assert (two.sink.visible, two.sink.staged) == ({"c": ["row"]}, {})
+        finish_commits(drivers.other, ending=True)
+    assert (len(raised), drivers.sink.visible, len(drivers.sink.staged)) == (1, {}, 1)
+    finish_commits(drivers.other, ending=True)
+    assert (drivers.sink.visible, drivers.sink.staged) == ({"c": ["row"]}, {})
 
 
-@pytest.mark.parametrize("away", ["the sink", "the storage", "for ever", "corrupt"])
-def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
-    """What is decided is done by the run that finds its sink or its storage away, when that is back; what is corrupt is not waited for."""
+@pytest.mark.parametrize("problem", ["sink away for a while", "storage away for a while", "sink away", "corrupt state"])
+def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
+    """It applies the decided commit when they are available again. It does not wait for a corrupt state."""
     monkeypatch.setattr(commits, "_TRIES", 1)
     waits = []
     monkeypatch.setattr(writes, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(two.sink, "commit", lambda *_: 1 / 0)
+        patch.setattr(drivers.sink, "commit", lambda *_: 1 / 0)
         with pytest.raises(CommitPending):
-            two.commit(two.one)
-    real = two.sink.commit if away in ("the sink", "for ever") else StateStorage.read
+            drivers.commit(drivers.one)
+    sink_is_away = problem in ("sink away for a while", "sink away")
+    real = drivers.sink.commit if sink_is_away else StateStorage.read
 
-    def fails(*arguments):
+    def fail(*arguments):
         waits.append(1)
-        if away == "corrupt":
+        if problem == "corrupt state":
             raise StateCorrupt("it was truncated")
-        if len(waits) < 7 or away == "for ever":
-            raise OSError("no route") if away in ("the sink", "for ever") else StateStorageError("no route")
+        if len(waits) < 7 or problem == "sink away":
+            raise OSError("no route") if sink_is_away else StateStorageError("no route")
         return real(*arguments)
 
-    if away in ("the sink", "for ever"):
-        two.sink.commit = fails
+    if sink_is_away:
+        drivers.sink.commit = fail
     else:
-        monkeypatch.setattr(StateStorage, "read", fails)
-    if away in ("the sink", "the storage"):
-        finish_commits(two.other, ending=True, patience=60.0)
-        assert (two.sink.visible, two.sink.staged, len(waits) >= 7) == ({"c": ["row"]}, {}, True)
+        monkeypatch.setattr(StateStorage, "read", fail)
+    if problem in ("sink away for a while", "storage away for a while"):
+        finish_commits(drivers.other, ending=True, patience=60.0)
+        assert (drivers.sink.visible, drivers.sink.staged, len(waits) >= 7) == ({"c": ["row"]}, {}, True)
     else:
-        with pytest.raises(CommitPending if away == "for ever" else StateCorrupt):
-            finish_commits(two.other, ending=True, patience=0.5 if away == "for ever" else 60.0)
-        assert (len(waits) > 2) == (away == "for ever")
-        assert len(two.sink.staged) == 1
+        with pytest.raises(CommitPending if problem == "sink away" else StateCorrupt):
+            finish_commits(drivers.other, ending=True, patience=0.5 if problem == "sink away" else 60.0)
+        assert (len(waits) > 2) == (problem == "sink away")
+        assert len(drivers.sink.staged) == 1
 
 
-@pytest.mark.parametrize("back", [True, False])
-def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
-    """What was staged for a commit that is aborted is deleted when its sink is back in time; else the log says what stays, of which runs."""
+@pytest.mark.parametrize("recovers", [True, False])
+def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
+    """Staged rows of an aborted commit are deleted if the sink recovers in time. Otherwise the log names the runs."""
     monkeypatch.setattr(writes, "_PAUSE", 0.0)
-    runs, asked = [], []
+    runs, calls = [], []
 
-    def dies(staging):
-        two.stage(staging)
+    def stage_and_die(staging):
+        drivers.stage(staging)
         runs.append(staging.run)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.sink, "discard", lambda *_: 1 / 0)
+        patch.setattr(drivers.sink, "discard", lambda *_: 1 / 0)
         for _ in range(2):
             with pytest.raises(Killed):
-                two.commit(two.one, dies)
-    assert len(two.sink.staged) == 2
-    done = two.sink.done
+                drivers.commit(drivers.one, stage_and_die)
+    assert len(drivers.sink.staged) == 2
+    done = drivers.sink.done
 
-    def away(commit_id):
-        asked.append(1)
-        if len(asked) < 5 or not back:
-            if not back:
-                time.sleep(0.3)  # longer than is waited: it is asked once more, for the last time
+    def unavailable(commit_id):
+        calls.append(1)
+        if len(calls) < 5 or not recovers:
+            if not recovers:
+                time.sleep(0.3)  # longer than the patience: there is one last call
             raise OSError("no route")
         return done(commit_id)
 
-    two.sink.done = away
-    finish_commits(two.other, ending=True, patience=60.0 if back else 0.2)
-    state = two.other.get("c").data.decode()
+    drivers.sink.done = unavailable
+    finish_commits(drivers.other, ending=True, patience=60.0 if recovers else 0.2)
+    state = drivers.other.get("c").data.decode()
     assert '"aborted"' in state
-    assert (len(asked), len(two.sink.staged)) == ((5, 0) if back else (2, 2))
-    said = [record.getMessage() for record in caplog.records if "is aborted, and nobody" in record.getMessage()]
-    assert len(said) == (not back)
-    assert all(run in text for text in said for run in runs)
+    assert (len(calls), len(drivers.sink.staged)) == ((5, 0) if recovers else (2, 2))
+    messages = [record.getMessage() for record in caplog.records if "is aborted, and nobody" in record.getMessage()]
+    assert len(messages) == (not recovers)
+    assert all(run in text for text in messages for run in runs)
 
 
-def test_a_session_that_is_lost_at_a_refusal(two, monkeypatch):
-    """Who is refused by the sink, and loses its session before that is written, deletes nothing: the next driver brings all."""
+def test_a_refusal_that_cannot_be_written_deletes_nothing(drivers, monkeypatch):
+    """The driver loses its session before it writes the sink's refusal. The next driver applies the commit."""
 
-    def refuses(*_):
-        two.before_the_next_write(two.name, lambda: two.server.expire(two.name))
+    def refuse(*_):
+        drivers.before_the_next_write(drivers.name, lambda: drivers.server.expire(drivers.name))
         raise CommitConflict("never")
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.sink, "commit", refuses)
+        patch.setattr(drivers.sink, "commit", refuse)
         with pytest.raises(CommitPending, match="the sink refuses it: never"):
-            two.commit(two.one)
-    assert (two.sink.visible, len(two.sink.staged)) == ({}, 1)
-    finish_commits(two.other, ending=True)
-    assert (two.sink.visible, two.sink.staged) == ({"c": ["row"]}, {})
+            drivers.commit(drivers.one)
+    assert (drivers.sink.visible, len(drivers.sink.staged)) == ({}, 1)
+    finish_commits(drivers.other, ending=True)
+    assert (drivers.sink.visible, drivers.sink.staged) == ({"c": ["row"]}, {})
 
 
-# -- Of whole jobs
+# -- Whole jobs
 
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 2)
 
 
-def begun(seed, spec=SPEC):
-    """A job, and a driver that has begun its first run."""
+def started_job(seed, spec=SPEC):
+    """A job, and a driver that has started its first run."""
     world = World(seed, jobs=1, faults=0)
     world.sink.visible.clear()
     Jobs(world.server.session(), world.storage, lambda: world.clock).submit(spec, "job-0")
@@ -212,15 +213,15 @@ def begun(seed, spec=SPEC):
     return world, driver
 
 
-def goes_on(world, driver, turns):
-    """The driver looks, and what it has begun runs."""
+def take_turns(world, driver, turns):
+    """The driver reconciles its jobs, and the processes it has started run."""
     for _ in range(turns):
         world.turn(driver, 60.0)
 
 
-def test_a_run_sees_what_was_decided_before(monkeypatch):
-    """What a run before has decided is done when the next run's own code begins, and not only when it comes to that commit."""
-    world, driver = begun(20)
+def test_decided_commits_are_applied_before_a_run_begins(monkeypatch):
+    """The next run's own code sees the rows from its start, not only when it reaches that commit."""
+    world, driver = started_job(20)
     real, seen = world.sink.commit, []
 
     def killed(*_):
@@ -229,25 +230,25 @@ def test_a_run_sees_what_was_decided_before(monkeypatch):
 
     program = SimProcess._program
 
-    def seeing(self, job):
+    def record_visible(self, job):
         seen.append(dict(world.sink.visible))
         return program(self, job)
 
-    monkeypatch.setattr(SimProcess, "_program", seeing)
+    monkeypatch.setattr(SimProcess, "_program", record_visible)
     world.sink.commit = killed
     world.processes[0].act()
     world.sink.commit = real
-    goes_on(world, driver, 3)
+    take_turns(world, driver, 3)
     assert seen == [{}, {"job-0/write/sink": ["make by run 1"]}]
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
-@pytest.mark.parametrize("how", ["is given up", "raises", "returns"])
-def test_an_end_behind_a_decision(monkeypatch, how):
-    """A job whose decided commit cannot be done, as the sink is away, has no result, and nothing of it is deleted, though all its runs were
-    lost, though its code raises, and though it returns; when the sink is back it ends, with its rows there."""
+@pytest.mark.parametrize("outcome", ["is given up", "raises", "returns"])
+def test_a_job_does_not_end_before_its_decided_commit_is_applied(monkeypatch, outcome):
+    """The sink is unavailable. The job gets no result and none of its state is deleted, whether all its runs are lost,
+    its code raises, or its code returns. When the sink recovers, the job ends and its rows are visible."""
     monkeypatch.setattr(commits, "_TRIES", 1)
-    world, driver = begun(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if how == "is given up" else 50))
+    world, driver = started_job(21, JobSpec("job-0.py", (), {}, {}, b"", 3 if outcome == "is given up" else 50))
     world.patience = 0.0
 
     def program(self, job):
@@ -258,84 +259,84 @@ def test_an_end_behind_a_decision(monkeypatch, how):
         try:
             commit(world.sink, job.commit_log(world.sink), job.commit_id("sink"), SCHEMA, execute)
         except CommitPending:
-            if how == "is given up":
+            if outcome == "is given up":
                 raise
-        if how == "raises":
-            raise ValueError("as its code says")
+        if outcome == "raises":
+            raise ValueError("from the job's code")
         return 1
 
     monkeypatch.setattr(SimProcess, "_program", program)
     real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0
     for _ in range(12):
-        goes_on(world, driver, 1)
+        take_turns(world, driver, 1)
         record, _ = driver.jobs.read("job-0")
         assert not record.state.is_terminal
         assert (len(world.sink.staged), world.sink.visible) == (1, {})
         assert {"specs/job-0", "jobs/job-0/commits/job-0%2Fsink"} <= set(world.server.entries)
-    assert (record.state == "ending") == (how == "is given up")
+    assert (record.state == "ending") == (outcome == "is given up")
     world.sink.commit = real
-    goes_on(world, driver, 5)
+    take_turns(world, driver, 5)
     assert world.sink.visible == {"job-0/sink": ["row"]}
-    ended = {"is given up": "failed", "raises": "failed", "returns": "succeeded"}
-    assert driver.jobs.result("job-0").state == ended[how]
+    states = {"is given up": "failed", "raises": "failed", "returns": "succeeded"}
+    assert driver.jobs.result("job-0").state == states[outcome]
     assert (driver.jobs.read("job-0")[0].clean, world.sink.staged) == (True, {})
 
 
 @pytest.mark.parametrize(
     ("error", "run_number", "state"), [(CheckpointTimeout, 2, "succeeded"), (CheckpointFailed, 1, "failed")]
 )
-def test_a_checkpoint_that_is_not_taken(monkeypatch, error, run_number, state):
-    """A checkpoint that is late loses the run, and the next run ends the job. A checkpoint that is declined fails the job at once."""
-    world, driver = begun(28)
+def test_a_checkpoint_that_is_late_loses_the_run(monkeypatch, error, run_number, state):
+    """The next run ends the job. A checkpoint that is declined fails the job at once."""
+    world, driver = started_job(28)
     program, raised = SimProcess._program, []
 
-    def once(self, job):
+    def fail_once(self, job):
         if not raised:
             raised.append(job.step("make", lambda: self._step(job, "make")))
             self.stored("make")
             raise error("at the end of a step")
         return program(self, job)
 
-    monkeypatch.setattr(SimProcess, "_program", once)
+    monkeypatch.setattr(SimProcess, "_program", fail_once)
     monkeypatch.setattr(World, "fails", staticmethod(lambda job: False))
-    goes_on(world, driver, 4)
+    take_turns(world, driver, 4)
     record, _ = driver.jobs.read("job-0")
     assert (record.run, record.state, record.clean) == (run_number, state, True)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_job_with_a_record_of_an_earlier_version(caplog, cancelled):
-    """A job with such a record of a commit, which may be cancelled, calls none of its code and does not end; the record stays as it is."""
-    world, driver = begun(28)
+def test_a_job_with_a_commit_record_of_an_earlier_version_does_not_run(caplog, cancelled):
+    """Its code is not called, it does not end even if it is cancelled, and the record does not change."""
+    world, driver = started_job(28)
     handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
     StoredCommitLog(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
     before = handles.get("job-0/sink")
     if cancelled:
         world.cancelled.add("job-0")
         Jobs(world.server.session(), world.storage).cancel("job-0")
-    goes_on(world, driver, 20)
+    take_turns(world, driver, 20)
     assert not driver.jobs.read("job-0")[0].state.is_terminal
     assert handles.get("job-0/sink") == before
     assert world.ran == []
     assert "an earlier version of stagecrew wrote the record of commit 'job-0/sink'" in caplog.text
     handles.remove("job-0/sink")
-    goes_on(world, driver, 5)
+    take_turns(world, driver, 5)
     assert driver.jobs.read("job-0")[0].state == ("cancelled" if cancelled else "succeeded")
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_job_that_cannot_be_tended_for_long(cancelled):
-    """However often a job cannot be tended, the leader goes on: what runs is not ended by that, and a job that comes later is begun."""
-    world, driver = begun(24)
-    [beside] = world.processes
+def test_a_job_that_cannot_be_started_does_not_stop_the_leader(cancelled):
+    """However often it fails, running jobs continue and a later job is started."""
+    world, driver = started_job(24)
+    [running] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
     jobs.submit(JobSpec("bad.py", (), {}, {}, b"", 2), "bad")
-    asked = []
+    attempts = []
 
     def prepare(spec, job):
         if job == "bad":
-            asked.append(job)
-            raise JobError("there is no room for its files")
+            attempts.append(job)
+            raise JobError("no room for its files")
 
     driver.prepare = prepare
     if cancelled:
@@ -344,20 +345,20 @@ def test_a_job_that_cannot_be_tended_for_long(cancelled):
         world.clock += 60.0
         driver.act()
     assert not driver.dead
-    assert len(asked) > 1090
+    assert len(attempts) > 1090
     jobs.submit(JobSpec("late.py", (), {}, {}, b"", 2), "late")
     driver.act()
-    assert [(one.run.job, one.run.number, one.dead) for one in world.processes] == [
+    assert [(process.run.job, process.run.number, process.dead) for process in world.processes] == [
         ("job-0", 1, False), ("late", 1, False),
     ]  # fmt: skip
-    assert not beside.dead
+    assert not running.dead
 
 
-def looks(world, driver, seconds, how_often=5):
-    """The driver looks so often a second, and what it has begun runs. Answers how many processes that were."""
+def poll(world, driver, seconds, polls_per_second=5):
+    """The driver polls, and the processes it has started run. Returns the number of new processes."""
     before = len(world.processes)
-    for _ in range(int(seconds * how_often)):
-        world.clock += 1.0 / how_often
+    for _ in range(int(seconds * polls_per_second)):
+        world.clock += 1.0 / polls_per_second
         driver.act()
         for process in world.processes:
             if not process.dead:
@@ -365,56 +366,54 @@ def looks(world, driver, seconds, how_often=5):
     return len(world.processes) - before
 
 
-def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
-    """A cancel is done at once, also in a pause behind a run that was lost. What ends and cannot be finished, as the sink is away, is tried
-    again with the pauses of any job, and not at each look; when the sink is back it is finished."""
+def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypatch):
+    """A cancel takes effect at once, even in the pause after a lost run. While the sink is unavailable, finishing the
+    job is retried with a job's usual pauses and not at each poll. When the sink recovers, the job is finished."""
     monkeypatch.setattr(commits, "_TRIES", 1)
-    world, driver = begun(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
+    world, driver = started_job(25, JobSpec("job-0.py", (), {}, {}, b"", 50))
     world.patience = 0.0
     real, world.sink.commit = world.sink.commit, lambda *_: 1 / 0
-    assert 5 <= looks(world, driver, 62) <= 7  # behind 1, 2, 4, 8, 16 and 31 s
+    assert 5 <= poll(world, driver, 62) <= 7  # after 1, 2, 4, 8, 16 and 31 s
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
     jobs.cancel("job-0")
     driver.act()
     assert driver.jobs.read("job-0")[0].state == "ending"
-    # A process that only finishes makes room for others soon, however long a run waits.
+    # A process that only finishes a job soon makes room for others, however long a run would wait.
     world.patience = writes.PATIENCE
     monkeypatch.setattr(run, "_BRIEF", 0.0)
-    assert 5 <= looks(world, driver, 62) <= 8
+    assert 5 <= poll(world, driver, 62) <= 8
     assert all(process.finishing for process in world.processes[-5:])
     assert driver.jobs.read("job-0")[0].state == "ending"
     world.sink.commit = real
-    assert looks(world, driver, 60) == 1
+    assert poll(world, driver, 60) == 1
     assert world.sink.visible == {"job-0/write/sink": ["make by run 1"]}
     assert (driver.jobs.result("job-0").state, driver.jobs.read("job-0")[0].clean) == ("cancelled", True)
 
 
-def test_a_cancel_of_a_run(caplog):
-    """Behind the cancel of a job that runs there is no pause: its run is ended, what it has decided is finished, and it is clean, a look each."""
-    world, driver = begun(27)
+def test_a_cancelled_run_ends_without_pauses(caplog):
+    """The run is ended, its decided commit is applied, and the job is cleaned, in one poll each."""
+    world, driver = started_job(27)
     world.cancelled.add("job-0")
     [process] = world.processes
-    Jobs(process.session, world.storage).take(
-        process.run, {"pid": 7, "host": "here"}
-    )  # and it is in the middle of something
-    process.busy = True
+    Jobs(process.session, world.storage).take(process.run, {"pid": 7, "host": "here"})
+    process.busy = True  # it is working
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
     for _ in range(5):
         world.clock += 0.2
         driver.act()
-        for one in world.processes:
-            if not one.dead and not one.busy:
-                one.act()
-        while world.doomed:
-            world.server.expire(world.doomed.pop())
-    assert [one.finishing for one in world.processes] == [False, True]
+        for living in world.processes:
+            if not living.dead and not living.busy:
+                living.act()
+        while world.dead_sessions:
+            world.server.expire(world.dead_sessions.pop())
+    assert [process.finishing for process in world.processes] == [False, True]
     assert "looked at again" not in caplog.text
-    check(world, driver.jobs)
+    assert_final_state(world, driver.jobs)
 
 
-def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
-    """What a cancelled job held, and the storage does not delete, is tried with pauses too, and gone when that can be done."""
-    world, driver = begun(26)
+def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(monkeypatch):
+    """When the storage can delete the state again, the job is cleaned."""
+    world, driver = started_job(26)
     world.cancelled.add("job-0")
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
     real, tried = driver.jobs.clean, []
@@ -424,43 +423,43 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
         raise StateStorageError("access denied")
 
     monkeypatch.setattr(driver.jobs, "clean", clean)
-    looks(world, driver, 62)
+    poll(world, driver, 62)
     assert driver.jobs.read("job-0")[0].state == "cancelled"
     assert 5 <= len(tried) <= 8
     monkeypatch.setattr(driver.jobs, "clean", real)
-    looks(world, driver, 60)
-    check(world, driver.jobs)
+    poll(world, driver, 60)
+    assert_final_state(world, driver.jobs)
 
 
-def test_a_successor_waits_for_the_process_before():
-    """A leader begins no run of a job whose process of before holds its session, which may only be paused, and goes on with others; when
-    that session is over, it begins the next."""
-    world, old = begun(22)
+def test_a_successor_waits_for_the_previous_process_of_a_job():
+    """While that process, which may only be paused, has its session, the new leader starts no run of the job but runs
+    others. When the session has ended, it starts the next run."""
+    world, old = started_job(22)
     [process] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
     known = Jobs(Fenced(process.session, fence(1)), world.storage)
-    known.take(process.run, {"pid": 7, "host": "here"})  # and it is paused there
-    process.busy = True
+    known.take(process.run, {"pid": 7, "host": "here"})
+    process.busy = True  # it is paused
     old.die()
-    world.server.expire(world.doomed.pop())
+    world.server.expire(world.dead_sessions.pop())
     jobs.submit(JobSpec("other.py", (), {}, {}, b"", 2), "other")
     new = SimDriver(world)
     for _ in range(5):
         world.clock += 60.0
         new.act()
-    assert [(one.run.job, one.run.number) for one in world.processes] == [("job-0", 1), ("other", 1)]
+    assert [(process.run.job, process.run.number) for process in world.processes] == [("job-0", 1), ("other", 1)]
     assert jobs.read("job-0")[0].run == 1
     world.server.expire(process.session.session)
-    goes_on(world, new, 1)
-    assert [(one.run.job, one.run.number) for one in world.processes][2:] == [("job-0", 2)]
+    take_turns(world, new, 1)
+    assert [(process.run.job, process.run.number) for process in world.processes][2:] == [("job-0", 2)]
     process.dead = True
 
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_run_is_claimed_once(paused):
-    """Of two processes that were started for one run, one runs the job; the other finds the run taken, runs nothing and changes nothing:
-    also when it was about to claim it."""
-    world, driver = begun(23)
+    """Of two processes that are started for one run, only one runs the job. The other finds that the run is claimed and
+    changes nothing, even if it was about to claim it."""
+    world, driver = started_job(23)
     [first] = world.processes
     second = SimProcess(world, first.run, first.term, False)
     seen = []
@@ -475,5 +474,5 @@ def test_a_run_is_claimed_once(paused):
     second.act()
     assert (first.code, second.code) == ((75, 0) if paused else (0, 75))
     assert [run for _, _, run in world.ran] == [1, 1, 1]
-    goes_on(world, driver, 3)
-    check(world, driver.jobs)
+    take_turns(world, driver, 3)
+    assert_final_state(world, driver.jobs)

@@ -1,4 +1,4 @@
-"""The lifecycle of listeners in one process: against a model by property, and rule by rule in plain examples."""
+"""The lifecycle of listeners in one process: property tests against a model, and plain examples of each rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 
 
 class Plain(Listener):
-    """Has no decoration, so a task is not wrapped in it."""
+    """Has no decoration, so tasks are not wrapped in it."""
 
     def __init__(self, argument: object = None) -> None:
         self.argument = argument
@@ -36,12 +36,12 @@ class Decorating(Plain):
 
 
 class HookError(Exception):
-    """What a failing hook raises here."""
+    """The error of a failing hook."""
 
 
 @dataclasses.dataclass
 class FakeHooks:
-    """Writes down what it is asked for, and raises what `plan` says."""
+    """Records its calls, and raises the errors of `plan`."""
 
     plan: dict[tuple[str, str, int], BaseException] = dataclasses.field(default_factory=dict)
     log: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
@@ -65,7 +65,7 @@ class FakeHooks:
 
 
 def topology(id_: str, *listeners: Registered | Listener) -> Described:
-    """A topology of these listeners, numbered as registered."""
+    """A topology with these listeners, numbered in their order."""
     registered = [
         dataclasses.replace(one, index=i)
         if isinstance(one, Registered)
@@ -76,30 +76,30 @@ def topology(id_: str, *listeners: Registered | Listener) -> Described:
 
 
 def optional(listener: Listener) -> Listener:
-    """The same listener, not required."""
+    """Makes a listener optional."""
     listener.required = False
     return listener
 
 
 def elsewhere(listener: Listener, value: Any) -> Registered:
-    """A listener that another process opened, with what it opened."""
+    """A listener that another process opened, with its value."""
 
-    def answer() -> Any:
+    def value_or_error() -> Any:
         if isinstance(value, LookupError):
             raise value
         return value
 
-    return Registered(0, "elsewhere", listener._stagecrew, required=True, listener=None, value=answer)
+    return Registered(0, "elsewhere", listener._stagecrew, required=True, listener=None, value=value_or_error)
 
 
-# -- by property
+# -- properties
 
 CHAINS = [("app",), ("app", "outer"), ("app", "outer", "inner"), ("app", "inner"), ("app", "other"), ("other",), ()]
 HOOKS = ("open", "close", "enter", "leave")
 
 
 def some_topologies() -> list[Described]:
-    """Of all kinds of listeners; `shared` is registered twice, `twin` looks the same as another."""
+    """Topologies with all kinds of listeners: `shared` is registered twice, and `twin` looks the same as another."""
     shared, remote = Decorating("shared"), Plain("remote")
     return [
         topology("app", Decorating("twin"), optional(Plain()), elsewhere(remote, "a port"), Decorating()),
@@ -120,7 +120,7 @@ PLANS = st.dictionaries(
 
 
 class LifecycleMachine(RuleBasedStateMachine):
-    """Any order of tasks and closes, with hooks that fail: the calls must be those of the model, in its order."""
+    """Runs tasks and closes in any order, with failing hooks. The calls must equal those of the model, in order."""
 
     @initialize()
     def start(self):
@@ -129,7 +129,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.lifecycle = Lifecycle(self.hooks)
         self.history: list[tuple[Any, ...]] = []
         self.tasks = 0
-        # The model.
+        # The state of the model.
         self.known: set[str] = set()
         self.opened: list[tuple[str, int]] = []
         self.off: set[tuple[str, int]] = set()
@@ -138,7 +138,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.running = False
         self.due: list[str] = []
 
-    # What the model expects: each answers the calls in `expected`, and raises like the real one.
+    # The model: each method appends the expected calls to `expected`, and raises like the real lifecycle.
 
     def _expect(self, hook: str, key: tuple[str, int], *more: Any) -> None:
         self.expected.append((hook, *key, *more))
@@ -201,7 +201,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             raise
 
     def _compare(self, plan, model, real):
-        """Runs both: the same calls in the same order, the same exception."""
+        """Runs the model and the real lifecycle: the calls, their order and the exception must be equal."""
         self.hooks.plan, self.hooks.log, self.expected = plan, [], []
         outcomes = []
         for run in (model, real):
@@ -267,8 +267,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         self._compare(plan, model, lambda: set(self.lifecycle.close_all()))
 
     @invariant()
-    def what_it_says_of_itself(self):
-        """`busy`, `knows`, `is_open` and `anything_open` are what the calls so far make of them."""
+    def queries_follow_from_the_calls(self):
+        """`busy`, `knows`, `is_open` and `anything_open` follow from the calls so far."""
         assert self.lifecycle.busy == self.running
         assert self.lifecycle.anything_open == bool(self.opened)
         for each in self.topologies.values():
@@ -277,8 +277,8 @@ class LifecycleMachine(RuleBasedStateMachine):
                 assert self.lifecycle.is_open(each.id, one.index) == ((each.id, one.index) in self.opened)
 
     @invariant()
-    def what_the_docstring_promises(self):
-        """Looked at from the calls alone, without the model."""
+    def documented_rules_hold(self):
+        """Checks the documented rules on the recorded calls alone, without the model."""
         attempted: list[tuple[str, int]] = []
         entered: list[tuple[str, int]] = []
         for hook, each, index, *_ in self.history:
@@ -296,12 +296,12 @@ class LifecycleMachine(RuleBasedStateMachine):
                 entered.append(key)
             else:
                 assert entered.pop() == key, "left in reverse, each once"
-        assert entered == [] or self.running, "nothing stays decorated behind the task"
+        assert entered == [] or self.running, "no decoration is entered after the task"
         assert set(attempted) == set(self.lifecycle._opened)
 
     @invariant()
-    def found_where_the_task_is(self):
-        """`find` answers for the listeners of the current chain alone, the very one first, then innermost first."""
+    def find_uses_the_current_chain(self):
+        """`find` finds listeners of the current chain only: first the exact one, then the innermost."""
         inside = [(each, one) for each in reversed(self.current) for one in self.topologies[each].listeners]
         for each in self.topologies.values():
             for one in each.listeners:
@@ -335,11 +335,11 @@ LifecycleMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestLifecycleMachine = LifecycleMachine.TestCase
 
 
-# -- rule by rule
+# -- examples
 
 
 def machine(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
-    """A lifecycle that knows these topologies."""
+    """Creates a lifecycle that knows these topologies."""
     hooks = FakeHooks()
     lifecycle = Lifecycle(hooks)
     for each in topologies:
@@ -347,8 +347,8 @@ def machine(*topologies: Described) -> tuple[Lifecycle, FakeHooks]:
     return lifecycle, hooks
 
 
-def test_opens_as_registered_and_closes_in_reverse():
-    """Outer topology first, within one as registered; decorations in that order; all of it back in reverse."""
+def test_listeners_open_in_order_and_close_in_reverse():
+    """Listeners open from the outer topology to the inner one, in the order of registration. They close in reverse."""
     lifecycle, hooks = machine(topology("a", Decorating(), Plain()), topology("b", Decorating()))
     lifecycle.begin(["a", "b"], "task")
     lifecycle.end(None)
@@ -361,7 +361,7 @@ def test_opens_as_registered_and_closes_in_reverse():
     ]
 
 
-def test_opened_once_for_many_tasks():
+def test_a_listener_opens_once_for_many_tasks():
     """The second task of a topology finds its listeners open."""
     lifecycle, hooks = machine(topology("a", Plain()))
     for task in ("one", "two"):
@@ -371,8 +371,8 @@ def test_opened_once_for_many_tasks():
     assert hooks.log == [("open", "a", 0), ("close", "a", 0)]
 
 
-def test_a_failed_open_is_closed_once_and_may_be_tried_again():
-    """`begin` raises what the listener raised, those before it stay open, those behind it are not touched."""
+def test_a_failed_open_is_closed_once_and_can_be_retried():
+    """`begin` raises the listener's error. Earlier listeners stay open, and later ones are not opened."""
     lifecycle, hooks = machine(topology("a", Plain(), Plain(), Plain()))
     hooks.plan = {("open", "a", 1): HookError("no database")}
     with pytest.raises(HookError, match="no database"):
@@ -386,8 +386,8 @@ def test_a_failed_open_is_closed_once_and_may_be_tried_again():
     assert hooks.log == [("open", "a", 1), ("open", "a", 2), ("close", "a", 2), ("close", "a", 1), ("close", "a", 0)]
 
 
-def test_a_listener_that_is_not_required_is_switched_off():
-    """The task goes on, the listener is closed once, not decorated, not tried again, and `get` says why."""
+def test_a_failing_optional_listener_is_disabled():
+    """The task continues. The listener is closed once, neither decorated nor retried, and `get` names the reason."""
     pool = optional(Decorating())
     lifecycle, hooks = machine(topology("a", pool, Plain()))
     hooks.plan = {("open", "a", 0): HookError("no database")}
@@ -400,8 +400,8 @@ def test_a_listener_that_is_not_required_is_switched_off():
     assert not lifecycle.is_open("a", 0)
 
 
-def test_a_topology_that_is_described_again_forgets_what_was_off():
-    """After its close a topology is unknown; described again, all its listeners get a new chance."""
+def test_a_new_description_enables_disabled_listeners():
+    """A close forgets the topology. When it is described again, all its listeners are tried again."""
     pool = optional(Plain())
     described = topology("a", pool)
     lifecycle, hooks = machine(described)
@@ -416,8 +416,8 @@ def test_a_topology_that_is_described_again_forgets_what_was_off():
     assert lifecycle.find(pool._stagecrew) is pool
 
 
-def test_a_kill_during_open_switches_nothing_off():
-    """`TaskKilled` is not a failure of the listener: it is closed, the task ends, and a later one opens again."""
+def test_a_kill_during_open_disables_no_listener():
+    """`TaskKilled` is no failure of the listener: the listener is closed, the task ends, and a later task opens it."""
     lifecycle, hooks = machine(topology("a", optional(Plain())))
     hooks.plan = {("open", "a", 0): TaskKilled("SIGTERM")}
     with pytest.raises(TaskKilled):
@@ -427,8 +427,8 @@ def test_a_kill_during_open_switches_nothing_off():
     assert hooks.log == [("open", "a", 0), ("close", "a", 0), ("open", "a", 0)]
 
 
-def test_a_decoration_that_cannot_be_entered_leaves_the_others():
-    """Those entered before it are left, in reverse, with its exception, and it is not left itself."""
+def test_a_failed_decoration_leaves_the_earlier_ones():
+    """Earlier decorations are left in reverse order with the exception; the failed one is not left."""
     lifecycle, hooks = machine(topology("a", Decorating(), Decorating(), Decorating(), Decorating()))
     error = hooks.plan["enter", "a", 2] = HookError("no context")
     with pytest.raises(HookError, match="no context"):
@@ -439,8 +439,8 @@ def test_a_decoration_that_cannot_be_entered_leaves_the_others():
     assert hooks.log == []
 
 
-def test_decorations_see_the_exception_of_the_task_once():
-    """`end` hands the exception to each decoration; a second `end` does nothing."""
+def test_decorations_receive_the_exception_of_the_task_once():
+    """`end` passes the exception to each decoration. A second `end` does nothing."""
     lifecycle, hooks = machine(topology("a", Decorating()))
     lifecycle.begin(["a"], "task")
     error = TaskKilled("SIGTERM")
@@ -449,8 +449,8 @@ def test_decorations_see_the_exception_of_the_task_once():
     assert [call for call in hooks.log if call[0] == "leave"] == [("leave", "a", 0, error)]
 
 
-def test_a_task_that_begins_before_the_last_ended_ends_that():
-    """A worker has one task: the decorations of the last are left before those of the next are entered."""
+def test_a_new_task_ends_an_unfinished_one():
+    """A worker runs one task at a time: it leaves the decorations of the last task before it enters the next ones."""
     lifecycle, hooks = machine(topology("a", Decorating()))
     lifecycle.begin(["a"], "one")
     lifecycle.begin(["a"], "two")
@@ -459,8 +459,8 @@ def test_a_task_that_begins_before_the_last_ended_ends_that():
 
 @pytest.mark.parametrize("hook", ["leave", "close"])
 @pytest.mark.parametrize("kind", [HookError, TaskKilled])
-def test_one_failing_hook_does_not_keep_the_others_from_being_called(hook, kind):
-    """Even hooks that break their promise not to raise: everything is left and closed, once, and the error is seen."""
+def test_a_failing_hook_does_not_stop_the_others(hook, kind):
+    """Hooks may break their promise not to raise: all listeners are left and closed once, and the error is raised."""
     lifecycle, hooks = machine(topology("a", Decorating(), Decorating()), topology("b", Decorating()))
     lifecycle.begin(["a", "b"], "task")
     hooks.plan, hooks.log = {(hook, "b", 0): kind("broken"), (hook, "a", 1): kind("broken")}, []
@@ -477,7 +477,7 @@ def test_one_failing_hook_does_not_keep_the_others_from_being_called(hook, kind)
 
 
 def test_a_topology_in_use_is_closed_after_its_task():
-    """Its close waits for the end of the task; another topology closes at once."""
+    """The close waits for the end of the task. Another topology closes at once."""
     lifecycle, hooks = machine(topology("a", Plain()), topology("b", Plain()))
     lifecycle.begin(["b"], "task")
     lifecycle.end(None)
@@ -494,8 +494,8 @@ def test_a_topology_in_use_is_closed_after_its_task():
     assert hooks.log == [("close", "b", 0), ("close", "a", 0)]
 
 
-def test_topologies_that_close_together_close_innermost_first():
-    """Also when the close of the outer one was heard first."""
+def test_concurrent_closes_run_innermost_first():
+    """The order does not depend on which close arrived first."""
     lifecycle, hooks = machine(topology("outer", Plain()), topology("inner", Plain()))
     lifecycle.begin(["outer", "inner"], "task")
     lifecycle.close("outer")
@@ -507,7 +507,7 @@ def test_topologies_that_close_together_close_innermost_first():
 
 
 def test_closing_is_set_while_a_listener_closes():
-    """A signal that asks the process to end finds it set from before the close is booked, also behind a failed open."""
+    """A signal handler can see the flag from before the close is recorded, also after a failed open."""
     lifecycle, hooks = machine(topology("a", Plain(), optional(Plain())))
     seen = []
 
@@ -534,8 +534,8 @@ def test_closing_is_set_while_a_listener_closes():
     assert not lifecycle.closing
 
 
-def test_a_forked_child_finds_but_does_not_close():
-    """What its parent opened is the parent's to leave and to close."""
+def test_a_forked_child_finds_listeners_and_closes_none():
+    """The parent leaves and closes the listeners that it opened."""
     first = Decorating("first")
     lifecycle, hooks = machine(topology("a", first))
     lifecycle.begin(["a"], "task")
@@ -549,15 +549,15 @@ def test_a_forked_child_finds_but_does_not_close():
     assert hooks.log == []
 
 
-def test_the_close_of_an_unknown_topology_is_answered():
-    """The executor waits for an answer also from a process that never had a task of the topology."""
+def test_the_close_of_an_unknown_topology_gets_a_response():
+    """The executor also waits for a response from a process that never ran a task of the topology."""
     lifecycle, hooks = machine()
     assert lifecycle.close("never described") == ["never described"]
     assert hooks.log == []
 
 
-def test_a_topology_that_is_known_stays_as_it_is():
-    """A second description does not exchange listeners that are open."""
+def test_a_known_topology_does_not_change():
+    """A second description does not replace listeners that are open."""
     first, second = Plain(), Plain()
     lifecycle, _ = machine(topology("a", first))
     lifecycle.begin(["a"], "task")
@@ -566,8 +566,8 @@ def test_a_topology_that_is_known_stays_as_it_is():
     assert lifecycle.name_of("a") == "name of a"
 
 
-def test_a_chain_with_an_unknown_topology_leaves_no_task_behind():
-    """`begin` raises, and the process is as if no task had begun."""
+def test_a_chain_with_an_unknown_topology_begins_no_task():
+    """`begin` raises, and afterwards the process is in the same state as before."""
     lifecycle, _ = machine(topology("a", Decorating()))
     with pytest.raises(KeyError):
         lifecycle.begin(["a", "unknown"], "task")
@@ -575,15 +575,15 @@ def test_a_chain_with_an_unknown_topology_leaves_no_task_behind():
 
 
 def test_only_listeners_that_override_decorate_are_entered():
-    """A listener without a decoration costs a task no call."""
+    """A listener without a decoration adds no call to a task."""
     lifecycle, hooks = machine(topology("a", Plain()))
     lifecycle.begin(["a"], "task")
     lifecycle.end(None)
     assert hooks.log == [("open", "a", 0)]
 
 
-def test_what_another_process_opened_is_neither_opened_nor_closed_here():
-    """A listener of the executor's scope answers with its value, asked anew for each `get`."""
+def test_listeners_of_another_process_are_not_opened_or_closed_here():
+    """A listener with executor scope provides its value, which is fetched again for each `get`."""
     remote, gone = Plain("remote"), Plain("gone")
     lifecycle, hooks = machine(
         topology("a", elsewhere(remote, "a port"), elsewhere(gone, LookupError("its agent is lost")))
@@ -597,23 +597,26 @@ def test_what_another_process_opened_is_neither_opened_nor_closed_here():
     assert hooks.log == []
 
 
-def test_find_answers_for_the_current_chain_innermost_first():
-    """Each topology's own instance of equal listeners; the inner one wins, and nothing is found outside a task."""
-    outer, inner, asked = Plain("same"), Plain("same"), Plain("same")
+def test_find_searches_the_current_chain_innermost_first():
+    """Each topology has its own instance of equal listeners.
+
+    The inner one wins, and nothing is found outside a task.
+    """
+    outer, inner, target = Plain("same"), Plain("same"), Plain("same")
     only_outer = Plain("only here")
     lifecycle, _ = machine(topology("a", outer, only_outer), topology("b", inner))
     lifecycle.begin(["a", "b"], "task")
-    assert lifecycle.find(asked._stagecrew) is inner
+    assert lifecycle.find(target._stagecrew) is inner
     assert lifecycle.find(only_outer._stagecrew) is only_outer
     lifecycle.begin(["a"], "task")
-    assert lifecycle.find(asked._stagecrew) is outer
+    assert lifecycle.find(target._stagecrew) is outer
     lifecycle.begin(["b"], "task")
     with pytest.raises(LookupError):
         lifecycle.find(only_outer._stagecrew)
 
 
-def test_find_prefers_the_very_listener_to_one_that_looks_the_same():
-    """A function that is defined twice under one name: each listener answers for itself, also from an outer topology."""
+def test_find_prefers_the_exact_listener_to_an_equal_one():
+    """With a function that is defined twice under one name, each listener finds itself, also from an outer topology."""
 
     def defined(value: str):
         @resource
@@ -631,21 +634,21 @@ def test_find_prefers_the_very_listener_to_one_that_looks_the_same():
     assert [lifecycle.find(each._stagecrew.reference()) for each in (one, two, three)] == ["one", "two", "three"]
 
 
-def test_find_says_where_it_looked():
-    """The names of the task's topologies, innermost first, and of all that is registered there; a listener that is not open yet."""
-    asked = Plain("asked")
-    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), asked))
+def test_the_error_of_find_names_where_it_searched():
+    """The error names the task's topologies, innermost first, with their listeners, or a listener not open yet."""
+    target = Plain("asked")
+    lifecycle, hooks = machine(topology("a", Plain("first")), topology("b", Plain("second"), target))
     with pytest.raises(NotRegisteredError) as nowhere:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert (nowhere.value.inside, nowhere.value.registered) == ((), ())
     lifecycle.begin(["a"], "task")
     with pytest.raises(NotRegisteredError) as elsewhere:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert (elsewhere.value.inside, elsewhere.value.registered) == (("name of a",), ("Plain",))
     lifecycle.end(None)
 
     def asks(topology, registered):
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
 
     hooks.open = asks
     with pytest.raises(LookupError, match=r"it is not open yet: listeners open in the order registered"):
@@ -659,7 +662,7 @@ def test_find_says_where_it_looked():
     assert both.value.reason == ""
     lifecycle.begin(["a"], "task")
     with pytest.raises(NotRegisteredError) as other:
-        lifecycle.find(asked._stagecrew)
+        lifecycle.find(target._stagecrew)
     assert other.value.others == ("name of b",)
 
 
@@ -683,14 +686,14 @@ listeners = pool(size=2), Pool()
 
 
 def cell(text: str) -> Any:
-    """The listeners of a notebook cell that is run once."""
+    """The listeners of a notebook cell that was run once."""
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(text, f"cell {id(names)}", "exec"), names)
     return names["listeners"]
 
 
 def by(what: str) -> Any:
-    """How a task's function knows a listener: by a pickled copy, or by the reference that travels with a function."""
+    """How a task's function refers to a listener: by a pickled copy, or by the reference in a pickled function."""
     return {
         "copy": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew)),
         "reference": lambda listener: pickle.loads(pickle.dumps(listener._stagecrew.reference())),
@@ -708,8 +711,8 @@ def by(what: str) -> Any:
         ("limit = 1", "limit = 2"),
     ],
 )
-def test_a_cell_that_was_run_again_with_other_code(how, old, new):
-    """`get` of the new listener does not return the old one's value: it says that the cell was run again, and what to do."""
+def test_a_notebook_cell_run_again_with_other_code(how, old, new):
+    """`get` of the new listener does not return the old value: the error says that the cell was run again."""
     before, after = cell(CELL), cell(CELL.replace(old, new))
     registered = topology("a", *before)
     travelled = Described(
@@ -731,11 +734,11 @@ def test_a_cell_that_was_run_again_with_other_code(how, old, new):
         else:
             lifecycle.find(by(how)(listener))
     for listener in before:
-        lifecycle.find(by(how)(listener))  # the one that is open, whatever is defined since
+        lifecycle.find(by(how)(listener))  # the open listener is found, whatever is defined later
 
 
-def test_a_cell_that_was_run_again_unchanged():
-    """Where it is written, comments and the cell's name make no difference."""
+def test_a_notebook_cell_run_again_unchanged():
+    """The position of the code, comments and the cell's name make no difference."""
     before, after = cell(CELL), cell("\n# a comment\n" + CELL.replace("    yield", "    # another\n    yield"))
     for one, two in zip(before, after, strict=True):
         assert not one._stagecrew.redefines(two._stagecrew)
@@ -745,8 +748,8 @@ def test_a_cell_that_was_run_again_unchanged():
         lifecycle.find(by("reference")(listener))
 
 
-def test_an_outer_topology_with_the_definition_that_is_asked_for():
-    """Its value is returned, though an inner topology has an earlier definition."""
+def test_an_outer_topology_with_the_requested_definition():
+    """`get` returns the value of the outer topology, although an inner one has an earlier definition."""
     before, after, again = (cell(CELL.replace("size=1", f"size={size}"))[0] for size in (1, 2, 2))
     lifecycle, hooks = machine(topology("a", after), topology("b", before))
     hooks.open = lambda topology, registered: registered.listener.open(None)
@@ -754,8 +757,8 @@ def test_an_outer_topology_with_the_definition_that_is_asked_for():
     assert lifecycle.find(by("reference")(again)) == "a"
 
 
-def test_a_copy_that_another_process_made():
-    """It cannot be compared with the listener of that name that is open here: that is said, and not that it is missing."""
+def test_a_copy_from_another_process():
+    """The copy cannot be compared with the open listener of that name; the error says so instead of "missing"."""
     made = cell(CELL)[0]
     code = "import pickle, sys; sys.stdout.buffer.write(pickle.dumps(made._stagecrew.reference()))"
     script = f"import sys\n{CELL}\nmade = listeners[0]\n{code}"
@@ -773,8 +776,8 @@ def test_a_copy_that_another_process_made():
     assert (other.value.registered, other.value.reason) == (("Resource",), "")
 
 
-def test_a_listener_finds_those_that_were_opened_before_it():
-    """`get` in an `open` answers for the listeners that are registered before."""
+def test_a_listener_finds_listeners_that_opened_earlier():
+    """`get` in an `open` finds listeners that were registered earlier."""
     first, second = Plain("first"), Plain("second")
     lifecycle, hooks = machine(topology("a", first, second))
     found = []

@@ -1,4 +1,4 @@
-"""Listeners on their own: how they are recognised, how they travel, and what `get` says outside a task."""
+"""Listeners by themselves: their identity, how they are pickled, and the errors of `get` outside a task."""
 
 from __future__ import annotations
 
@@ -32,16 +32,18 @@ from stagecrew import (
 )
 from stagecrew.errors import ConfigurationError
 from stagecrew.listeners.identity import Identity, Registration
-from stagecrew.listeners.listener import decorates, listener_name, opened_value, registering, resolving
+from stagecrew.listeners.listener import decorates, listener_name
 from stagecrew.listeners.not_open import NotRegisteredError, explained
 from stagecrew.listeners.not_open import Task as TaskOf
+from stagecrew.listeners.resolution import resolving
+from stagecrew.listeners.resource import opened_value, registering
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
 SECRET = "a-password-in-an-argument"
 
 
 class Pool(Listener):
-    """Holds what it was made with."""
+    """Keeps its argument."""
 
     def __init__(self, dsn: str, *, size: int = 1) -> None:
         self.dsn, self.size = dsn, size
@@ -49,26 +51,26 @@ class Pool(Listener):
 
 @resource
 def pool(context, dsn, *, size=1):
-    """Yields what it was made with."""
+    """Yields its argument."""
     yield f"{dsn} on {context.executor}"
 
 
-def same(one: Listener, other: Listener) -> bool:
-    """Whether both are the same listener; the question must have one answer from both sides."""
-    answer = one._stagecrew.same(other._stagecrew)
-    assert other._stagecrew.same(one._stagecrew) == answer
-    return answer
+def is_same(one: Listener, other: Listener) -> bool:
+    """Returns whether both are the same listener, and asserts that the comparison is symmetric."""
+    result = one._stagecrew.same(other._stagecrew)
+    assert other._stagecrew.same(one._stagecrew) == result
+    return result
 
 
-def travelled(listener: Any) -> Any:
-    """As it arrives with its registration."""
+def pickled_and_loaded(listener: Any) -> Any:
+    """Returns the listener as it arrives with its registration."""
     with registering():
         return pickle.loads(cloudpickle.dumps(listener))
 
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A function that imports a module anew from its source, as a worker does."""
+    """Returns a function that imports a module again from its source, as a worker does."""
     source = """
         import stagecrew
 
@@ -98,42 +100,42 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("listener", [Pool(SECRET), pool(SECRET)])
 def test_a_pickled_copy_is_the_same(listener):
-    """Once or several times, whole or as a reference in a function; also by `copy`."""
-    once = travelled(listener)
+    """Pickled once or several times, complete or as a reference in a function, or copied with `copy`."""
+    once = pickled_and_loaded(listener)
     assert once is not listener
-    assert same(once, listener)
-    assert same(travelled(once), listener)
-    assert same(pickle.loads(cloudpickle.dumps(lambda: listener))(), listener)
-    assert same(copy.copy(listener), listener)
+    assert is_same(once, listener)
+    assert is_same(pickled_and_loaded(once), listener)
+    assert is_same(pickle.loads(cloudpickle.dumps(lambda: listener))(), listener)
+    assert is_same(copy.copy(listener), listener)
 
 
-def test_a_module_that_is_imported_anew_makes_the_same_listeners(module):
-    """Equal names and arguments are the same listener, though the objects and classes are others."""
-    here, there = module(), module()
-    assert here.by_class is not there.by_class
-    assert same(here.by_class, there.by_class)
-    assert same(here.by_function, there.by_function)
-    assert not same(here.by_function, there.other)
-    assert not same(here.by_class, there.by_function)
+def test_a_module_imported_again_creates_the_same_listeners(module):
+    """Equal names and arguments give the same listener, though the objects and classes differ."""
+    first_import, second_import = module(), module()
+    assert first_import.by_class is not second_import.by_class
+    assert is_same(first_import.by_class, second_import.by_class)
+    assert is_same(first_import.by_function, second_import.by_function)
+    assert not is_same(first_import.by_function, second_import.other)
+    assert not is_same(first_import.by_class, second_import.by_function)
 
 
-def test_two_of_one_factory_differ_by_their_arguments():
-    """By position, by name, and not by the default that was not written."""
-    assert same(pool("a"), pool("a"))
-    assert not same(pool("a"), pool("b"))
-    assert not same(pool("a", size=2), pool("a", size=3))
-    assert same(Pool("a", size=2), Pool("a", size=2))
-    assert not same(Pool("a", size=2), Pool("a", size=3))
+def test_listeners_of_one_factory_differ_by_arguments():
+    """By position and by name. A default value need not be written."""
+    assert is_same(pool("a"), pool("a"))
+    assert not is_same(pool("a"), pool("b"))
+    assert not is_same(pool("a", size=2), pool("a", size=3))
+    assert is_same(Pool("a", size=2), Pool("a", size=2))
+    assert not is_same(Pool("a", size=2), Pool("a", size=3))
 
 
-def test_arguments_that_are_equal_but_pickle_differently_are_the_same():
-    """Equality decides, not bytes: a dict in another order, a number as float."""
-    assert same(pool({"a": 1, "b": 2}), pool({"b": 2, "a": 1}))
-    assert same(pool(1), pool(1.0))
+def test_equal_arguments_that_pickle_differently_are_the_same():
+    """Arguments are compared by equality and not by bytes: dicts in another order, or a number as float."""
+    assert is_same(pool({"a": 1, "b": 2}), pool({"b": 2, "a": 1}))
+    assert is_same(pool(1), pool(1.0))
 
 
-def test_arguments_that_cannot_be_pickled_or_compared_are_never_guessed():
-    """Then only the very listener is the same, and nothing is raised."""
+def test_arguments_that_cannot_be_compared_are_never_equal():
+    """If arguments cannot be pickled or compared, a listener equals only itself. The comparison raises nothing."""
 
     class Incomparable:
         def __eq__(self, other):
@@ -142,25 +144,25 @@ def test_arguments_that_cannot_be_pickled_or_compared_are_never_guessed():
         __hash__ = None
 
     one, other = pool(lambda: 1), pool(lambda: 1)
-    assert same(one, one)
-    assert not same(one, other)
-    assert same(one, travelled(one))
-    assert not same(pool(Incomparable()), pool(Incomparable()))
+    assert is_same(one, one)
+    assert not is_same(one, other)
+    assert is_same(one, pickled_and_loaded(one))
+    assert not is_same(pool(Incomparable()), pool(Incomparable()))
 
 
-def test_a_notebook_cell_that_is_run_again():
-    """The function of the old cell finds the listener of the new one and the other way round: name and arguments agree."""
+def test_a_notebook_cell_that_runs_again():
+    """A function of the old cell finds the listener of the new one, and vice versa: name and arguments are equal."""
     cell = "@resource\ndef cell_pool(context, dsn):\n    yield dsn\nlistener = cell_pool('a')\n"
     runs = []
     for _ in range(2):
         names: dict[str, Any] = {"resource": resource, "__name__": "__main__"}
         exec(cell, names)
         runs.append(names["listener"])
-    assert same(*runs)
+    assert is_same(*runs)
 
 
-def test_a_reference_is_known_without_its_arguments():
-    """It has no arguments, and is not mistaken for a listener with others; a cell that was run again is the same."""
+def test_a_reference_is_identified_without_arguments():
+    """A reference has no arguments. It does not match a listener with others, and matches a cell that was run again."""
     one, again, other = pool("a"), pool("a"), pool("b")
     one._stagecrew.registered_for("topology 'enrich'", "enrich-1")
     bare = one._stagecrew.reference()
@@ -176,7 +178,7 @@ def test_a_reference_is_known_without_its_arguments():
 WORKER = """
 import json, pickle, sys
 from types import SimpleNamespace
-from stagecrew.listeners.listener import resolving
+from stagecrew.listeners.resolution import resolving
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.lifecycle import Lifecycle
 
@@ -194,9 +196,12 @@ with resolving(lifecycle.find):
 """
 
 
-def test_listeners_that_the_configuration_names_are_found_from_another_process(tmp_path, monkeypatch):
-    """A function that travels by value finds each by module and name: of one factory, with equal arguments, with arguments
-    that differ where the worker imports them, as an attribute of a class, and made from a factory without arguments."""
+def test_configured_listeners_are_found_from_another_process(tmp_path, monkeypatch):
+    """A function that is pickled by value finds each listener by module and name.
+
+    The listeners come from one factory with equal arguments, have arguments that differ on the worker, are an attribute
+    of a class, or come from a factory without arguments.
+    """
     (tmp_path / "configured_pools.py").write_text(
         "import os, stagecrew\n"
         "@stagecrew.resource\n"
@@ -238,8 +243,8 @@ def test_listeners_that_the_configuration_names_are_found_from_another_process(t
     assert found[4] != os.getpid()
 
 
-def test_where_a_listener_was_registered_stays_short():
-    """Each place once, the last few: it travels with each task's function."""
+def test_the_places_of_registration_stay_short():
+    """Only the last few places are kept, each once: they travel with each task's function."""
     one = pool("a")
     for i in (*range(50), 49, 48):
         one._stagecrew.registered_for(f"topology 'run {i}'", f"run-{i}")
@@ -247,15 +252,15 @@ def test_where_a_listener_was_registered_stays_short():
 
 
 def test_identities_of_different_factories_differ():
-    """Equal arguments do not make two classes one."""
+    """Equal arguments do not make two classes equal."""
     assert not Identity("m:A", (1,), {}).same(Identity("m:B", (1,), {}))
 
 
-# -- how they travel
+# -- pickling
 
 
-def test_a_resource_in_a_function_travels_without_its_arguments():
-    """No secret is in the bytes, and what arrives can be asked for, not opened."""
+def test_a_resource_in_a_function_is_pickled_without_arguments():
+    """The bytes contain no secret, and the result has a `get` but cannot be opened."""
     orders = pool(SECRET, size=7)
 
     def work(batches):
@@ -266,17 +271,17 @@ def test_a_resource_in_a_function_travels_without_its_arguments():
     assert SECRET.encode() not in pickle.dumps(orders)
     arrived = pickle.loads(pickle.dumps(orders))
     assert repr(arrived) == repr(orders) == "<resource pool>"
-    with pytest.raises(ConfigurationError, match="resource 'pool' is only a reference here"):
+    with pytest.raises(ConfigurationError, match="this is only a reference to resource 'pool'"):
         arrived.open(CONTEXT)
     arrived.close(CONTEXT)
 
 
-def test_a_resource_is_registered_whole():
-    """With its arguments, scope, lifetime and name; its copy opens."""
+def test_a_resource_is_registered_with_its_arguments():
+    """With its arguments, scope, lifetime and name. Its copy can be opened."""
     made = resource(scope=Scope.EXECUTOR, lifetime=Lifetime.EXECUTION, required=False, name="orders")(pool.function)(
         SECRET
     )
-    arrived = travelled(made)
+    arrived = pickled_and_loaded(made)
     assert (arrived.scope, arrived.lifetime, arrived.required) == (Scope.EXECUTOR, Lifetime.EXECUTION, False)
     assert listener_name(arrived) == "orders"
     arrived.open(CONTEXT)
@@ -285,8 +290,8 @@ def test_a_resource_is_registered_whole():
     assert opened_value(arrived) is None
 
 
-def test_registering_ends_with_its_block_and_counts_for_its_thread_alone():
-    """While one thread registers, another's function still travels without arguments; so does its own afterwards."""
+def test_registering_is_limited_to_its_block_and_thread():
+    """While one thread registers, functions of other threads travel without arguments; so do its own afterwards."""
     orders, inside, done, seen = pool(SECRET), threading.Event(), threading.Event(), []
 
     def other():
@@ -313,7 +318,7 @@ def test_registering_ends_with_its_block_and_counts_for_its_thread_alone():
 
 
 class WithState(Listener):
-    """Leaves out what cannot travel, and everything of ours."""
+    """Leaves out attributes that cannot be pickled, and all of stagecrew's attributes."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn, self.lock = dsn, threading.Lock()
@@ -326,7 +331,7 @@ class WithState(Listener):
 
 
 class WithReduce(Listener):
-    """Says itself how it is made again."""
+    """Defines how it is rebuilt."""
 
     def __init__(self, dsn: str) -> None:
         self.dsn = dsn
@@ -336,7 +341,7 @@ class WithReduce(Listener):
 
 
 class WithSlots(Listener):
-    """Has slots beside the dictionary of its base."""
+    """Has slots and its base's dictionary."""
 
     __slots__ = ("dsn",)
 
@@ -346,27 +351,27 @@ class WithSlots(Listener):
 
 @dataclasses.dataclass
 class AsDataclass(Listener):
-    """Equal by its fields."""
+    """Compared by its fields."""
 
     dsn: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Listener):
-    """Cannot be assigned to."""
+    """A frozen dataclass, whose attributes cannot be assigned."""
 
     dsn: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots(Listener):
-    """Frozen, with slots: the decorator makes the class anew."""
+    """Frozen and with slots: the decorator creates the class again."""
 
     dsn: str
 
 
 class KeywordOnly(Listener):
-    """Takes its arguments by name in `__new__` too."""
+    """Takes keyword-only arguments, in `__new__` too."""
 
     def __new__(cls, *, dsn):
         return super().__new__(cls, dsn=dsn)
@@ -392,8 +397,8 @@ class KeywordOnly(Listener):
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_listeners_of_every_make_travel(made):
-    """With what they hold and as the same listener, however their class is pickled, and by every protocol."""
+def test_all_kinds_of_listeners_can_be_pickled(made):
+    """Listeners keep their data and identity with every pickle protocol, however their class is pickled."""
     made._stagecrew.topologies.append("topology 'enrich'")
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         arrived = pickle.loads(pickle.dumps(made, protocol))
@@ -403,21 +408,21 @@ def test_listeners_of_every_make_travel(made):
         assert arrived._stagecrew.topologies == ["topology 'enrich'"]
 
 
-def test_a_class_of_main_travels():
-    """A listener whose class is not importable travels with its class."""
+def test_a_class_of_main_can_be_pickled():
+    """A listener whose class cannot be imported is pickled together with its class."""
     names: dict[str, Any] = {"Listener": Listener, "__name__": "__main__"}
     exec("class Local(Listener):\n    def __init__(self, dsn): self.dsn = dsn\n", names)
     made = names["Local"]("a")
-    arrived = travelled(made)
+    arrived = pickled_and_loaded(made)
     assert arrived.dsn == "a"
-    assert same(arrived, made)
+    assert is_same(arrived, made)
 
 
-def test_a_resource_inside_another_listener_is_registered_whole():
-    """What a listener is made of travels with it when it is registered, and not in a function."""
+def test_a_resource_inside_a_listener_is_registered_with_its_arguments():
+    """A listener's parts are pickled with it when it is registered, and not when it is in a function."""
     made = Pool(SECRET)
     made.inner = pool("inner-" + SECRET)
-    arrived = travelled(made)
+    arrived = pickled_and_loaded(made)
     arrived.inner.open(CONTEXT)
     assert opened_value(arrived.inner) == f"inner-{SECRET} on 1"
 
@@ -425,10 +430,10 @@ def test_a_resource_inside_another_listener_is_registered_whole():
 # -- resource
 
 
-def test_resource_bare_and_with_arguments():
-    """Both ways of decorating give a factory that looks like the function."""
+def test_resource_with_and_without_arguments():
+    """With and without arguments, the decorator returns a factory that looks like the function."""
     assert pool.__name__ == "pool"
-    assert pool.__doc__ == "Yields what it was made with."
+    assert pool.__doc__ == "Yields its argument."
     assert pool("a").scope is Scope.WORKER
     assert isinstance(pool("a"), Resource)
 
@@ -443,7 +448,10 @@ def test_resource_bare_and_with_arguments():
 
 
 def test_a_resource_opens_and_closes_its_generator():
-    """Up to `yield` in open, behind it in close; it may be opened again afterwards, and a second close does nothing."""
+    """`open` runs it up to its `yield`, `close` runs the rest.
+
+    It can be opened again, and a second close does nothing.
+    """
     events = []
 
     @resource
@@ -462,7 +470,10 @@ def test_a_resource_opens_and_closes_its_generator():
 
 
 def test_a_resource_whose_generator_raises():
-    """Before its `yield` the exception is open's, and close has nothing to do; behind it, it is close's."""
+    """An exception before the `yield` is raised by `open`, and `close` does nothing.
+
+    One after it is raised by `close`.
+    """
 
     @resource
     def broken(context, where):
@@ -490,7 +501,7 @@ def test_a_resource_whose_generator_raises():
 
 @pytest.mark.parametrize(("yields", "text"), [(0, "generator didn't yield"), (2, "generator didn't stop")])
 def test_a_resource_that_does_not_yield_once(yields, text):
-    """It is an error of open or of close, not a silent value."""
+    """`open` or `close` raises an error, instead of returning a wrong value."""
 
     @resource
     def wrong(context):
@@ -510,15 +521,15 @@ def test_get_outside_of_a_task():
     with pytest.raises(ResourceNotOpen) as never:
         pool("a").get()
     assert str(never.value) == (
-        "listener 'pool' is not open here: get() was called outside of a task, and listeners are open in tasks only. Call it in "
+        "listener 'pool' is not open here: get() was called outside of a task, and listeners are only open in tasks. Call it in "
         "a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
         "`with stagecrew.testing.opened(pool, value=...)`."
     )
 
 
 ENRICH = Registration("topology 'enrich'", "enrich-1")
-THREAD = "the action ran in a thread that is not in topology 'enrich', for which it was registered"
-AFTER = "the action ran after topology 'enrich' had closed, for which it was registered"
+THREAD = "it was registered for topology 'enrich', and the action ran in a thread outside of that"
+AFTER = "it was registered for topology 'enrich', and the action ran after that had closed"
 INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes"])
 
 
@@ -528,7 +539,7 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
         ([], TaskOf(), None, "this task belongs to no topology.", "Run the action inside `with crew.topology("),
         ([], TaskOf(), NotRegisteredError(["application"], ["a"]), "belongs to no topology (it has: 'a')", "configure(builder"),
         ([], TaskOf(left=("my-run-2",)), None, "was in topology 'my-run', which has closed", "topology.keep(dataset)"),
-        ([], TaskOf("t-1"), INNER, "topology 'inner' inside 'outer', in which this task runs, does not have it", "topology('inner',"),
+        ([], TaskOf("t-1"), INNER, "this task runs in topology 'inner' inside 'outer', which does not have it", "topology('inner',"),
         ([], TaskOf("t-1"), INNER, "(it has: 'orders', 'planes')", "listeners=[pool]"),
         ([ENRICH], TaskOf("t-1"), INNER, "it was registered for topology 'enrich'", "Register it there"),
         ([ENRICH], TaskOf(), None, THREAD, "topology.wrap(f)"),
@@ -544,8 +555,10 @@ INNER = NotRegisteredError(["inner", "outer", "application"], ["orders", "planes
         ([ENRICH], TaskOf("t-1"), NotRegisteredError(["t"], [], "it is a copy. Do this"), "it is a copy", "Do this"),
     ],
 )  # fmt: skip
-def test_each_cause_has_its_message(registrations, task, missing, cause, remedy):
-    """Not registered in the task's topology, no topology, a thread without `wrap`, after the topology, another definition."""
+def test_each_cause_has_its_own_message(registrations, task, missing, cause, remedy):
+    """Not registered in the task's topology, no topology, a thread without `wrap`, a closed topology, another
+    definition.
+    """
     text = explained("pool", registrations, task, missing)
     assert text.startswith("listener 'pool' is not open here: ")
     assert cause in text
@@ -555,7 +568,7 @@ def test_each_cause_has_its_message(registrations, task, missing, cause, remedy)
 
 
 def test_get_asks_the_innermost_resolver_first():
-    """It asks the outer ones next, and then reports the reason of the innermost."""
+    """If it finds nothing it asks the outer resolvers, and then reports the reason of the innermost one."""
     orders = pool("a")
 
     def refuses(text):
@@ -577,15 +590,15 @@ def test_get_asks_the_innermost_resolver_first():
         orders.get()
 
 
-def test_get_answers_in_every_thread():
-    """A thread that a task started asks for the same resources; afterwards it gets the error."""
-    orders, answers = pool("a"), []
+def test_get_works_in_every_thread():
+    """A thread that a task started gets the same resources. After the task it gets the error."""
+    orders, results = pool("a"), []
 
     def ask():
         try:
-            answers.append(orders.get())
+            results.append(orders.get())
         except ResourceNotOpen as error:
-            answers.append(type(error))
+            results.append(type(error))
 
     def in_thread():
         thread = threading.Thread(target=ask)
@@ -595,19 +608,19 @@ def test_get_answers_in_every_thread():
     with resolving(lambda identity: "a value"):
         in_thread()
     in_thread()
-    assert answers == ["a value", ResourceNotOpen]
+    assert results == ["a value", ResourceNotOpen]
 
 
-# -- built in
+# -- built-in listeners
 
 
 def record_of(message: str) -> logging.LogRecord:
-    """What a log call makes."""
+    """Returns the record of a log call."""
     return logging.getLogRecordFactory()("n", logging.INFO, "p", 1, message, (), None)
 
 
 def test_logging_context_sets_and_restores():
-    """Records in a task carry its attributes, others do not, also after an exception and one inside another."""
+    """Records in a task have its attributes and others do not, also after an exception and in nested contexts."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before = logging.getLogRecordFactory()
     with pytest.raises(ZeroDivisionError), LoggingContext().decorate(task):
@@ -625,15 +638,15 @@ def test_logging_context_sets_and_restores():
 
 
 class OwnLogger(logging.Logger):
-    """Makes its records in its own way."""
+    """Creates its records in its own way."""
 
     def makeRecord(self, *args, **kwargs):
         return super().makeRecord(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", [logging.Logger, OwnLogger])
-def test_what_a_log_call_gives_by_extra_stands_before_the_context(kind):
-    """It does not raise, inside several contexts too, and whatever factories others have set between them."""
+def test_extra_takes_precedence_over_the_context(kind):
+    """`extra` does not raise, in nested contexts too, even if other code has set record factories between them."""
     task = Task("app", "enrich", "enrich-1", "3", 4, 0, 5, 67, 0)
     before, found = logging.getLogRecordFactory(), []
     logger = kind("mine")
@@ -659,8 +672,8 @@ def test_what_a_log_call_gives_by_extra_stands_before_the_context(kind):
     assert [two.__dict__[name] for name in names] == ["app", "inner", 4, 5, 3, True]
 
 
-def test_only_an_overridden_decorate_counts():
-    """The base's decoration is no decoration; it can be entered all the same."""
+def test_only_an_overridden_decorate_is_a_decoration():
+    """The base's `decorate` does not count as a decoration, and still can be entered."""
     assert decorates(LoggingContext())
     assert not decorates(Pool("a"))
     assert not decorates(pool("a"))
@@ -672,15 +685,15 @@ def test_only_an_overridden_decorate_counts():
         assert Pool("a").close(CONTEXT) is None
 
 
-def test_the_context_does_not_show_the_configuration():
-    """It may hold what the user would not log: not in `repr`."""
+def test_repr_of_a_context_hides_the_configuration():
+    """The configuration may contain secrets, so it is not in `repr`."""
     context = dataclasses.replace(CONTEXT, configuration={"spark.key": SECRET})
     assert SECRET not in repr(context)
     assert SECRET not in str(context)
 
 
-def test_a_resource_does_not_show_its_arguments():
-    """Neither `repr` nor an error of `get` has them."""
+def test_repr_of_a_resource_hides_its_arguments():
+    """Neither `repr` nor an error of `get` contains the arguments."""
     orders = pool(SECRET)
     assert SECRET not in f"{orders!r} {orders}"
     with pytest.raises(ResourceNotOpen) as raised:

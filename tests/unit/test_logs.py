@@ -1,4 +1,4 @@
-"""Log records say where they come from."""
+"""Log records name the place that they come from."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ ONE = Evaluation(
 
 
 def record() -> dict[str, object]:
-    """What a record that is made now says of where it comes from."""
+    """Returns the place that a new record names."""
     made = logging.getLogRecordFactory()("x", logging.INFO, "f", 1, "hello", (), None)
     return {name: made.__dict__[name] for name in FIELDS if name in made.__dict__}
 
 
 @pytest.fixture
 def factory(monkeypatch):
-    """What makes records is as before, afterwards; a coordinator's thread sets its own now."""
+    """Restores the record factory afterwards: coordinator threads set their own."""
     before = logging.getLogRecordFactory()
     monkeypatch.setattr(logs, "_installed", False)
     yield
@@ -47,8 +47,8 @@ def factory(monkeypatch):
 
 
 @pytest.mark.usefixtures("factory")
-def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
-    """On its own thread only, and of an evaluation only while it handles a message of that evaluation."""
+def test_records_of_a_coordinator_name_operator_and_evaluation():
+    """Only on its own thread, and with an evaluation only while it handles a message of that evaluation."""
     found, done = [], threading.Event()
     loop = Loop("o", lambda error: None, lambda: None, topology="t")
     for evaluation in (None, ONE, None):
@@ -63,8 +63,8 @@ def test_records_of_a_coordinators_thread_say_whose_it_is_and_what_it_handles():
 
 
 @pytest.mark.usefixtures("factory")
-def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypatch):
-    """No log call raises for the name of a field."""
+def test_extra_of_a_coordinator_takes_precedence(monkeypatch):
+    """A field with the name of an attribute does not make a log call raise."""
     found, done = [], threading.Event()
     logger = logging.getLogger("of-a-coordinator")
     monkeypatch.setattr(logger, "handle", found.append)
@@ -90,8 +90,8 @@ def test_what_a_coordinator_gives_by_extra_stands_before_what_is_known(monkeypat
 
 
 @pytest.mark.usefixtures("factory")
-def test_what_a_coordinator_logs_when_it_says_how_far_it_is_is_about_no_evaluation():
-    """Whatever it handled last."""
+def test_records_of_progress_name_no_evaluation():
+    """A record of `progress` names no evaluation, even directly after a message of an evaluation."""
     found: list[object] = []
 
     class Says(Coordinator):
@@ -116,20 +116,20 @@ def test_what_a_coordinator_logs_when_it_says_how_far_it_is_is_about_no_evaluati
             harness._host.statistics()
             harness.run()
 
-    thread = threading.Thread(target=in_thread)  # which is a coordinator's from then on
+    thread = threading.Thread(target=in_thread)  # a coordinator's factory from then on
     thread.start()
     thread.join(30)
     assert found[:3] == [3, None, None]
     assert set(found[3:]) == {None}
 
 
-def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_given():
-    """One line of JSON; what was given stands before what we know."""
+def test_a_structured_record_has_context_and_given_fields():
+    """One line of JSON. Given fields take precedence over those of stagecrew."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     logger = PySparkLogger("structured")
     logger.addHandler(handler)
-    handler.setFormatter(StructuredFormatter())  # behind PySpark's own
+    handler.setFormatter(StructuredFormatter())  # after PySpark's own factory
     before = logging.getLogRecordFactory()
 
     def factory(*args, **kwargs):
@@ -148,8 +148,8 @@ def test_a_structured_record_has_its_context_and_what_a_logger_of_pyspark_was_gi
     assert found["context"] == {"topology": "t", "stage": "mine", "table": "<a>"}
 
 
-def test_a_record_whose_context_is_no_mapping_is_written_all_the_same():
-    """A library's own `context` is not ours to read: the record is not lost, and what we know of it stands in it."""
+def test_a_record_with_another_kind_of_context_is_written():
+    """A library's `context` that is not a mapping stays as it is. The record is written, with stagecrew's fields."""
     for given in ("text", 7, ["a"], b"x", None):
         record = logging.makeLogRecord({"msg": "three rows", "context": given, "topology": "nightly"})
         found = json.loads(StructuredFormatter().format(record))

@@ -1,4 +1,4 @@
-"""The operators of a topology on their real threads, with a way to executors that goes nowhere: no Spark."""
+"""The operators of a topology on their real threads without Spark: the connection to executors drops all frames."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import threading
 import pytest
 
 import stagecrew
-from crewtools import eventually
 from stagecrew.coordination import pool
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.wire.frames import encode
-from unit_scopes import Nowhere
+from support.operator_fakes import DroppingWire
+from support.waiting import eventually
 
 
 class Scope:
-    """A topology that notes what fails it."""
+    """A topology that records its failures."""
 
     name = id = "t"
     is_active = True
@@ -30,7 +30,7 @@ class Scope:
 
 
 class Sending(stagecrew.Coordinator):
-    """Knows who lives."""
+    """Records the gateways of live evaluations."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -43,18 +43,20 @@ class Sending(stagecrew.Coordinator):
         pass
 
 
-def made(factory):
-    """Operators with one binding, and its host."""
+def create_operators(factory):
+    """Creates operators with one binding, and the binding's host."""
     scope = Scope()
     operators = Operators(scope, lambda: 5.0)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.name_operator("o")
     return scope, operators, host, operators.add("o", factory, host)
 
 
-def test_send_and_fail_while_it_is_reset(monkeypatch):
-    """1,000 resets, each with a thread that sends and fails at the same time: the topology failed once, by that, or, where the
-    reset was first, not at all; nobody hangs, and every thread ends."""
+def test_send_and_fail_during_a_reset(monkeypatch):
+    """1,000 resets, each with a thread that sends and fails at the same time.
+
+    The topology fails once, from that call, or not at all if the reset was first. Nothing hangs, and every thread ends.
+    """
     monkeypatch.setattr(pool, "_IDLE", 0.05)
     before = set(threading.enumerate())
     failed = 0
@@ -65,7 +67,7 @@ def test_send_and_fail_while_it_is_reset(monkeypatch):
             coordinators.append(Sending(context))
             return coordinators[-1]
 
-        scope, operators, host, binding = made(factory)
+        scope, operators, host, binding = create_operators(factory)
         host.received("1", encode("READY", evaluation=number, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
         cause = KeyError(number)
         begin = threading.Barrier(2)
@@ -91,11 +93,14 @@ def test_send_and_fail_while_it_is_reset(monkeypatch):
         operators.close("the topology has ended")
         assert coordinators[0].context.state == "closed"
     eventually(lambda: set(threading.enumerate()) <= before, 10)
-    assert failed < 1000 or failed > 0  # either order is right
+    assert failed < 1000 or failed > 0  # both orders are possible
 
 
-def test_a_close_that_blocks_in_a_reset(caplog):
-    """The next coordinator begins when the one before has closed, or after the close timeout, and says whom it waited for."""
+def test_a_blocking_close_in_a_reset(caplog):
+    """The next coordinator begins when the previous one has closed, or after the close timeout.
+
+    The log names the operator.
+    """
     go, begun = threading.Event(), [threading.Event(), threading.Event()]
     instances = []
 
@@ -109,7 +114,7 @@ def test_a_close_that_blocks_in_a_reset(caplog):
 
     scope = Scope()
     operators = Operators(scope, lambda: 0.2)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
     operators.add("o", Blocking, host)
     assert begun[0].wait(10)
     operators.reset(None)
@@ -122,15 +127,15 @@ def test_a_close_that_blocks_in_a_reset(caplog):
         operators.close("the topology has ended")
 
 
-def test_an_exit_while_a_callback_blocks(caplog):
-    """The exit is bounded, and names the operator, where its coordinator still handles what came before."""
+def test_an_exit_during_a_blocking_callback(caplog):
+    """The exit is bounded. Its error names the operator whose coordinator still handles an earlier call."""
     go = threading.Event()
 
     class Blocking(Sending):
         def handle_event(self, evaluation, event):
             go.wait(30)
 
-    _, operators, host, binding = made(Blocking)
+    _, operators, host, binding = create_operators(Blocking)
     host.received("1", encode("READY", evaluation=1, binding=binding, subtask=0, attempt=1, number=0, stage=0, partition=0, stage_attempt=0, partitions=1))  # fmt: skip
     host.received("1", encode("EVENTS", evaluation=1, first=1, payloads=[b"\0x"]))
     operators._close_timeout = lambda: 0.2
@@ -141,10 +146,10 @@ def test_an_exit_while_a_callback_blocks(caplog):
         go.set()
 
 
-def test_those_that_were_prepared_are_in_a_checkpoint():
-    """Coordinators of the session builder have their states in it, also while no dataset is bound to them."""
+def test_prepared_coordinators_are_in_a_checkpoint():
+    """A checkpoint has the states of coordinators from the session builder, even if no dataset is bound to them."""
     operators = Operators(Scope(), lambda: 5.0)
-    host = Host(Nowhere(), 1 << 20, 30.0)
+    host = Host(DroppingWire(), 1 << 20, 30.0)
 
     class Keeping(Sending):
         def checkpoint(self, checkpoint_id):
@@ -158,9 +163,9 @@ def test_those_that_were_prepared_are_in_a_checkpoint():
         operators.checkpoint(1, 10)
 
 
-def test_no_binding_behind_a_failure():
-    """Whoever binds an operator of a topology that has failed learns why, and is not served by nobody."""
-    _, operators, host, _ = made(Sending)
+def test_a_failed_topology_refuses_bindings():
+    """Binding an operator of a failed topology raises the topology's error."""
+    _, operators, host, _ = create_operators(Sending)
     operators.fail(KeyError("k"))
     with pytest.raises(stagecrew.CoordinatorFailed, match="KeyError: 'k'"):
         operators.add("o", Sending, host)
@@ -169,7 +174,7 @@ def test_no_binding_behind_a_failure():
         operators.fail(KeyError("while it is made"))
         return Sending(context)
 
-    _, operators, host, _ = made(Sending)
+    _, operators, host, _ = create_operators(Sending)
     with pytest.raises(stagecrew.CoordinatorFailed, match="while it is made"):
         operators.add("o", failing, host)
     operators.close("the topology has ended")

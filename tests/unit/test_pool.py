@@ -1,4 +1,4 @@
-"""The threads that all coordinators share: order, growth where they block, and none where there is nothing to do."""
+"""The thread pool of all coordinators: call order, growth when calls block, and no threads when there is no work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from crewtools import eventually
 from stagecrew.coordination import pool as pool_module
 from stagecrew.coordination.async_calls import AsyncCalls
 from stagecrew.coordination.loop import Loop
 from stagecrew.coordination.pool import Pool, Timers
+from support.waiting import eventually
 
 
 @pytest.fixture
@@ -30,8 +30,11 @@ def threads_of(name):
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-def test_each_loop_calls_in_order_and_one_at_a_time(pool):
-    """20 loops on 2 threads, called by 5 threads: each makes its calls in the order of each caller, never two at once."""
+def test_each_loop_runs_calls_in_order_one_at_a_time(pool):
+    """20 loops on 2 threads get calls from 5 threads.
+
+    Each loop keeps the order of each caller, and runs one call at a time.
+    """
     found = {number: [] for number in range(20)}
     inside = dict.fromkeys(found, 0)
     overlaps, done = [], []
@@ -61,11 +64,11 @@ def test_each_loop_calls_in_order_and_one_at_a_time(pool):
     for calls in found.values():
         assert len(calls) == 500
         for name in range(5):
-            assert [count for who, count in calls if who == name] == list(range(100))
+            assert [count for caller, count in calls if caller == name] == list(range(100))
 
 
-def test_what_a_call_raises_goes_to_failed_and_the_next_is_made(pool):
-    """An error of one call, and of `failed` itself, stops neither the loop nor its thread."""
+def test_errors_of_calls_are_passed_to_failed(pool):
+    """An error of a call, or of `failed` itself, stops neither the loop nor its thread."""
     failures, made = [], []
 
     def failed(error):
@@ -81,7 +84,7 @@ def test_what_a_call_raises_goes_to_failed_and_the_next_is_made(pool):
 
 
 def test_the_end_of_a_loop_is_bounded(pool):
-    """Who ends a loop that blocks waits no longer than it says; in a call of the loop it does not wait at all."""
+    """Ending a blocked loop waits at most for the timeout, and not at all from a call of the loop itself."""
     go, ends = threading.Event(), []
     loop = Loop("o", ends.append, lambda: None, pool=pool)
     loop.call(lambda: (ends.append(loop.is_current), go.wait(30), ends.append(loop.end(30))))
@@ -92,8 +95,8 @@ def test_the_end_of_a_loop_is_bounded(pool):
     assert ends == [True, False]
 
 
-def test_tasks_that_block_stop_no_others(pool):
-    """While 20 tasks never return, tasks that come later still run."""
+def test_blocking_tasks_do_not_stop_others(pool):
+    """While 20 tasks never return, later tasks still run."""
     go, ran = threading.Event(), threading.Event()
     for _ in range(20):
         pool.submit(lambda: go.wait(60))
@@ -104,8 +107,8 @@ def test_tasks_that_block_stop_no_others(pool):
         go.set()
 
 
-def test_threads_end_when_there_is_nothing_to_do(pool, timers, monkeypatch):
-    """1,000 loops share a few threads, and an idle pool has none; nor have timers."""
+def test_idle_threads_end(pool, timers, monkeypatch):
+    """1,000 loops share a few threads. An idle pool has no threads and no timers."""
     monkeypatch.setattr(pool_module, "_IDLE", 0.05)
     name, timing = pool._name, set(threads_of("stagecrew-timers"))
     loops = [Loop("o", pytest.fail, lambda: None, pool=pool) for _ in range(1000)]
@@ -113,7 +116,7 @@ def test_threads_end_when_there_is_nothing_to_do(pool, timers, monkeypatch):
     timers.later(0.01, called.set)
     for loop in loops:
         loop.call(lambda: None)
-    assert len(threads_of(name)) <= 20  # two, and what a busy machine adds
+    assert len(threads_of(name)) <= 20  # two, and a few more on a busy machine
     for loop in loops:
         assert loop.end(10)
     assert called.wait(10)
@@ -126,7 +129,7 @@ def test_threads_end_when_there_is_nothing_to_do(pool, timers, monkeypatch):
 
 
 class Frames:
-    """A reader: what it reads are tasks."""
+    """A reader whose frames are tasks."""
 
     def __init__(self, pool):
         self.pool, self.frames = pool, []
@@ -153,8 +156,8 @@ class Frames:
             self.changed.notify()
 
 
-def test_the_thread_that_reads_handles_what_it_read(pool):
-    """An idle thread reads; a task that it finds it runs itself. A task from elsewhere wakes it."""
+def test_the_reading_thread_runs_what_it_read(pool):
+    """An idle thread reads, and runs a task that it reads itself. A task from elsewhere wakes it."""
     frames = Frames(pool)
     pool.set_reader(frames)
     for number in range(5):
@@ -168,8 +171,8 @@ def test_the_thread_that_reads_handles_what_it_read(pool):
     frames.wake()
 
 
-def test_timers_are_called_in_order_unless_cancelled(timers):
-    """Each at its time, whatever the order in which they were set; one that raises stops no other."""
+def test_timers_run_in_order_unless_cancelled(timers):
+    """Each timer runs at its time, in whatever order timers were set. One that raises stops no other."""
     called, done = [], threading.Event()
     timers.later(0.15, done.set)
     for seconds in (0.1, 0.02, 0.06):
@@ -180,8 +183,8 @@ def test_timers_are_called_in_order_unless_cancelled(timers):
     assert called == [0.02, 0.06, 0.1]
 
 
-def test_background_calls_are_bounded_and_dropped_at_its_end(timers):
-    """Four calls of one coordinator run at once; those that wait when it closes never begin."""
+def test_async_calls_are_bounded_and_dropped_at_close(timers):
+    """Four calls of one coordinator run at a time. Calls that wait when it closes never begin."""
     background = AsyncCalls(Pool("async", timers), timers)
     go, begun = threading.Event(), []
     for number in range(10):
@@ -190,12 +193,12 @@ def test_background_calls_are_bounded_and_dropped_at_its_end(timers):
     eventually(lambda: len(begun) == 5, 10)
     background.close()
     go.set()
-    time.sleep(0.05)  # nothing is waited for: it would begin now
+    time.sleep(0.05)  # no need to wait: a dropped call would begin now
     assert sorted(begun, key=str) == [0, 1, 2, 3, "timer"]
 
 
-def test_a_call_that_never_returns_keeps_no_process_alive():
-    """A process whose coordinator waits for ever in `call_async` ends with its main thread."""
+def test_a_hanging_call_keeps_no_process_alive():
+    """A process whose coordinator waits forever in `call_async` ends with its main thread."""
     code = (
         "import threading\n"
         "from stagecrew.coordination.async_calls import AsyncCalls\n"

@@ -1,4 +1,4 @@
-"""One worker with listeners: its tasks, its idle time, the signals it gets, and the children that user code forks."""
+"""A worker with listeners: its tasks, its idle time, its signals, and the children that user code forks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from stagecrew.wire.frames import Decoder, encode
 from stagecrew.worker import daemon, graceful_shutdown
 from stagecrew.worker import process as worker_process
 
-#: Else pytest's own time limit is the timer of the user here.
+#: Else pytest's own timeout would be the user's timer here.
 pytestmark = [
     pytest.mark.timeout(60, method="thread"),
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # that is what is tested
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),  # the tests use fork on purpose
 ]
 
 WELCOME = {
@@ -44,46 +44,46 @@ WELCOME = {
 @pytest.fixture
 def executor(monkeypatch):
     """The executor's end of a worker's channel, with the worker."""
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours, 1 << 20, 10.0)
+    worker_end, executor_end = socket.socketpair()
+    channel = Channel(worker_end, 1 << 20, 10.0)
     channel.welcome = WELCOME
     monkeypatch.setattr(worker_process.Channel, "connect", lambda place, role: channel)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     decoder = Decoder(1 << 20)
 
-    def heard(kind: str, seconds: float = 10.0) -> Any:
-        """The next frame of this kind that the worker sent."""
+    def receive(kind: str, seconds: float = 10.0) -> Any:
+        """Returns the next frame of this kind that the worker sent."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            for frame in list(arrived):
-                arrived.remove(frame)
+            for frame in list(frames):
+                frames.remove(frame)
                 if frame.kind == kind:
                     return frame
-            if select.select([theirs], [], [], 0.1)[0]:
-                arrived.extend(decoder.feed(theirs.recv(1 << 16)))
-        raise AssertionError(f"no {kind} came")
+            if select.select([executor_end], [], [], 0.1)[0]:
+                frames.extend(decoder.feed(executor_end.recv(1 << 16)))
+        raise AssertionError(f"no {kind} arrived")
 
-    arrived: list[Any] = []
+    frames: list[Any] = []
     spark, results = socket.socketpair()
 
     def ended() -> bool:
-        """Whether the executor sees the end of the stream."""
-        return bool(select.select([theirs], [], [], 10)[0]) and theirs.recv(1) == b""
+        """Returns whether the executor sees the end of the stream."""
+        return bool(select.select([executor_end], [], [], 10)[0]) and executor_end.recv(1) == b""
 
     with spark, results, os.fdopen(os.dup(results.fileno()), "wb") as output:
         yield SimpleNamespace(
-            worker=worker_process.WorkerProcess("place"), say=theirs.sendall, heard=heard, end=theirs.close, ended=ended,
+            worker=worker_process.WorkerProcess("place"), say=executor_end.sendall, receive=receive, end=executor_end.close, ended=ended,
             spark=spark, output=output,
         )  # fmt: skip
     signal.pthread_sigmask(signal.SIG_UNBLOCK, worker_process._ENDING)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     channel.close()
-    theirs.close()
+    executor_end.close()
 
 
 def description(topology: str, target: str = "stagecrew:LoggingContext") -> bytes:
-    """Of a topology with one listener that is imported by its name."""
+    """The description of a topology with one listener that is imported by name."""
     body = (
         f'{{"name": "{topology}", "listeners": [{{"index": 0, "kind": "name", "name": null, "target": "{target}"}}]}}'
     )
@@ -91,7 +91,7 @@ def description(topology: str, target: str = "stagecrew:LoggingContext") -> byte
 
 
 def task(attempt: int = 5, **properties: str) -> Any:
-    """What PySpark's TaskContext tells of a task with these local properties."""
+    """A TaskContext of PySpark with these local properties."""
     return SimpleNamespace(
         taskAttemptId=lambda: attempt,
         stageId=lambda: 1,
@@ -105,18 +105,18 @@ TASK = task()
 
 
 class Journal(Listener):
-    """Notes its closes, and what it is told of tasks, where also another process can read it."""
+    """Records its closes and tasks in a file that other processes can read."""
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.tasks: list[Any] = []
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         with open(self.place, "a") as file:
             file.write(f"{what} {os.getpid()}\n")
 
     def close(self, context):
-        self.note("closed")
+        self.record("closed")
 
     @contextlib.contextmanager
     def decorate(self, task):
@@ -124,12 +124,12 @@ class Journal(Listener):
         try:
             yield
         finally:
-            self.note("left")
+            self.record("left")
 
 
 @pytest.fixture
 def journal(tmp_path, monkeypatch):
-    """A listener with the name that `journaled` describes; `read` is what it noted."""
+    """A listener with the name that `journal_description` contains; `read` returns its records."""
     module = ModuleType("of_this_test")
     module.journal = Journal(str(tmp_path / "journal"))
     monkeypatch.setitem(sys.modules, "of_this_test", module)
@@ -138,14 +138,14 @@ def journal(tmp_path, monkeypatch):
     return module.journal
 
 
-def journaled(topology: str) -> bytes:
+def journal_description(topology: str) -> bytes:
     """The description of a topology with that listener."""
     return description(topology, "of_this_test:journal")
 
 
 @pytest.fixture
-def forked():
-    """Forks a process that calls a function and exits with what that answers."""
+def fork_process():
+    """Forks a process that calls a function and exits with its result."""
     started: list[int] = []
 
     def fork(function) -> int:
@@ -167,66 +167,66 @@ def forked():
 
 
 def exit_code(pid: int) -> int:
-    """Of a child; a negative number is a signal, as subprocess has it."""
+    """Returns the exit code of a child. A negative number is a signal, as in subprocess."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
-    raise AssertionError("the child goes on")
+    raise AssertionError("the child is still running")
 
 
-def test_a_close_that_came_with_a_description_is_obeyed(executor):
-    """A CLOSE that the worker read while it waited for a description is answered as soon as the task is over."""
+def test_a_close_that_arrives_with_a_description(executor):
+    """The worker confirms a CLOSE that it read while it waited for a description as soon as the task has ended."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.say(encode("CLOSE", topology="a") + description("b"))
     executor.worker.begin(TASK, ["b"], executor.output)
     executor.worker.end(None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        waits = threading.Timer(20, theirs.sendall, [b"in vain"])
+    worker_end, executor_end = socket.socketpair()
+    with worker_end, executor_end:
+        waits = threading.Timer(20, executor_end.sendall, [b"in vain"])
         waits.start()
-        theirs.sendall(b"the next task")
-        executor.worker.wait_for_task(ours)
+        executor_end.sendall(b"the next task")
+        executor.worker.wait_for_task(worker_end)
         waits.cancel()
         waits.join()
-    assert executor.heard("CLOSED")["topology"] == "a"
+    assert executor.receive("CLOSED")["topology"] == "a"
     assert executor.worker.anything_open
     executor.worker.leave("the test ends")
-    assert executor.heard("GOODBYE")["reason"] == "the test ends"
+    assert executor.receive("GOODBYE")["reason"] == "the test ends"
 
 
-def test_an_executor_that_is_gone_closes_everything(executor):
-    """An idle worker whose channel breaks closes its listeners and goes on as a plain worker."""
+def test_a_lost_executor_closes_everything(executor):
+    """An idle worker whose channel breaks closes its listeners, and continues as a plain worker."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.worker.anything_open
     executor.end()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        executor.worker.wait_for_task(ours)
+    worker_end, executor_end = socket.socketpair()
+    with worker_end, executor_end:
+        executor.worker.wait_for_task(worker_end)
     assert not executor.worker.anything_open
 
 
-def test_a_worker_that_is_not_needed_closes_everything(executor):
-    """The end of Spark's stream, with signals held; then the executor hears the reason."""
+def test_a_worker_that_is_no_longer_needed_closes_everything(executor):
+    """The worker sees the end of Spark's stream while signals are blocked. Then it sends the reason to the executor."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
-    ours, theirs = socket.socketpair()
-    with ours:
-        theirs.close()
-        executor.worker.wait_for_task(ours)
+    worker_end, executor_end = socket.socketpair()
+    with worker_end:
+        executor_end.close()
+        executor.worker.wait_for_task(worker_end)
     assert not executor.worker.anything_open
-    assert executor.heard("GOODBYE")["reason"] == "the worker is not needed any more"
+    assert executor.receive("GOODBYE")["reason"] == "the worker is not needed any more"
 
 
 def test_a_kill_during_a_task_is_raised_once(executor):
-    """SIGTERM raises `TaskKilled` in the task's own code; a second one has nothing to add, nor one behind the task."""
+    """SIGTERM raises `TaskKilled` in the task's code. A second signal, or one after the task, adds nothing."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     with pytest.raises(TaskKilled, match="SIGTERM"):
@@ -235,11 +235,11 @@ def test_a_kill_during_a_task_is_raised_once(executor):
     executor.worker.end(TaskKilled("SIGTERM"))
     os.kill(os.getpid(), signal.SIGTERM)
     executor.worker.leave("the worker ends")
-    assert executor.heard("END")["attempt"] == 5
+    assert executor.receive("END")["attempt"] == 5
 
 
-def test_a_kill_ends_what_spark_reads(executor):
-    """After SIGTERM Spark reads what was flushed before, and the end when the task has left: what is written meanwhile goes nowhere."""
+def test_a_kill_ends_the_output_stream(executor):
+    """After SIGTERM Spark reads the flushed output, and the end of the stream. Later output is discarded."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.output.write(b"flushed")
@@ -255,8 +255,8 @@ def test_a_kill_ends_what_spark_reads(executor):
     assert executor.spark.recv(100) == b""
 
 
-def test_a_kill_without_a_free_descriptor(executor, monkeypatch):
-    """Where Spark's stream cannot be ended for want of a descriptor, the task is killed all the same."""
+def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
+    """If no file descriptor is free to end Spark's stream, the task is killed nevertheless."""
     executor.say(description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     monkeypatch.setattr(os, "dup", lambda _: (_ for _ in ()).throw(OSError(24, "Too many open files")))
@@ -268,13 +268,13 @@ def test_a_kill_without_a_free_descriptor(executor, monkeypatch):
     assert executor.spark.recv(100) == b"still Spark's"
 
 
-def test_a_topology_that_the_executor_refuses(executor):
-    """The reason of the executor reaches the task, which ends like any other."""
+def test_the_executor_refuses_a_topology(executor):
+    """The executor's reason reaches the task, which ends like any other."""
     executor.say(encode("REFUSED", reason="this topology is closed"))
     with pytest.raises(ChannelError, match="the executor refuses this process: this topology is closed"):
         executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
-    assert executor.heard("END")["attempt"] == 5
+    assert executor.receive("END")["attempt"] == 5
     with pytest.raises(ResourceNotOpen):
         Listener().get()
 
@@ -283,7 +283,7 @@ def test_a_topology_that_the_executor_refuses(executor):
 
 
 def in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
-    """PySpark's `main` as the daemon wraps it, with this body of a task."""
+    """Runs PySpark's `main` as the daemon wraps it, with this body of a task."""
 
     def main(infile: Any, outfile: Any) -> None:
         try:
@@ -303,12 +303,15 @@ def in_daemon(monkeypatch, executor: Any, body: Any) -> Any:
     return functools.partial(daemon.worker, None, True)
 
 
-def test_a_kill_of_a_task_without_listeners_closes_those_of_others(executor, journal, forked, monkeypatch, tmp_path):
-    """SIGTERM raises in a task that has no topology of ours, in a process that has one open: it ends, and that closes."""
-    executor.say(journaled("a"))
+def test_a_kill_of_a_task_without_listeners_closes_open_ones(executor, journal, fork_process, monkeypatch, tmp_path):
+    """SIGTERM raises in a task without a topology, in a process that has an open one.
+
+    The task ends, and that one closes.
+    """
+    executor.say(journal_description("a"))
     running, killed = tmp_path / "running", tmp_path / "killed"
     worker = executor.worker
-    monkeypatch.setattr(worker, "wait_for_task", lambda _: None)  # it has arrived
+    monkeypatch.setattr(worker, "wait_for_task", lambda _: None)  # the signal has arrived
 
     def body() -> None:
         try:
@@ -327,8 +330,8 @@ def test_a_kill_of_a_task_without_listeners_closes_those_of_others(executor, jou
         except SystemExit:
             return 7
 
-    monkeypatch.setattr(worker_process.fork_safety, "_held", set())  # this child stands for the worker itself
-    pid = forked(child)
+    monkeypatch.setattr(worker_process.fork_safety, "_held", set())  # this child plays the role of the worker
+    pid = fork_process(child)
     wait_until(running.exists)
     os.kill(pid, signal.SIGTERM)
     assert exit_code(pid) == 7
@@ -337,16 +340,16 @@ def test_a_kill_of_a_task_without_listeners_closes_those_of_others(executor, jou
 
 
 def wait_until(condition: Any) -> None:
-    """Until it is true."""
+    """Waits until the condition is true."""
     deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_a_kill_that_came_while_a_task_without_listeners_was_read(executor, journal):
-    """It is raised as soon as the task begins, once; behind the task a signal is noted only."""
-    executor.say(journaled("a"))
+def test_a_kill_while_a_task_without_listeners_is_read(executor, journal):
+    """The kill is raised once, as soon as the task begins. After a task a signal is only recorded."""
+    executor.say(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     executor.worker.resumed()
@@ -363,15 +366,15 @@ def test_a_kill_that_came_while_a_task_without_listeners_was_read(executor, jour
 
 
 def test_a_task_without_listeners_in_a_process_without_any(executor):
-    """The signals are Spark's then: SIGTERM ends the process, as it does without stagecrew."""
+    """The signals are Spark's: SIGTERM ends the process, as without stagecrew."""
     before = signal.getsignal(signal.SIGTERM)
     executor.worker.begin_without_listeners(executor.output)
     executor.worker.end(None)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_kill_while_a_listener_closes_whose_open_failed(executor, monkeypatch):
-    """It does not interrupt the close, and is raised behind it: the task does not go on."""
+def test_a_kill_during_the_close_after_a_failed_open(executor, monkeypatch):
+    """The kill does not interrupt the close. It is raised after it, and the task does not continue."""
 
     class Broken(Listener):
         required = False
@@ -387,56 +390,56 @@ def test_a_kill_while_a_listener_closes_whose_open_failed(executor, monkeypatch)
     module = ModuleType("of_this_test")
     module.journal = Broken()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journaled("a"))
+    executor.say(journal_description("a"))
     with pytest.raises(TaskKilled):
         executor.worker.begin(TASK, ["a"], executor.output)
     assert closed == [1]
     executor.worker.end(None)
 
 
-# -- what a task is told
+# -- the task's properties
 
 
 @pytest.mark.parametrize(("properties", "attempt"), [({"stageAttempt": "3"}, 3), ({}, 0)])
-def test_the_attempt_of_the_stage(executor, journal, properties, attempt):
-    """It comes by a local property, as PySpark's TaskContext does not have it; 0 when that is missing."""
-    executor.say(journaled("a"))
+def test_the_stage_attempt(executor, journal, properties, attempt):
+    """A local property has the stage attempt, which PySpark's TaskContext lacks. Without the property it is 0."""
+    executor.say(journal_description("a"))
     executor.worker.begin(task(**properties), ["a"], executor.output)
     executor.worker.end(None)
-    (told,) = journal.tasks
-    assert (told.stage, told.stage_attempt, told.attempt) == (1, attempt, 5)
+    (properties_of_task,) = journal.tasks
+    assert (properties_of_task.stage, properties_of_task.stage_attempt, properties_of_task.attempt) == (1, attempt, 5)
 
 
-# -- how long the daemon waits for it
+# -- how long the daemon waits for the worker
 
 
-def test_an_idle_worker_says_how_long_its_closes_may_take(executor, journal, monkeypatch):
-    """The close timeout of each that is open; a task has what every worker has."""
+def test_an_idle_worker_reports_the_timeout_of_its_closes(executor, journal, monkeypatch):
+    """An idle worker reports the sum of its open topologies' close timeouts. A task resets that to the default."""
     monkeypatch.setattr(graceful_shutdown, "_needed", graceful_shutdown._shared_table())
-    said = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
-    executor.say(journaled("a") + description("b"))
+    close_timeout = lambda: graceful_shutdown._needed[os.getpid()]  # noqa: E731
+    executor.say(journal_description("a") + description("b"))
     executor.worker.begin(TASK, ["a", "b"], executor.output)
     executor.worker.end(None)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(b"the next task")
-        executor.worker.wait_for_task(ours)
-    assert said() == 42  # two of 20.5 s, and one to end
+    worker_end, executor_end = socket.socketpair()
+    with worker_end, executor_end:
+        executor_end.sendall(b"the next task")
+        executor.worker.wait_for_task(worker_end)
+    assert close_timeout() == 42  # two of 20.5 s, and one second to end
     graceful_shutdown.forget()
-    assert said() == 0
+    assert close_timeout() == 0
     executor.worker.leave("the worker ends")
-    assert said() == 42
+    assert close_timeout() == 42
 
 
-# -- children
+# -- child processes
 
 
 @pytest.mark.parametrize("how", ["fork", "multiprocessing"])
-def test_a_child_that_a_task_forks(executor, journal, forked, how):
-    """It reads what was open, dies by SIGTERM, calls no hook and does not keep the channel open."""
-    executor.say(journaled("a"))
+def test_a_child_forked_by_a_task(executor, journal, fork_process, how):
+    """A child reads open listeners, and SIGTERM ends it. It calls no hook, and does not keep the channel open."""
+    executor.say(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
-    ready, told = os.pipe()
+    ready, ready_writer = os.pipe()
 
     def child() -> int:
         assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
@@ -444,12 +447,12 @@ def test_a_child_that_a_task_forks(executor, journal, forked, how):
         executor.worker.end(None)
         executor.worker.leave("not mine")
         assert not executor.worker.anything_open
-        os.write(told, b"x")
+        os.write(ready_writer, b"x")
         time.sleep(60)
         return 3
 
     if how == "fork":
-        pid = forked(child)
+        pid = fork_process(child)
     else:
         one = multiprocessing.get_context("fork").Process(target=child)
         one.start()
@@ -459,7 +462,7 @@ def test_a_child_that_a_task_forks(executor, journal, forked, how):
     executor.worker.end(None)
     executor.worker.leave("the worker ends")
     assert journal.read() == [f"left {os.getpid()}", f"closed {os.getpid()}"]
-    assert executor.heard("GOODBYE")["reason"] == "the worker ends"
+    assert executor.receive("GOODBYE")["reason"] == "the worker ends"
     assert executor.ended()
     os.kill(pid, signal.SIGTERM)
     if how == "fork":
@@ -469,23 +472,23 @@ def test_a_child_that_a_task_forks(executor, journal, forked, how):
         assert one.exitcode == -signal.SIGTERM
 
 
-def test_a_child_that_a_hook_forks_has_no_handler_of_its_timer(executor, monkeypatch, forked):
-    """And handlers of the user stay."""
+def test_a_child_forked_by_a_hook_has_no_timer_handler(executor, monkeypatch, fork_process):
+    """Handlers of the user stay."""
 
-    def mine(_number, _frame):
+    def my_handler(_number, _frame):
         pass
 
     class Forks(Listener):
         def open(self, context):
-            pids.append(forked(lambda: 4 if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL else 5))
-            signal.signal(signal.SIGHUP, mine)
-            pids.append(forked(lambda: 6 if signal.getsignal(signal.SIGHUP) is mine else 7))
+            pids.append(fork_process(lambda: 4 if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL else 5))
+            signal.signal(signal.SIGHUP, my_handler)
+            pids.append(fork_process(lambda: 6 if signal.getsignal(signal.SIGHUP) is my_handler else 7))
 
     pids: list[int] = []
     module = ModuleType("of_this_test")
     module.journal = Forks()
     monkeypatch.setitem(sys.modules, "of_this_test", module)
-    executor.say(journaled("a"))
+    executor.say(journal_description("a"))
     executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert [exit_code(pid) for pid in pids] == [4, 6]

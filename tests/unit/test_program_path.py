@@ -1,4 +1,4 @@
-"""The identity of a use of an operator: its place in the program, the same in every run."""
+"""The identity of a use of an operator: its position in the program, which is the same in every run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stagecrew.coordination.host import Host
 from stagecrew.coordination.operators import Operators
 from stagecrew.coordination.program_path import PLACE, Place, Uses, current_place, operator_of, unused
 from stagecrew.errors import OperatorMisused
-from unit_scopes import Keeping, Nowhere, Scope
+from support.operator_fakes import DroppingWire, FakeTopology, TextCoordinator
 
 
-class At:
-    """What the program does inside a place."""
+class Inside:
+    """A position inside a place of the program."""
 
     def __init__(self, place):
         self.place = place
@@ -31,15 +31,15 @@ class At:
 
 
 def step(name, parent=None):
-    return At(Place(parent or current_place(), "step", name))
+    return Inside(Place(parent or current_place(), "step", name))
 
 
 def topology(name, parent=None):
-    return At(Place(parent or current_place(), "topology", name))
+    return Inside(Place(parent or current_place(), "topology", name))
 
 
 def in_thread(f):
-    """What `f` returns or raises in another thread."""
+    """Returns or raises what `f` does in another thread."""
     results = []
 
     def run():
@@ -55,21 +55,21 @@ def in_thread(f):
 
 
 @pytest.fixture(autouse=True)
-def _nowhere():
+def _outside_all_places():
     """Each test begins outside of all places."""
     token = PLACE.set(None)
     yield
     PLACE.reset(token)
 
 
-def test_a_key_names_the_place_and_counts_in_it_alone():
-    """The ordinal of a use counts the uses of its operator in its own place, whatever other places did."""
+def test_a_key_has_the_place_and_an_ordinal_in_it():
+    """The ordinal counts the uses of the operator in this place only. Other places do not affect it."""
     program = Place()
     uses = Uses(program, is_application=True)
     assert [uses.key("c"), uses.key("c"), uses.key("other")] == ["c/1", "c/2", "other/1"]
     with step("load", program) as load:
         assert uses.key("c") == "step=load:c/1"
-        with At(Place(load, "batch", "3")), topology("daily"):
+        with Inside(Place(load, "batch", "3")), topology("daily"):
             assert uses.key("c") == "step=load/batch=3/topology=daily:c/1"
         assert uses.key("c") == "step=load:c/2"
     assert uses.key("c") == "c/3"
@@ -87,7 +87,7 @@ def test_topologies_of_one_name_are_counted():
 
 
 def test_a_use_in_another_thread_needs_a_name():
-    """Without one it is refused, and counts nothing; with one it is a use of its own, once in each place."""
+    """Without a name it is refused, and is not counted. With a name it is a use of its own, once per place."""
     program = Place()
     uses = Uses(program, is_application=True)
     error = in_thread(lambda: uses.key("c"))
@@ -100,8 +100,8 @@ def test_a_use_in_another_thread_needs_a_name():
     assert [uses.key("c", otherwise="mine"), uses.key("c")] == ["c/1", "c/2"]
 
 
-def test_a_copied_context_in_another_thread_is_another_thread():
-    """A place that a context carries into another thread, as `Topology.wrap` does, is not counted in there."""
+def test_a_copied_context_does_not_make_another_thread_the_same():
+    """A place that a context carries into another thread, as `Topology.wrap` does, is not counted there."""
     uses = Uses(Place(), is_application=True)
     with step("a"):
         context = contextvars.copy_context()
@@ -112,7 +112,7 @@ def test_a_copied_context_in_another_thread_is_another_thread():
 
 
 def test_a_step_in_another_thread_counts_its_own_uses():
-    """A step has a name of its own, so that its thread may use operators there without names."""
+    """A step has a name, so its thread may use operators in it without names."""
     uses = Uses(Place(), is_application=True)
 
     def load():
@@ -122,15 +122,18 @@ def test_a_step_in_another_thread_counts_its_own_uses():
     assert in_thread(load) == ["step=load:c/1", "step=load:c/2"]
 
 
-def test_a_topology_that_another_thread_begins():
-    """Its own operators are counted in it; those of the application need names, as nothing orders it among others of its name."""
+def test_a_topology_begun_by_another_thread():
+    """Uses of its own operators are counted.
+
+    Uses of the application's need names: topologies of one name have no order.
+    """
     program = Place()
     application = Uses(program, is_application=True)
 
     def run():
         with topology("customer", program) as place:
-            own = Uses(place)
-            keys = [own.key("splits"), own.key("splits"), application.key("c", "x")]
+            uses = Uses(place)
+            keys = [uses.key("splits"), uses.key("splits"), application.key("c", "x")]
             try:
                 application.key("c")
             except OperatorMisused as error:
@@ -143,22 +146,22 @@ def test_a_topology_that_another_thread_begins():
     assert "name=" in refused
 
 
-def test_a_place_that_is_executed_again_counts_from_1():
-    """A batch that Spark repeats has the uses, and the names, of its first execution."""
+def test_a_repeated_place_counts_from_1():
+    """A batch that Spark repeats has the same uses and names as its first execution."""
     uses = Uses(Place(), is_application=True)
     other = Place(Place(None, "step", "load"), "batch", "10")
     for _ in range(2):
         batch = Place(Place(None, "step", "load"), "batch", "1")
         uses.forget(batch)
-        with At(batch):
+        with Inside(batch):
             assert [uses.key("c"), uses.key("c", "x")] == ["step=load/batch=1:c/1", "step=load/batch=1:c/name=x"]
-    with At(other):
+    with Inside(other):
         assert uses.key("c") == "step=load/batch=10:c/1"
 
 
 @pytest.mark.parametrize("name", ["c", "a/b", "a:b", "50%", "a=b#1?", "é ü"])
-def test_names_are_told_apart_and_found_again(name):
-    """Whatever is in the names of steps, topologies and operators, two places never share a key."""
+def test_names_give_distinct_stable_keys(name):
+    """Two places never share a key, whatever the names of steps, topologies and operators contain."""
     uses = Uses(Place(), is_application=True)
     with step(name):
         key = uses.key(name)
@@ -168,7 +171,7 @@ def test_names_are_told_apart_and_found_again(name):
 
 
 def test_a_place_knows_its_keys():
-    """The keys of a place are those of its uses and of the places inside it; not those of a place whose name begins alike."""
+    """A place has the keys of its uses and inner places, but not of a place whose name begins in the same way."""
     batch = Place(Place(None, "step", "load"), "batch", "1")
     uses = Uses(Place(), is_application=True)
     assert uses.is_in("step=load/batch=1:c/1", batch)
@@ -178,108 +181,111 @@ def test_a_place_knows_its_keys():
 
 
 def test_the_keys_of_a_topology_begin_at_the_topology():
-    """A topology's own uses do not name the topology: a checkpoint belongs to one topology."""
+    """The keys of a topology's own uses do not contain the topology: a checkpoint belongs to one topology."""
     program = Place()
     with step("a", program), topology("t") as place:
-        own = Uses(place)
-        assert own.key("splits") == "splits/1"
-        with step("b") as inner, At(Place(inner, "batch", "2")) as batch:
-            key = own.key("splits")
-            assert (key, own.is_in(key, batch)) == ("step=b/batch=2:splits/1", True)
+        uses = Uses(place)
+        assert uses.key("splits") == "splits/1"
+        with step("b") as inner, Inside(Place(inner, "batch", "2")) as batch:
+            key = uses.key("splits")
+            assert (key, uses.is_in(key, batch)) == ("step=b/batch=2:splits/1", True)
 
 
-# -- Operators: who gets which state
+# -- Operators: which use gets which state
 
 
 @pytest.fixture
-def made():
-    """The coordinators that were made, in their order."""
+def instances():
+    """The created coordinators, in order."""
     return []
 
 
-def operators_of(made, *, prepared=False, restore=None):
-    operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
+def operators_of(instances, *, prepared=False, restore=None):
+    operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
     if prepared:
-        operators.prepare("c", lambda context: Keeping(context, made), restore or Checkpoint(-1, {}))
+        operators.prepare("c", lambda context: TextCoordinator(context, instances), restore or Checkpoint(-1, {}))
         operators.begin(HOST)
     else:
         operators.name_operator("c")
     return operators
 
 
-HOST = Host(Nowhere(), 1 << 20, 30.0)
+HOST = Host(DroppingWire(), 1 << 20, 30.0)
 
 
-def use(operators, made, text=""):
-    """Binds the operator here; returns the text that its coordinator begins with, and adds to it."""
-    before = list(made)
-    operators.add("c", lambda context: Keeping(context, made), HOST)
-    [new] = [one for one in made if one not in before] or [made[0]]
+def use(operators, instances, text=""):
+    """Binds the operator here, and appends to its coordinator's text. Returns the text before that."""
+    before = list(instances)
+    operators.add("c", lambda context: TextCoordinator(context, instances), HOST)
+    [new] = [one for one in instances if one not in before] or [instances[0]]
     found = new.text
     new.text += text
     return found
 
 
-def test_a_state_that_no_place_claims_is_kept_and_given_to_nobody(made):
-    """A state whose place is skipped stays in later checkpoints, and the use of another place begins empty."""
-    first = operators_of(made)
+def test_an_unclaimed_state_is_kept_and_not_reused(instances):
+    """The state of a skipped place stays in later checkpoints, and a use in another place begins without state."""
+    first = operators_of(instances)
     with step("a"):
-        use(first, made, "of a")
-    taken = first.checkpoint(None, 5)
+        use(first, instances, "of a")
+    checkpoint_of_first = first.checkpoint(None, 5)
     first.close("the process ends")
-    made.clear()
+    instances.clear()
 
-    second = operators_of(made)
-    second.reset(taken)
-    assert use(second, made, "outside") == ""
+    second = operators_of(instances)
+    second.reset(checkpoint_of_first)
+    assert use(second, instances, "outside") == ""
     later = second.checkpoint(None, 5)
     assert later.states == {"step=a:c/1": b"of a", "c/1": b"outside"}
     with step("a"):
-        assert use(second, made) == "of a"
+        assert use(second, instances) == "of a"
     assert second.checkpoint(None, 5).states == later.states
     second.close("the topology ends")
 
 
-def test_a_fresh_prepared_coordinator_takes_the_key_of_its_first_use(made):
-    """It is not given to a place whose own state is known; what it did before its first use is kept under its operator's name."""
-    first = operators_of(made, prepared=True)
-    made[0].text = "before"
+def test_a_prepared_coordinator_gets_the_key_of_its_first_use(instances):
+    """A prepared coordinator is not given to a place with a restored state.
+
+    Its work before its first use is kept under its operator's name.
+    """
+    first = operators_of(instances, prepared=True)
+    instances[0].text = "before"
     unclaimed = first.checkpoint(None, 5)
     assert unclaimed.states == {"c/unused": b"before"}
     with step("a"):
-        assert use(first, made, " a") == "before"
-    assert use(first, made) == ""
+        assert use(first, instances, " a") == "before"
+    assert use(first, instances) == ""
     assert first.checkpoint(None, 5).states == {"step=a:c/1": b"before a", "c/1": b""}
     first.close("the process ends")
-    made.clear()
+    instances.clear()
 
-    second = operators_of(made, prepared=True)
+    second = operators_of(instances, prepared=True)
     second.reset(Checkpoint(7, {"step=a:c/1": b"of a"}))
     with step("a"):
-        assert use(second, made) == "of a"
-    assert use(second, made, "!") == ""  # the prepared one
+        assert use(second, instances) == "of a"
+    assert use(second, instances, "!") == ""  # the prepared coordinator
     assert second.checkpoint(None, 5).states == {"step=a:c/1": b"of a", "c/1": b"!"}
     second.close("the process ends")
 
 
-def test_prepared_coordinators_go_to_their_own_places(made):
-    """Those that were restored before the session ran are used by the places with their keys, in any order."""
+def test_prepared_coordinators_are_used_by_their_places(instances):
+    """Coordinators that were restored before the session are used by the places with their keys, in any order."""
     restore = Checkpoint(4, {"c/1": b"first", "c/2": b"second", "step=a:c/1": b"of a"})
-    operators = operators_of(made, prepared=True, restore=restore)
+    operators = operators_of(instances, prepared=True, restore=restore)
     with step("b"):
-        operators.add("c", lambda context: Keeping(context, made), HOST)
-        assert made[-1].text == ""
+        operators.add("c", lambda context: TextCoordinator(context, instances), HOST)
+        assert instances[-1].text == ""
     with step("a"):
-        operators.add("c", lambda context: Keeping(context, made), HOST)
+        operators.add("c", lambda context: TextCoordinator(context, instances), HOST)
     states = operators.checkpoint(None, 5).states
     assert states == {**restore.states, "step=b:c/1": b""}
     assert operators.checkpoint(None, 5).id == 6
     operators.close("the process ends")
 
 
-def test_a_factory_that_raises_leaves_the_state_unclaimed(made):
-    """A use that fails to begin loses no state: it is in the next checkpoint."""
-    operators = operators_of(made)
+def test_a_factory_that_raises_leaves_the_state_unclaimed(instances):
+    """A use whose factory raises loses no state: the state is in the next checkpoint."""
+    operators = operators_of(instances)
     operators.reset(Checkpoint(1, {"c/1": b"x"}))
 
     def failing(context):
@@ -287,36 +293,36 @@ def test_a_factory_that_raises_leaves_the_state_unclaimed(made):
 
     with pytest.raises(KeyError):
         operators.add("c", failing, HOST)
-    with pytest.raises(KeyError):  # its place counts on: the next use is the second
+    with pytest.raises(KeyError):  # the place continues to count: the next use is the second
         operators.add("c", failing, HOST)
     assert operators.checkpoint(None, 5).states == {"c/1": b"x"}
     operators.close("the process ends")
 
 
-def test_a_batch_that_is_over_leaves_nothing(made):
-    """The uses of a batch end, and their states are dropped, when it will never be executed again."""
-    operators = operators_of(made)
+def test_a_finished_batch_leaves_nothing(instances):
+    """When a batch can never run again, its uses end, and their states are dropped."""
+    operators = operators_of(instances)
     batch = Place(Place(None, "step", "load"), "batch", "1")
-    with At(batch):
-        use(operators, made, "x")
-    use(operators, made, "y")
+    with Inside(batch):
+        use(operators, instances, "x")
+    use(operators, instances, "y")
     operators.forget(batch)
     assert operators.checkpoint(None, 5).states == {"c/1": b"y"}
-    assert made[0].context.state == "closed"
+    assert instances[0].context.state == "closed"
     operators.reset(Checkpoint(9, {"step=load/batch=1:c/1": b"x", "c/1": b"z"}))
     operators.forget(batch)
     assert operators.checkpoint(None, 5).states == {"c/1": b"z"}
     operators.close("the process ends")
 
 
-def test_a_use_that_ends_has_no_state_and_no_thread(made):
-    """The use of a commit ends when it is done: 50 of them leave no thread, and nothing in a checkpoint."""
-    operators = operators_of(made)
+def test_a_use_that_ends_has_no_state_and_no_thread(instances):
+    """The use of a commit ends with the commit: 50 of them leave no thread, and no state in a checkpoint."""
+    operators = operators_of(instances)
     threads = threading.active_count()
     for _ in range(50):
-        operators.end(operators.add_transient("commit", lambda context: Keeping(context, made), HOST))
+        operators.end(operators.add_transient("commit", lambda context: TextCoordinator(context, instances), HOST))
     assert threading.active_count() == threads
-    assert len({one.context.state for one in made}) == 1
+    assert len({one.context.state for one in instances}) == 1
     assert operators.checkpoint(None, 5).states == {}
     assert set(operators.progress()) == {f"commit/{number}" for number in range(1, 51)}
     operators.close("the process ends")

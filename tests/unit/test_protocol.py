@@ -1,7 +1,7 @@
-"""The protocol between a task and its coordinator over a network that drops, doubles, delays and reorders.
+"""The protocol between a task and its coordinator over a network that drops, duplicates, delays and reorders frames.
 
-Both ends are the real ones: the task's gateway, and the host with a coordinator. Between them is an executor's mailbox as
-`Mailbox.scala` has it, and frames travel when the test says so.
+Both ends are real: the task's gateway, and the host with a coordinator. Between them is an executor's mailbox as in
+`Mailbox.scala`. Frames travel when the test delivers them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from stagecrew.worker.evaluations import Bound, TaskGateway
 
 
 class Echo(stagecrew.Coordinator):
-    """Keeps what it hears, and answers requests with their number."""
+    """Records its messages, and replies to requests with their number."""
 
     def __init__(self, context):
         super().__init__(context)
-        self.heard, self.asked, self.over, self.gateway = [], [], [], None
+        self.received_messages, self.requests_received, self.outcomes, self.gateway = [], [], [], None
 
     def ready(self, evaluation, gateway):
         self.gateway = gateway
 
     def handle_event(self, evaluation, event):
-        self.heard.append(event)
+        self.received_messages.append(event)
 
     def handle_request(self, evaluation, request):
-        self.heard.append(request)
-        self.asked.append(request)
+        self.received_messages.append(request)
+        self.requests_received.append(request)
         return ("reply", request)
 
     def failed(self, evaluation, reason):
-        self.over.append("failed")
+        self.outcomes.append("failed")
 
     def finished(self, evaluation):
-        self.over.append("finished")
+        self.outcomes.append("finished")
 
 
 class Inline(Threads):
-    """Calls wait until the machine makes them."""
+    """Calls wait until the state machine runs them."""
 
     def __init__(self):
         self.loops = []
@@ -60,7 +60,7 @@ class Inline(Threads):
 
 
 class Mail:
-    """An executor's mailbox for one evaluation, as in Mailbox.scala, for a worker that takes whatever there is."""
+    """An executor's mailbox for one evaluation, as in Mailbox.scala, for a worker that reads everything."""
 
     def __init__(self):
         self.accepted, self.refused = 0, None
@@ -76,7 +76,7 @@ class Mail:
 
 
 class Protocol(RuleBasedStateMachine):
-    """One evaluation. `out` are frames from the task, `back` frames to it, each list a network."""
+    """One evaluation. `out` has frames from the task, `back` has frames to it. Each list is a network."""
 
     faults = True
 
@@ -106,13 +106,13 @@ class Protocol(RuleBasedStateMachine):
         self.task = TaskGateway(self.connection, bound, 0, context)
         self.run()
         self.first = self.coordinator
-        #: Why the host takes it to be over, when it does.
+        #: The reason for which the host has ended the evaluation, if it has.
         self.ended = None
         self.sent, self.requests, self.pushed, self.received, self.futures = [], [], [], [], []
         self.finished = self.lost = False
         self.count = 0
 
-    # -- what both ends run on
+    # -- the environment of both ends
 
     def sent_by_task(self, frames):
         self.out += list(Decoder(1 << 20).feed(frames))
@@ -157,7 +157,7 @@ class Protocol(RuleBasedStateMachine):
         self.out += Decoder(1 << 20).feed(encode(kind, evaluation=self.task.id, **fields))
 
     def settle(self):
-        """Everything that travels arrives, in order."""
+        """Delivers all frames in order."""
         self.run()
         while self.out or self.back:
             while self.out:
@@ -167,13 +167,13 @@ class Protocol(RuleBasedStateMachine):
             self.run()
 
     def wait(self, found, _seconds):
-        """Nobody else is there to send: what is on its way arrives, or nothing comes in time."""
+        """Delivers all frames, because no other thread sends: then the result is there, or never arrives."""
         if (result := found()) is not None:
             return result
         self.settle()
         return found()
 
-    # -- what happens
+    # -- steps
 
     @property
     def coordinator(self):
@@ -181,14 +181,14 @@ class Protocol(RuleBasedStateMachine):
 
     @property
     def serving(self):
-        """The instance that hears of the evaluation: the first, unless that was reset before."""
+        """The instance that serves the evaluation: the first, unless it was reset before the evaluation arrived."""
         return self.first if self.first.gateway is not None else self.coordinator
 
     def next(self):
         self.count += 1
         return self.count
 
-    def doing(self, f):
+    def attempt(self, f):
         try:
             return f()
         except (stagecrew.EvaluationEnded, stagecrew.RequestTimeout) as error:
@@ -200,31 +200,31 @@ class Protocol(RuleBasedStateMachine):
     def task_sends(self, hurry):
         number = self.next()
         self.task._sent_at = 0.0 if not hurry else float("inf")
-        self.task._flusher = object()  # who sends what was kept back: the test
-        if self.doing(lambda: self.task.send(number) or True):
+        self.task._flusher = object()  # the test itself flushes
+        if self.attempt(lambda: self.task.send(number) or True):
             self.sent.append(number)
 
     @precondition(lambda self: self.broken is None and not self.finished)
     @rule()
     def task_flushes(self):
-        self.doing(self.task._flush)
+        self.attempt(self.task._flush)
 
     @precondition(lambda self: self.broken is None and not self.finished)
     @rule()
     def task_requests(self):
         number = self.next()
         self.sent.append(number)
-        reply = self.doing(lambda: self.task.request(number))
+        reply = self.attempt(lambda: self.task.request(number))
         assert self.broken is not None or reply == ("reply", number)
 
     @precondition(lambda self: self.broken is None and not self.finished)
     @rule()
     def task_finishes(self):
-        self.doing(lambda: self.task.finish("finished", ""))
+        self.attempt(lambda: self.task.finish("finished", ""))
         self.finished = True
         if self.broken is None:
-            assert self.serving.heard == self.sent
-            assert self.ended is None, "an evaluation that is over does not succeed"
+            assert self.serving.received_messages == self.sent
+            assert self.ended is None, "an ended evaluation does not succeed"
 
     @precondition(lambda self: self.first.gateway is not None)
     @rule()
@@ -235,22 +235,22 @@ class Protocol(RuleBasedStateMachine):
         self.gather()
 
     @precondition(lambda self: self.ended is None and not self.finished)
-    @rule(how=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
-    def it_is_over(self, how):
-        if self.serving.gateway is not None or "killed" in how:  # else nobody knew of it yet
-            self.ended = how
-        if "lost" in how:
-            self.host.lost("1", how)
-        elif "killed" in how:
-            self.host.received("1", encode("ENDED", evaluation=self.task.id, outcome="failed", reason=how))
+    @rule(reason=st.sampled_from(["its executor is lost", "its attempt is killed", "its coordinator is reset"]))
+    def evaluation_ends(self, reason):
+        if self.serving.gateway is not None or "killed" in reason:  # otherwise the evaluation had not arrived yet
+            self.ended = reason
+        if "lost" in reason:
+            self.host.lost("1", reason)
+        elif "killed" in reason:
+            self.host.received("1", encode("ENDED", evaluation=self.task.id, outcome="failed", reason=reason))
         else:
             self.host.reset(self.binding, -1, None, 1.0)
         self.run()
 
     @precondition(lambda self: self.out or self.back)
     @rule(data=st.data())
-    def one_arrives(self, data):
-        """The first of either network, or any, where the network reorders."""
+    def deliver_one(self, data):
+        """Delivers the first frame of a network, or any frame if the network reorders."""
         network = data.draw(st.sampled_from([net for net in (self.out, self.back) if net]))
         at = data.draw(st.integers(0, len(network) - 1)) if self.faults else 0
         frame = network.pop(at)
@@ -258,7 +258,7 @@ class Protocol(RuleBasedStateMachine):
 
     @precondition(lambda self: self.faults and (self.out or self.back))
     @rule(data=st.data(), double=st.booleans())
-    def one_is_lost_or_doubled(self, data, double):
+    def lose_or_duplicate_one(self, data, double):
         network = data.draw(st.sampled_from([net for net in (self.out, self.back) if net]))
         at = data.draw(st.integers(0, len(network) - 1))
         if double:
@@ -268,30 +268,30 @@ class Protocol(RuleBasedStateMachine):
             self.lost = True
 
     @rule(seconds=st.floats(0, 10))
-    def time_goes_on(self, seconds):
+    def advance_time(self, seconds):
         self.now += seconds
 
     @rule()
-    def nothing_came(self):
-        """What is late is late only when nothing waits to be read."""
+    def expire_timeouts(self):
+        """Timeouts expire only when there is nothing to read."""
         if not self.out:
             self.host.expire()
             self.run()
 
-    # -- what holds
+    # -- invariants
 
     @invariant()
     def in_order_and_once(self):
         if not hasattr(self, "task"):
             return
-        assert self.first.heard == self.sent[: len(self.first.heard)]
+        assert self.first.received_messages == self.sent[: len(self.first.received_messages)]
         assert self.received == self.pushed[: len(self.received)]
         assert not self.failures
-        assert len(self.first.over) <= 1
+        assert len(self.first.outcomes) <= 1
         if self.coordinator is not self.first:
-            # Its successor hears nothing of it; where READY came behind the reset, all of it.
-            assert self.coordinator.heard == self.sent[: len(self.coordinator.heard)]
-            assert self.first.heard == [] or self.coordinator.heard == []
+            # The successor gets nothing of this evaluation or, if READY arrived after the reset, everything.
+            assert self.coordinator.received_messages == self.sent[: len(self.coordinator.received_messages)]
+            assert self.first.received_messages == [] or self.coordinator.received_messages == []
         for number, future in self.futures:
             if future.done() and future.exception() is None:
                 assert number in self.received
@@ -306,14 +306,14 @@ class Protocol(RuleBasedStateMachine):
         self.host.expire()
         self.run()
         self.settle()
-        # No loss is silent: each event is there, or its sender knows.
+        # No loss is silent: each event has arrived, or its sender has an error.
         for number, future in self.futures:
             assert future.done()
             assert (future.exception() is None) == (number in self.received) or future.exception() is not None
-        if self.serving.over == ["finished"]:
-            assert self.serving.heard == self.sent
+        if self.serving.outcomes == ["finished"]:
+            assert self.serving.received_messages == self.sent
         if not self.faults and self.ended is None:
-            assert self.serving.over == ["finished"]
+            assert self.serving.outcomes == ["finished"]
             assert self.broken is None
 
 
@@ -323,8 +323,8 @@ class Orderly(Protocol):
     faults = False
 
     @rule(seconds=st.just(0.0))
-    def time_goes_on(self, seconds):
-        """It stands still: nothing is late."""
+    def advance_time(self, seconds):
+        """The clock does not advance: nothing expires."""
 
 
 TestProtocol = Protocol.TestCase
@@ -335,6 +335,6 @@ TestOrderly.settings = settings(max_examples=50, stateful_step_count=40, deadlin
 
 @pytest.mark.long
 class TestProtocolLong(Protocol.TestCase):
-    """Many more."""
+    """With many more examples."""
 
     settings = settings(max_examples=5000, stateful_step_count=80, deadline=None)

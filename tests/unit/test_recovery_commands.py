@@ -1,4 +1,4 @@
-"""The commands of jobs, over a real SQLite store, without a driver."""
+"""The commands of jobs, with a real SQLite store and without a driver."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 @pytest.fixture
 def places(tmp_path, monkeypatch):
-    """A store and a state storage of the test's own, as the environment names them."""
+    """The environment of a store and a state storage of this test."""
     (tmp_path / "state").mkdir()
     (tmp_path / "etl.py").write_text("def load(day):\n    return day\n")
     (tmp_path / "job.py").write_text("print(1)\n")
@@ -55,8 +55,11 @@ def end(job, result):
         known.finish(job, known.read(job), JobState(result.state), result)
 
 
-def test_the_same_id_is_the_same_job(places):
-    """An id that is given twice with the same content answers the same job, also behind its end; other content is refused."""
+def test_an_id_submitted_twice_is_one_job(places):
+    """An id that is submitted again with the same content returns the same job, also after its end.
+
+    Other content is refused.
+    """
     assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
     again = run("submit", "--json", "--id", "nightly", "--arg", "day=1", "etl:load")
     assert (again.exit_code, json.loads(again.output)) == (0, {"id": "nightly"})
@@ -71,7 +74,7 @@ def test_the_same_id_is_the_same_job(places):
 
 @pytest.mark.parametrize("option", ["store", "state"])
 @pytest.mark.parametrize("command", [["jobs"], ["submit", "etl:load"], ["driver"], ["result", "one"]])
-def test_a_place_that_is_missing(places, monkeypatch, option, command):
+def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
     """The message says what to write, as an option or in the environment."""
     monkeypatch.delenv(f"STAGECREW_{option.upper()}")
     refused = run(*command)
@@ -82,7 +85,7 @@ def test_a_place_that_is_missing(places, monkeypatch, option, command):
 
 
 def test_options_of_a_function_may_follow_it(places):
-    """`submit target --arg n=3` works; what follows a script is the script's own, also when it looks like an option of ours."""
+    """`submit target --arg n=3` works. Words after a script are the script's own, even if they look like options."""
     assert run("submit", "--id", "one", "etl:load", "--arg", "day=1").output == "one\n"
     assert run("submit", "etl:load", "--arg=day=1", "--json", "--id", "one").output == '{"id": "one"}\n'
     assert run("submit", "job.py", "--arg", "day=1", "--json", "--id", "two").output.startswith("job.py-")
@@ -92,7 +95,7 @@ def test_options_of_a_function_may_follow_it(places):
 
 
 def test_a_job_of_an_earlier_stagecrew(places):
-    """A job that is stored with the digest of its bytes is answered for the same bytes; other content is refused there too."""
+    """A job that is stored with the digest of its bytes accepts the same bytes, and refuses other content."""
     run("submit", "--id", "old", "--arg", "day=1", "etl:load")
     module = b"def load(day):\n    return day\n"
     body = {
@@ -113,15 +116,15 @@ def test_a_job_of_an_earlier_stagecrew(places):
     assert JobSpec.from_bytes(json.dumps(body).encode()).arguments == cloudpickle.dumps({"day": "1"})
 
 
-def test_a_job_that_is_submitted_as_it_is_stored(places):
-    """What is read of a job and submitted again with its id is the same job."""
+def test_a_stored_spec_submitted_again(places):
+    """A spec that is read from the store and submitted again with its id is the same job."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
         assert known.submit(known.spec("one"), "one") == "one"
 
 
 def test_the_longest_names(places):
-    """The longest id that a job may have is one that its commits' ids can begin with; a file's name may be longer than that."""
+    """The longest id of a job fits into the ids of its commits. A file's name may be longer."""
     long = places / f"{'x' * 200}.py"
     long.write_text("print(1)\n")
     assert run("submit", "--id", "y" * 100, long.name).output == "y" * 100 + "\n"
@@ -137,8 +140,8 @@ def test_the_longest_names(places):
             record.commit_id("z" * 100)
 
 
-def test_a_job_needs_nothing_of_its_submitter(places):
-    """What is stored has the bytes of script and files: they may be deleted when the id is printed."""
+def test_a_job_does_not_depend_on_its_submitter(places):
+    """The store has the bytes of script and files, which may be deleted when the id is printed."""
     job = run("submit", "--conf", "spark.x=1=2", "--py-files", "etl.py", "job.py", "--verbose", "a b").output.strip()
     (places / "job.py").unlink()
     (places / "etl.py").unlink()
@@ -150,8 +153,8 @@ def test_a_job_needs_nothing_of_its_submitter(places):
     assert spec.conf == {"spark.x": "1=2"}
 
 
-def test_results_by_exit_code(places):
-    """`result` says by its exit code how a job has ended, and shows its value, or its error with the traceback."""
+def test_the_exit_code_of_result(places):
+    """The exit code of `result` tells how a job has ended. It prints the value, or the error with its traceback."""
     for job in ("one", "two", "three"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     assert (run("result", "one").exit_code, run("result", "one", "--wait", "--timeout", "0.3").exit_code) == (5, 5)
@@ -160,8 +163,8 @@ def test_results_by_exit_code(places):
         raise ValueError("no such day")
     except ValueError as error:
         end("two", Result.of_error(error))
-    shown = run("result", "one", "--wait")
-    assert (shown.exit_code, json.loads(shown.output)) == (0, {"rows": 3})
+    printed = run("result", "one", "--wait")
+    assert (printed.exit_code, json.loads(printed.output)) == (0, {"rows": 3})
     failed = run("result", "two")
     assert failed.exit_code == 3
     assert "job two has failed: ValueError: no such day" in failed.output
@@ -171,8 +174,8 @@ def test_results_by_exit_code(places):
     assert json.loads(run("result", "--json", "three").output)["state"] == "submitted"
 
 
-def test_a_result_changes_no_terminal(places):
-    """Escape sequences and marks of direction in a value, an error or a traceback are shown as their codes; lines stay."""
+def test_a_result_cannot_control_the_terminal(places):
+    """Escape sequences and direction marks in values, errors and tracebacks are printed as codes; lines stay."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     end("one", Result.of_value("a\x1b[2Jb\u202ec\nnext\tcell"))
@@ -182,60 +185,60 @@ def test_a_result_changes_no_terminal(places):
         raise ValueError("no\x1b]0;title\x07 [red]such[/red] day")
     except ValueError as error:
         end("two", Result.of_error(error))
-    shown = run("result", "two").output
-    assert "job two has failed: ValueError: no\\x1b]0;title\\x07 [red]such[/red] day\n" in shown
-    assert "Traceback" in shown
-    assert [one for one in shown if not one.isprintable() and one != "\n"] == []
+    printed = run("result", "two").output
+    assert "job two has failed: ValueError: no\\x1b]0;title\\x07 [red]such[/red] day\n" in printed
+    assert "Traceback" in printed
+    assert [one for one in printed if not one.isprintable() and one != "\n"] == []
 
 
-@pytest.mark.parametrize("behind", [1, 2, 3])
-def test_a_job_that_ends_while_its_result_is_asked_for(places, monkeypatch, behind):
-    """State, value and exit code that `result` shows are as of one moment, also when the job ends between two of its looks at the store."""
+@pytest.mark.parametrize("ends_after", [1, 2, 3])
+def test_a_job_that_ends_during_result(places, monkeypatch, ends_after):
+    """State, value and exit code of `result` belong together, even if the job ends between its reads."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     real, seen = Jobs.read, []
 
     def read(self, job):
         found = real(self, job)
         seen.append(job)
-        if len(seen) == behind:
+        if len(seen) == ends_after:
             end("one", Result.of_value(7))
         return found
 
     monkeypatch.setattr(Jobs, "read", read)
-    answer = run("result", "--json", "one")
-    body = json.loads(answer.output)
-    assert (answer.exit_code, body["state"], body.get("value")) in [(5, "submitted", None), (0, "succeeded", 7)]
+    outcome = run("result", "--json", "one")
+    body = json.loads(outcome.output)
+    assert (outcome.exit_code, body["state"], body.get("value")) in [(5, "submitted", None), (0, "succeeded", 7)]
 
 
 def test_the_result_of_a_cancelled_job(places):
-    """Its exit code is 4, and it has a reason and no value."""
+    """The exit code of a cancelled job's result is 4. The result has a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
         known.end("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
-        assert run("result", "one").exit_code == 5  # what it has decided may not be done yet
+        assert run("result", "one").exit_code == 5  # its decided commits may not be applied yet
         result = Result("cancelled", "somebody has cancelled it")
         known.finish("one", known.read("one"), JobState.CANCELLED, result)
-    answer = run("result", "one", "--wait")
-    assert (answer.exit_code, answer.output) == (4, "job one has cancelled: somebody has cancelled it\n")
-    answer = run("result", "--json", "one")
-    body = json.loads(answer.output)
-    assert (answer.exit_code, body["state"], body["value"]) == (4, "cancelled", None)
+    outcome = run("result", "one", "--wait")
+    assert (outcome.exit_code, outcome.output) == (4, "job one has cancelled: somebody has cancelled it\n")
+    outcome = run("result", "--json", "one")
+    body = json.loads(outcome.output)
+    assert (outcome.exit_code, body["state"], body["value"]) == (4, "cancelled", None)
     assert body["reason"] == "somebody has cancelled it"
 
 
 @pytest.mark.parametrize("damage", [b"half", None])
-def test_a_result_that_cannot_be_read(places, damage):
-    """A result whose bytes were changed, or are gone, is an error that names the job; the others are shown, and nothing is deleted."""
+def test_an_unreadable_result(places, damage):
+    """A changed or missing result is an error that names the job. Other results are printed, and nothing is deleted."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
         end(job, Result.of_value(job))
     [file] = [path for path in (places / "state").rglob("one-*") if "results" in str(path.parent)]
     file.unlink() if damage is None else file.write_bytes(damage)
     for words in (("one",), ("--json", "one"), ("--wait", "one")):
-        answer = run("result", *words)
-        assert (answer.exit_code, answer.output) == (1, answer.stderr)
-        assert "the result of job 'one', which has succeeded, cannot be read" in answer.stderr
-        assert "Traceback" not in answer.stderr
+        outcome = run("result", *words)
+        assert (outcome.exit_code, outcome.output) == (1, outcome.stderr)
+        assert "the result of job 'one', which has succeeded, cannot be read" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
     assert run("result", "two").output == "two\n"
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one", "two"]
     assert file.exists() == (damage is not None)
@@ -243,8 +246,8 @@ def test_a_result_that_cannot_be_read(places, damage):
         assert known._store.read("results/one") is not None
 
 
-def test_cancel_is_asked_for_once(places):
-    """A job may be cancelled any number of times; one that has ended stays as it is."""
+def test_cancel_can_be_repeated(places):
+    """A job can be cancelled repeatedly. A job that has ended does not change."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     assert "whoever leads ends it" in run("cancel", "one").output
     assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
@@ -255,7 +258,7 @@ def test_cancel_is_asked_for_once(places):
 
 
 def test_one_unreadable_job_does_not_hide_the_others(places):
-    """`jobs` lists all that can be read, and names what cannot; nothing of that is deleted."""
+    """`jobs` lists all readable jobs, and names the unreadable ones. Nothing of those is deleted."""
     for job in ("good", "bad"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
@@ -265,40 +268,44 @@ def test_one_unreadable_job_does_not_hide_the_others(places):
     assert [one["id"] for one in listed["unreadable"]] == ["bad"]
     assert "unreadable" in run("jobs").output
     for command in (("result", "bad"), ("cancel", "bad"), ("submit", "--id", "bad", "--arg", "day=1", "etl:load")):
-        answer = run(*command)
-        assert (answer.exit_code, "cannot be read" in answer.stderr) == (1, True)
+        outcome = run(*command)
+        assert (outcome.exit_code, "cannot be read" in outcome.stderr) == (1, True)
     with jobs() as known:
         assert known.names() == ["bad", "good"]
 
 
 def test_a_record_of_a_newer_stagecrew(places):
-    """A job that a newer stagecrew has stored is named as that."""
+    """The message for a job of a newer stagecrew says so."""
     run("submit", "--id", "new", "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._store.transact(
             Replace("jobs/new", JobRecord("d", 1, 0.0).to_bytes().replace(b'"format": 1', b'"format": 2'), 0)
         )
-    answer = run("result", "new")
-    assert (answer.exit_code, "format 2" in answer.stderr) == (1, True)
+    outcome = run("result", "new")
+    assert (outcome.exit_code, "format 2" in outcome.stderr) == (1, True)
 
 
-def test_who_leads(places):
-    """`leader` shows term, host and process of who leads, as text and as JSON; the exit code is 0."""
+def test_leader(places):
+    """`leader` prints the leader's term, host and process, as text and as JSON. The exit code is 0."""
     with jobs() as known:
         known._store.ensure("leader", TERM)
         info = LeaderInfo.of_this_process(1, known._store.session)
         known._store.transact(Create(HOLDER, info.to_bytes(), ephemeral=True), Replace(TERM, info.to_bytes(), 0))
-        answer = run("leader")
-        assert (answer.exit_code, answer.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
-        answer = run("leader", "--json")
-        assert (answer.exit_code, json.loads(answer.output)) == (0, {"term": 1, "host": info.host, "pid": os.getpid()})
+        outcome = run("leader")
+        assert (outcome.exit_code, outcome.output) == (0, f"term 1: process {os.getpid()} on {info.host}\n")
+        outcome = run("leader", "--json")
+        assert (outcome.exit_code, json.loads(outcome.output)) == (
+            0,
+            {"term": 1, "host": info.host, "pid": os.getpid()},
+        )
         (places / "state").rename(places / "away")
         assert run("leader").exit_code == 0, "only the store is asked"
         assert run("leader", "--state", "/nowhere").exit_code == 0, "where every command is given both places"
-    assert run("leader").exit_code == 1  # its session is over
+    assert run("leader").exit_code == 1  # its session has expired
 
 
-#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how its process ends.
+#: Writes a store with one job, as stagecrew did before format 2. Its arguments: the path, the format number, and how
+#: its process ends.
 OLD_STORE = """if True:
     import json, os, sqlite3, sys
     path, number, ending = sys.argv[1:]
@@ -332,15 +339,18 @@ OLD_STORE = """if True:
 
 
 def bytes_below(folder):
-    """Each file with its bytes, but for the index of the write-ahead log, which each reader writes."""
+    """Returns the bytes of each file, except for the index of the write-ahead log, which each reader writes."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix != ".db-shm"}
 
 
 @pytest.mark.parametrize("ending", ["closed", "killed"])
 @pytest.mark.parametrize("number", [1, 0])
 def test_a_store_of_an_older_stagecrew(places, number, ending):
-    """Every command, a driver and a run refuse a store of an older format, or without a number, in one line. The line says which
-    format was found, which one is read, and the remedy. Not one byte of the store or of the storage changes, also of a store whose process was killed."""
+    """Commands, a driver and a run refuse a store of an older format, or without a format number, in one line.
+
+    The line has the found format, the supported one, and the remedy. No byte of the store or of the storage changes,
+    even if the process that wrote the store was killed.
+    """
     subprocess.run(
         [sys.executable, "-c", OLD_STORE, str(places / "jobs.db"), str(number), ending], check=True, timeout=60
     )
@@ -357,9 +367,9 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
         "Finish its jobs with that one, or use another store",
     )  # fmt: skip
     for command in commands:
-        answer = run(*command)
-        assert answer.exit_code == 1, command
-        [line] = answer.stderr.splitlines()
+        outcome = run(*command)
+        assert outcome.exit_code == 1, command
+        [line] = outcome.stderr.splitlines()
         assert not [part for part in words if part not in line], line
         assert bytes_below(places) == before, command
     started = [sys.executable, run_module.__file__, "--job=one", "--folder=work", "--run=2", "--claim=1", "--term=1"]
@@ -377,7 +387,10 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
 
 
 def test_a_store_of_a_newer_stagecrew(places):
-    """Every command refuses a store of a newer format in one line that says which, with exit code 1, and leaves it as it is."""
+    """Every command refuses a store of a newer format, and changes nothing.
+
+    The exit code is 1, and the message is one line with the format.
+    """
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
@@ -387,9 +400,9 @@ def test_a_store_of_a_newer_stagecrew(places):
     )  # fmt: skip
     files = {path for path in (places / "state").rglob("*") if path.is_file()}
     for words in commands:
-        answer = run(*words)
-        assert answer.exit_code == 1, words
-        [line] = answer.stderr.splitlines()
+        outcome = run(*words)
+        assert outcome.exit_code == 1, words
+        [line] = outcome.stderr.splitlines()
         assert f"format {FORMAT + 1}" in line
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == files
     with contextlib.closing(sqlite3.connect(places / "jobs.db")) as database:
@@ -398,21 +411,21 @@ def test_a_store_of_a_newer_stagecrew(places):
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one"]
 
 
-def test_nobody_leads(places):
-    """Without a driver, `leader` says so, and how to start one; the exit code is 1."""
-    answer = run("leader")
-    assert (answer.exit_code, "nobody leads" in answer.output) == (1, True)
+def test_leader_without_a_driver(places):
+    """Without a driver, `leader` says so, and how to start one. The exit code is 1."""
+    outcome = run("leader")
+    assert (outcome.exit_code, "nobody leads" in outcome.output) == (1, True)
     assert run("leader", "--json").output == "null\n"
     assert run("jobs").output == "no jobs\n"
 
 
-def test_doctor_checks_both(places, monkeypatch):
-    """`doctor` says of store and storage whether they can be used, and leaves nothing there."""
+def test_doctor_checks_store_and_storage(places, monkeypatch):
+    """`doctor` reports whether store and storage can be used, and leaves nothing there."""
     from stagecrew import doctor
 
     found = {check.name: check for check in doctor.examine(None)}
     assert (found["Store"].status, found["State"].status) == ("ok", "ok")
-    assert "nobody leads" in found["Store"].found
+    assert "there is no leader" in found["Store"].found
     assert [path for path in (places / "state").rglob("*") if path.is_file()] == []
     monkeypatch.setenv("STAGECREW_STORE", "sqlite:///nowhere/at/all/jobs.db")
     monkeypatch.setenv("STAGECREW_STATE", str(places / "absent"))
@@ -422,7 +435,7 @@ def test_doctor_checks_both(places, monkeypatch):
 
 
 def test_sweep(places):
-    """`sweep` deletes what nothing refers to, and nothing else; what is younger than its grace stays."""
+    """`sweep` deletes only states without a reference that are older than its grace period."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
     [state] = [path for path in before if "spec" in str(path)]
@@ -434,23 +447,23 @@ def test_sweep(places):
         assert known.spec("one").target == "etl:load"
 
 
-def test_a_sweep_that_cannot_look_at_everything(places):
-    """What `sweep` cannot look at it names, and leaves the states beside it alone; the exit code is 1."""
+def test_a_sweep_with_unreadable_records(places):
+    """`sweep` names unreadable records, and keeps the states beside them. The exit code is 1."""
     for job in ("one", "two"):
         run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._store.transact(Replace("specs/one", b"no reference", known._store.read("specs/one").version))
     before = {path for path in (places / "state").rglob("*") if path.is_file()}
-    answer = run("sweep", "--grace", "0")
-    assert (answer.exit_code, "specs/one" in answer.output) == (1, True), answer.output
-    answer = run("sweep", "--grace", "0", "--json")
-    body = json.loads(answer.output)
-    assert (answer.exit_code, body["removed"], len(body["failed"])) == (1, 0, 1)
+    outcome = run("sweep", "--grace", "0")
+    assert (outcome.exit_code, "specs/one" in outcome.output) == (1, True), outcome.output
+    outcome = run("sweep", "--grace", "0", "--json")
+    body = json.loads(outcome.output)
+    assert (outcome.exit_code, body["removed"], len(body["failed"])) == (1, 0, 1)
     assert {path for path in (places / "state").rglob("*") if path.is_file()} == before
 
 
 def cleaned(job, ended_ago):
-    """Ends a job as its run would, at that time, and cleans it as a leader would."""
+    """Ends a job at this time as its run would, and cleans it as a leader would."""
     run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._clock = lambda: time.time() - ended_ago
@@ -460,8 +473,10 @@ def cleaned(job, ended_ago):
 
 
 def test_prune(places):
-    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints how many. It never removes another,
-    and a removed id can be submitted again."""
+    """`jobs --prune` removes clean jobs that ended before that age, with their results, and prints their number.
+
+    It never removes another job, and a removed id can be submitted again.
+    """
     for job, ended_ago in (("old", 40 * 86400), ("older", 50 * 86400), ("young", 20 * 86400)):
         cleaned(job, ended_ago)
     run("submit", "--id", "open", "--arg", "day=1", "etl:load")
@@ -471,8 +486,8 @@ def test_prune(places):
         "old", "older", "young", "open", "unclean",
     ]  # fmt: skip
     states = len(bytes_below(places / "state"))
-    answer = run("jobs", "--prune", "30d")
-    assert (answer.exit_code, answer.output) == (0, "2 jobs removed\n")
+    outcome = run("jobs", "--prune", "30d")
+    assert (outcome.exit_code, outcome.output) == (0, "2 jobs removed\n")
     assert len(bytes_below(places / "state")) == states - 2
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["young", "open", "unclean"]
     assert "there is no job 'old'" in run("result", "old").stderr
@@ -487,28 +502,28 @@ def test_prune(places):
 
 
 def test_a_prune_that_cannot_remove_a_job(places):
-    """`jobs --prune` names each old job that it could not remove, and removes the others; the exit code is 1."""
+    """`jobs --prune` names each old job that it could not remove, and removes the others. The exit code is 1."""
     for job in ("bad", "good"):
         cleaned(job, 40 * 86400)
     with jobs() as known:
         known._store.transact(Replace("jobs/bad", b"not a record", known._store.read("jobs/bad").version))
-    answer = run("jobs", "--prune", "30d")
-    assert answer.exit_code == 1
-    assert answer.output.splitlines()[0] == "1 job removed"
-    assert "job 'bad': its record cannot be read" in answer.output.splitlines()[1]
-    answer = run("jobs", "--json", "--prune", "30d")
-    assert (answer.exit_code, list(json.loads(answer.output)["failed"])) == (1, ["bad"])
+    outcome = run("jobs", "--prune", "30d")
+    assert outcome.exit_code == 1
+    assert outcome.output.splitlines()[0] == "1 job removed"
+    assert "job 'bad': its record cannot be read" in outcome.output.splitlines()[1]
+    outcome = run("jobs", "--json", "--prune", "30d")
+    assert (outcome.exit_code, list(json.loads(outcome.output)["failed"])) == (1, ["bad"])
     with jobs() as known:
         assert known.names() == ["bad"]
 
 
-def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
-    """`driver --keep` says after how long a leader removes ended jobs; without it, it keeps all of them."""
-    given = []
+def test_the_option_keep_of_a_driver(places, monkeypatch):
+    """`driver --keep` sets the age at which a leader removes ended jobs. Without it, a leader keeps all of them."""
+    environment = []
 
     class Started:
         def __init__(self, *arguments):
-            given.append(arguments[-1])
+            environment.append(arguments[-1])
 
         def close(self):
             return True
@@ -516,9 +531,9 @@ def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
     monkeypatch.setattr("stagecrew.recovery.driver.Driver", Started)
     monkeypatch.setattr("threading.Event.wait", lambda *_: True)
     for words in ((), ("--keep", "90d"), ("--keep", "12h")):
-        answer = run("driver", "--work", "work", *words)
-        assert answer.exit_code == 0, answer.output
-    assert given == [None, 90 * 86400.0, 12 * 3600.0]
+        outcome = run("driver", "--work", "work", *words)
+        assert outcome.exit_code == 0, outcome.output
+    assert environment == [None, 90 * 86400.0, 12 * 3600.0]
 
 
 @pytest.mark.parametrize(
@@ -556,23 +571,23 @@ def test_how_long_a_driver_keeps_jobs(places, monkeypatch):
     ],
 )
 def test_bad_input(places, arguments, code, text):
-    """Each wrong call is a line that says what to write, and an exit code; nothing is stored."""
-    answer = run(*arguments)
-    assert (answer.exit_code, text in answer.stderr) == (code, True), answer.output + answer.stderr
-    assert "Traceback" not in answer.stderr
+    """Each wrong call gives one line that says what to write, and an exit code. Nothing is stored."""
+    outcome = run(*arguments)
+    assert (outcome.exit_code, text in outcome.stderr) == (code, True), outcome.output + outcome.stderr
+    assert "Traceback" not in outcome.stderr
     with jobs() as known:
         assert known.names() == []
 
 
 def test_without_a_store(monkeypatch):
-    """Without a store the command says which option and which variable name one."""
+    """Without a store, the message names the option and the variable."""
     monkeypatch.delenv("STAGECREW_STORE", raising=False)
     monkeypatch.delenv("STAGECREW_STATE", raising=False)
-    answer = run("jobs")
-    assert (answer.exit_code, "--store" in answer.stderr) == (2, True)
+    outcome = run("jobs")
+    assert (outcome.exit_code, "--store" in outcome.stderr) == (2, True)
 
 
-def test_jobs_are_those_of_the_store(places):
+def test_the_api_sees_the_same_jobs(places):
     """The Python API and the commands see the same jobs."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:

@@ -1,4 +1,4 @@
-"""Names in `spark.stagecrew.listeners` are imported on the driver, when the session starts."""
+"""Names in `spark.stagecrew.listeners` are imported on the driver when the session starts."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def _modules(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_names_that_can_be_imported(caplog):
-    """Instances, classes and resources without arguments, between commas."""
+def test_importable_names(caplog):
+    """Instances, classes and resources without arguments, separated by commas."""
     import_named("named_pools:Of.inner, named_pools:Pool,named_pools:orders ,, ")
     import_named("")
     assert caplog.records == []
 
 
-def test_a_module_that_is_missing_is_a_warning(caplog):
-    """It may exist on the executors alone; each one is named."""
+def test_a_missing_module_is_a_warning(caplog):
+    """A missing module may exist only on the executors, so the driver logs a warning that names it."""
     import_named("no_such_module_here:pool,named_pools:orders,no_such_package.inner:pool")
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
     first, second = (record.getMessage() for record in caplog.records)
-    assert first.startswith("the driver has no module 'no_such_module_here', of 'no_such_module_here:pool'")
+    assert first.startswith("the driver has no module 'no_such_module_here', which 'no_such_module_here:pool'")
     assert "'no_such_package.inner:pool'" in second
 
 
@@ -67,8 +67,8 @@ def test_a_module_that_is_missing_is_a_warning(caplog):
         ("named_pools", "not of the form module:name"),
     ],
 )
-def test_another_problem_fails_the_start(target, why):
-    """An attribute that is missing, an exception while importing, and anything that is no listener."""
+def test_any_other_problem_fails_the_start(target, why):
+    """A missing attribute, an exception during the import, and an object that is no listener."""
     with pytest.raises(stagecrew.ListenerNotImportable) as raised:
         import_named(f"named_pools:orders,{target}")
     assert str(raised.value).startswith(f"{target!r} in spark.stagecrew.listeners")

@@ -1,4 +1,4 @@
-"""The process of a run: what it watches for, and how it is started."""
+"""The process of a run: what it monitors, and how it is started."""
 
 import contextlib
 import os
@@ -12,7 +12,6 @@ import pyarrow.fs
 import pytest
 from pyspark.errors import PySparkException
 
-from modelstore import ModelServer
 from stagecrew import Coordinator
 from stagecrew.errors import (
     CheckpointFailed,
@@ -34,10 +33,11 @@ from stagecrew.recovery.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.testing import CoordinatorHarness
+from support.model_store import ModelServer
 
 
-class Watched:
-    """A run of term 1, whose claim has version 2, with a clock that a test turns."""
+class MonitoredRun:
+    """A run in term 1 whose claim has version 2, with a clock that the test advances."""
 
     def __init__(self, timeout=None):
         self.server = ModelServer()
@@ -54,9 +54,9 @@ class Watched:
         self.watch = Watch(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
 
 
-def test_a_run_that_may_go_on():
-    """While its leader leads and its claim is the last, a run goes on."""
-    watched = Watched(timeout=9.0)
+def test_a_run_that_may_continue():
+    """A run continues while its leader leads and its claim is the latest."""
+    watched = MonitoredRun(timeout=9.0)
     for second in range(100):
         watched.now = float(second)
         assert watched.watch.look() is None
@@ -72,22 +72,25 @@ def test_a_run_that_may_go_on():
         (lambda w: w.server.expire(w.store.session), "its session"),
     ],
 )
-def test_a_run_that_has_to_end(change, reason):
-    """It ends when its leader does not lead, its claim is not the last, or its own session is over."""
-    watched = Watched()
+def test_a_run_that_must_end(change, reason):
+    """A run ends when its leader no longer leads, its claim is not the latest, or its own session has expired."""
+    watched = MonitoredRun()
     assert watched.watch.look() is None
     change(watched)
     assert reason in watched.watch.look()
 
 
-def test_a_store_that_does_not_answer(monkeypatch):
-    """Two thirds of the session's time-out behind the last answer a run ends, as another may lead soon; without one it goes on."""
+def test_a_store_that_does_not_respond(monkeypatch):
+    """A run ends 2/3 of the session timeout after the last response, as another may lead soon.
+
+    Without a session timeout it continues.
+    """
 
     def away(key):
         raise StoreUnavailable("away")
 
     for timeout in (9.0, None):
-        watched = Watched(timeout)
+        watched = MonitoredRun(timeout)
         watched.now = 100.0
         assert watched.watch.look() is None
         monkeypatch.setattr(watched.store, "read", away)
@@ -97,17 +100,17 @@ def test_a_store_that_does_not_answer(monkeypatch):
         assert (watched.watch.look() is None) == (timeout is None)
 
 
-def test_a_question_that_hangs():
-    """A run whose question to the store hangs ends by its own clock, as does one whose look fails in a way that nobody foresaw."""
-    watched = Watched(9.0)
+def test_a_hanging_read():
+    """A run whose read of the store hangs, or fails with an unexpected error, ends by its own clock."""
+    watched = MonitoredRun(9.0)
     watched.now = 6.1
     assert "has not answered" in watched.watch.late()
     assert "KeyError" in watched.watch._why(lambda: {}["x"])
 
 
-def test_a_jvm_that_is_gone(monkeypatch):
-    """It ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
-    watched = Watched()
+def test_a_jvm_that_has_ended(monkeypatch):
+    """A run ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
+    watched = MonitoredRun()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert "started it is gone" in watched.watch.look()
 
@@ -135,7 +138,7 @@ def lost(folder):
 
 
 def process_of(tmp_path, function, leads, number=1):
-    """A run as a process of its own, without Spark, under a leader that is this process, or several of the same run; and the jobs."""
+    """Processes of one run without Spark, under a leader that is this process. Yields them with the jobs."""
     (tmp_path / "run_jobs.py").write_text(MODULE)
     (tmp_path / "state").mkdir()
     places = {"STAGECREW_STORE": f"sqlite://{tmp_path}/jobs.db", "STAGECREW_STATE": str(tmp_path / "state")}
@@ -168,8 +171,10 @@ def process_of(tmp_path, function, leads, number=1):
 
 
 def test_a_run_that_ends_its_job(tmp_path):
-    """Behind its job's end a run is not watched any more: its exit hooks run, however long its session has been over, and it has not ended
-    as lost."""
+    """After its job's end a run is not monitored: its exit hooks run even if its session has expired.
+
+    It has not ended as lost.
+    """
     with contextlib.ExitStack() as leads:
         ended, jobs = process_of(tmp_path, "ends", leads)
         assert (ended.returncode, "this run ends" in ended.stderr) == (0, False), ended.stderr
@@ -178,7 +183,10 @@ def test_a_run_that_ends_its_job(tmp_path):
 
 
 def test_a_run_that_is_lost(tmp_path):
-    """A run whose job is not at its end ends at once, with what it has said, though its threads go on; the job may run again."""
+    """A run whose job has not ended ends at once with its message, though its threads continue.
+
+    The job may run again.
+    """
     with contextlib.ExitStack() as leads:
         ended, jobs = process_of(tmp_path, "lost", leads)
         assert ended.returncode == LOST, ended.stderr
@@ -188,7 +196,7 @@ def test_a_run_that_is_lost(tmp_path):
 
 
 def test_processes_of_one_run(tmp_path):
-    """Of three processes that are started for one run, one runs the job, and the others leave without a word of its code."""
+    """Of three processes that are started for one run, one runs the job. The others end, and run no code of the job."""
     with contextlib.ExitStack() as leads:
         ended, jobs = process_of(tmp_path, "marks", leads, number=3)
         assert sorted(one.returncode for one in ended) == [0, LOST, LOST], ended
@@ -198,14 +206,14 @@ def test_processes_of_one_run(tmp_path):
 
 
 def test_a_process_whose_threads_do_not_end():
-    """A run that has ended its job does not wait for ever for what the job's code has left running."""
+    """A run that has ended its job does not wait forever for threads of the job's code."""
     code = "import threading, time\nfrom stagecrew.recovery.run import ends_within\nends_within(0.3, 7)\n"
     code += "threading.Thread(target=time.sleep, args=(600,)).start()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
 
 
 def test_a_run_that_leaves_is_gone(tmp_path):
-    """A lost run ends itself though its output's disk is full and its files hang, and lets go of its session before."""
+    """A lost run ends although the disk for its output is full and files hang, and closes its session before."""
     code = "import sys, time, pathlib\nfrom stagecrew.recovery import run\nrun._CLOSE = 1.0\n"
     code += "run.leave_behind(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
     code += f"pathlib.Path({str(tmp_path / 'closed')!r}).touch)"
@@ -215,9 +223,9 @@ def test_a_run_that_leaves_is_gone(tmp_path):
 
 
 def test_a_watch_that_is_stopped():
-    """What a watch finds behind its stop ends nothing; what it found before does."""
+    """Findings after the watch was stopped end nothing. Earlier findings do."""
     for stopped in (False, True):
-        watched, ends = Watched(), []
+        watched, ends = MonitoredRun(), []
         watched.watch._end = ends.append
         watched.leader.close()
         if stopped:
@@ -226,8 +234,11 @@ def test_a_watch_that_is_stopped():
         assert len(ends) == (not stopped)
 
 
-def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
-    """A job's configuration is on no command line: it lies in a file of this user's alone, and is deleted with the run."""
+def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
+    """A job's configuration is in no command line, but in a file that only this user can read.
+
+    The file is deleted with the run.
+    """
     argv = tmp_path / "argv"
     submit = tmp_path / "bin" / "spark-submit"
     submit.parent.mkdir()
@@ -242,11 +253,11 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
         while not argv.exists() or "--term=2" not in argv.read_text():
             assert time.monotonic() < due
             time.sleep(0.01)
-        said = argv.read_text().split("\n")
-        assert not [one for one in said if "s3cret" in one]
-        # The run is the job's driver, whatever the defaults of this host's Spark say.
-        assert said[said.index("--deploy-mode") + 1] == "client"
-        assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(said)
+        submit_arguments = argv.read_text().split("\n")
+        assert not [one for one in submit_arguments if "s3cret" in one]
+        # The run is in client mode, whatever the defaults of this host's Spark say.
+        assert submit_arguments[submit_arguments.index("--deploy-mode") + 1] == "client"
+        assert {"--job=a/b", "--run=3", "--claim=5", "--term=2"} <= set(submit_arguments)
         [properties] = (tmp_path / "work").rglob("spark.properties")
         assert "spark.password=s3cret\\ \\=\\ \\u00fc\\#\\!\\\\\n" in properties.read_text()
         assert stat.S_IMODE(properties.stat().st_mode) == 0o600
@@ -261,15 +272,15 @@ def test_secrets_reach_spark_by_a_file(tmp_path, monkeypatch):
 
 
 def test_the_jobs_own_plugins_stay():
-    """A job keeps the plugins and jars that it names, and has stagecrew's beside them."""
+    """A job keeps its own plugins and jars, with stagecrew's in addition."""
     given = driver._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
     assert given["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
     assert given["spark.jars"].startswith("/x.jar,")
     assert driver._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
 
 
-def test_files_that_cannot_be_written(tmp_path, monkeypatch):
-    """A work folder that is full or no folder is an error that names it, and leaves nothing; so is a spark-submit that is not there."""
+def test_a_work_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    """A full or invalid work folder, or a missing spark-submit, is an error that names it. No files are left."""
     (tmp_path / "work").write_text("a file")
     launcher = Launcher("sqlite:///x", "/y", tmp_path / "work")
     with pytest.raises(JobError, match="cannot be written into"):
@@ -280,25 +291,25 @@ def test_files_that_cannot_be_written(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("run-*")) == []
     assert launcher.prepare(JobSpec("a.py"), "..").parent.parent == tmp_path / "other"
     monkeypatch.setenv("SPARK_HOME", str(tmp_path / "absent"))
-    with pytest.raises(ConfigurationError, match="no program here"):
+    with pytest.raises(ConfigurationError, match="no executable file"):
         Launcher("sqlite:///x", "/y", tmp_path)
 
 
-def test_what_killed_runs_left(tmp_path, monkeypatch):
-    """The files of a run that was killed with its driver, a configuration among them, go when the job is run here again; logs stay."""
+def test_files_of_killed_runs(tmp_path, monkeypatch):
+    """Files of a run that was killed with its driver are deleted when the job runs here again. Logs stay."""
     monkeypatch.setattr(driver, "found_spark_submit", lambda: "spark-submit")
     launcher = Launcher("sqlite:///x", "/y", tmp_path)
     [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
     (first.parent / "run-1.log").touch()
     again = launcher.prepare(JobSpec("a.py"), "job")
     assert sorted(first.parent.iterdir()) == sorted([again, first.parent / "run-1.log"])
-    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # another installation's
+    Launcher("sqlite:///z", "/y", tmp_path).prepare(JobSpec("a.py"), "job")  # of another installation
     assert again.exists()
     assert other.exists()
 
 
-def test_what_is_no_fault_of_a_job():
-    """A job has not failed when what it raised, or wraps, is that the store or its commit's outcome was away; otherwise it has."""
+def test_errors_that_are_no_failure_of_the_job():
+    """A job has not failed if it raised, or wrapped, an error of an unavailable store or of an unknown commit."""
 
     def wrapped(inner):
         try:
@@ -313,8 +324,8 @@ def test_what_is_no_fault_of_a_job():
     assert "CommitUnknown" in _no_fault_of_its_own(CommitUnknown("lost"))
     assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
     assert "away" in _no_fault_of_its_own(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
-    # As Spark tells what foreachBatch raised: tests/spark/test_commits.py has a real one.
-    for text, told in (
+    # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
+    for text, message in (
         (
             "Return Message: Traceback:\n  raise E\nstagecrew.errors.CommitPending: it waits\n SQLSTATE: 39000",
             "it waits",
@@ -325,12 +336,12 @@ def test_what_is_no_fault_of_a_job():
         ("it said that stagecrew.errors.CommitPending: it waits", None),
     ):
         why = _no_fault_of_its_own(wrapped(PySparkException(text)))
-        assert told in why if told else why is None
+        assert message in why if message else why is None
     assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
 class Slow(Coordinator):
-    """Gives its state when the test says so; or declines, or gives something that is no state."""
+    """Returns its state when the test says so, or declines, or returns an invalid state."""
 
     state = None
 
@@ -349,16 +360,19 @@ def checkpoint_error(harness, **arguments):
     return raised.value
 
 
-def test_a_late_checkpoint_is_no_fault_of_a_job():
-    """A coordinator that is slow, or an event that no executor has acknowledged, makes a run lost. A coordinator that declines
-    makes the job fail, also when another one is late; so does an id that does not grow."""
+def test_a_late_checkpoint_is_no_failure_of_the_job():
+    """A slow coordinator, or an event that no executor acknowledges, makes a run lost.
+
+    If a coordinator declines, the job fails, even if another one is late; the same holds for a checkpoint id that does
+    not grow.
+    """
     with CoordinatorHarness(Slow) as harness:
         harness.coordinator.state = Future()
         late = checkpoint_error(harness)
         assert isinstance(late, CheckpointTimeout)
         assert "for the coordinators of 'operator'" in _no_fault_of_its_own(late)
-        told = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
-        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(told)
+        text = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
+        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(text)
         harness.coordinator.state = None
         task = harness.evaluation(0)
         task.acknowledges = False
@@ -379,8 +393,8 @@ def test_a_late_checkpoint_is_no_fault_of_a_job():
 
 
 def test_a_claim_that_is_renewed():
-    """A run that renews its claim goes on, and what was made by the claim before changes nothing."""
-    watched = Watched()
+    """A run that renews its claim continues, and writes with the earlier claim change nothing."""
+    watched = MonitoredRun()
     old = watched.claimed.jobs
     watched.claimed.renew()
     assert watched.watch.look() is None

@@ -1,4 +1,4 @@
-"""Sinks by any form of a path, and what they say of what they cannot use."""
+"""Paths of sinks in any form, and the errors of sinks that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import pyarrow.dataset
 import pyarrow.fs
 import pytest
 
-from sinks import SCHEMA, SEED, Driver, Killed, Tasks, files, iceberg, sqlite, undisturbed
 from stagecrew.errors import CommitFailed
 from stagecrew.operators.commit_log import MemoryCommitLog
 from stagecrew.operators.commits import Staging, commit
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
+from support.commit_trials import SCHEMA, SEED, Driver, Killed, Tasks, moments_without_faults
+from support.local_sinks import files, iceberg, sqlite
 
 
-def land(sink, name):
-    """One commit: what its tasks were given."""
+def commit_rows(sink, name):
+    """Commits the rows of `Tasks(1)`, and returns them."""
     tasks = Tasks(1)
     commit(sink, MemoryCommitLog(), name, SCHEMA, lambda staging: tasks.run(sink, staging))
     return tasks.expected
@@ -33,7 +34,7 @@ def by_fsspec(protocol, **options):
 
 @pytest.fixture(params=["memory", "file", "dir", "arrow", "tree"])
 def store(request, tmp_path, monkeypatch):
-    """A file system, and how a path there may be written."""
+    """A file system, and the forms in which a path there can be written."""
     monkeypatch.chdir(tmp_path)
     if request.param == "memory":
         yield by_fsspec("memory"), ["memory://m", "m", "/m", "m/", "/m//", "memory://m/", "memory:///m"]
@@ -54,18 +55,18 @@ def store(request, tmp_path, monkeypatch):
 
 
 def joined(path, name):
-    """A folder of its own, with as many slashes behind it."""
+    """Returns a folder of its own, with the same number of slashes after it."""
     bare = path.rstrip("/")
     return f"{bare}/{name}{path[len(bare) :]}"
 
 
 def test_objects_by_any_path(store):
-    """What is committed is there, however its path is written, and nothing else is."""
+    """A commit is found with any form of its path, and nothing else is stored."""
     filesystem, paths = store
     for path in paths:
         where = joined(path, str(paths.index(path)))
         for number, name in enumerate(("one", "other"), 1):
-            expected = land(ObjectSink(where, filesystem), name)
+            expected = commit_rows(ObjectSink(where, filesystem), name)
             found = read_committed(where, filesystem)
             assert sorted((row["id"], row["text"]) for row in found.to_table().to_pylist()) == sorted(expected * number)
             assert found.count_rows() == number * len(expected), where
@@ -73,12 +74,12 @@ def test_objects_by_any_path(store):
 
 @pytest.mark.parametrize("mode", ["create", "append"])
 def test_folders_by_any_path(store, mode):
-    """The same of folders; a table that has only what another stages is an empty one."""
+    """A committed folder is found with any form of its path. A table with only staged files of others is empty."""
     filesystem, paths = store
     for path in paths:
         where = joined(path, str(paths.index(path)))
         for number, name in enumerate(("one", "other") if mode == "append" else ("one",), 1):
-            expected = land(ParquetSink(where, mode, filesystem), name)
+            expected = commit_rows(ParquetSink(where, mode, filesystem), name)
             infos = filesystem.get_file_info(pyarrow.fs.FileSelector(where.rstrip("/"), recursive=True))
             names = [info.path for info in infos if info.type == pyarrow.fs.FileType.File]
             assert all("_stagecrew-" not in name for name in names)
@@ -86,8 +87,8 @@ def test_folders_by_any_path(store, mode):
             assert read.count_rows() == number * len(expected), where
 
 
-def test_a_table_without_a_commit_by_any_path(store):
-    """What another stages there says nothing of its schema; what is committed does."""
+def test_a_table_without_commits_by_any_path(store):
+    """Staged files of another driver do not determine a table's schema; committed files do."""
     filesystem, paths = store
     for number, path in enumerate(paths):
         sink, tasks = ParquetSink(joined(path, f"_t{number}"), "append", filesystem), Tasks(1)
@@ -101,7 +102,7 @@ def test_a_table_without_a_commit_by_any_path(store):
 
 @pytest.mark.parametrize("make", [ObjectSink, ParquetSink, lambda path: ParquetSink(path, "append")])
 def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
-    """It is that of the process that made the sink, wherever its tasks work."""
+    """A relative path refers to the folder of the process that created the sink, wherever its tasks run."""
     (tmp_path / "driver").mkdir()
     (tmp_path / "task").mkdir()
     monkeypatch.chdir(tmp_path / "driver")
@@ -119,7 +120,7 @@ def test_a_relative_path_in_tasks(tmp_path, monkeypatch, make):
 
 
 def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
-    """The same of a file of SQLite; no empty one is made where a task works."""
+    """A relative SQLite file is resolved in the same way. Tasks create no empty file in their own folder."""
     for name in ("driver", "task"):
         (tmp_path / name).mkdir()
     trial = sqlite(tmp_path / "driver")
@@ -136,40 +137,40 @@ def test_a_relative_database_in_tasks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [ObjectSink, lambda path: ParquetSink(path, "append")], ids=["objects", "appended"])
-def test_a_driver_that_died_in_an_empty_table(tmp_path, make):
-    """Who comes with another schema is told which folder to delete, and when; behind that its commit lands."""
+def test_a_driver_that_was_killed_in_an_empty_table(tmp_path, make):
+    """The error of a commit with another schema says which folder to delete, and when. Then the commit succeeds."""
     dead = Staging("of nobody", "run", pa.schema([("other", pa.int64())]))
     make(tmp_path / "t").begin(dead)
     with pytest.raises(CommitFailed, match="commit 'of nobody', which is about to make") as told:
-        land(make(tmp_path / "t"), "c")
+        commit_rows(make(tmp_path / "t"), "c")
     folder = re.search(r"its driver is dead.* nobody repeats it.* delete (\S+)$", str(told.value))[1]
     assert files(tmp_path) == [f"{folder}/_open".removeprefix(f"{tmp_path}/")]
     shutil.rmtree(folder)
-    land(make(tmp_path / "t"), "c")
+    commit_rows(make(tmp_path / "t"), "c")
 
 
-def test_a_table_at_an_address_that_is_none(tmp_path):
-    """An Iceberg table whose location has a space: an error of ours says so, before anything runs."""
+def test_a_table_at_an_invalid_location(tmp_path):
+    """An Iceberg table whose location has a space: a stagecrew error says so before anything runs."""
     (tmp_path / "a b").mkdir()
     trial = iceberg(tmp_path / "a b")
     with pytest.raises(CommitFailed, match="a b/warehouse/db/target/data/.* cannot be written: .*URI"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def test_a_table_with_its_schema(tmp_path):
+def test_a_table_named_with_its_schema(tmp_path):
     """SQLite's main.target is the same as target."""
     trial, tasks = sqlite(tmp_path), Tasks(1)
     trial.make_sink = lambda: DatabaseSink(f"sqlite:///{tmp_path}/data.db", "main.target")
     assert trial.drive(Driver(), tasks).rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.repeat_changes_nothing()
 
 
-def unnamed(trial):
-    """The metadata files of an Iceberg table that nothing names which can be read of it."""
+def unreferenced_metadata(trial):
+    """Returns the metadata files of an Iceberg table that no readable file refers to."""
     with trial.make_sink()._table() as table:
         known = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
         for snapshot in table.snapshots():
@@ -182,21 +183,24 @@ def unnamed(trial):
     ]
 
 
-def test_metadata_of_an_iceberg_table_that_nobody_names(tmp_path):
-    """A driver that is killed before the catalogue's update leaves some, as the guide says; the table does not need them."""
+def test_unreferenced_metadata_of_an_iceberg_table(tmp_path):
+    """A driver that is killed before the catalogue's update leaves some.
+
+    The table does not need them (see the guide).
+    """
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
-    names = undisturbed(calm := iceberg(tmp_path / "undisturbed"))
-    assert unnamed(calm) == []
+    names = moments_without_faults(calm := iceberg(tmp_path / "undisturbed"))
+    assert unreferenced_metadata(calm) == []
     trial, tasks = iceberg(tmp_path / "killed"), Tasks(SEED, zombies=False)
     with pytest.raises(Killed):
         trial.drive(Driver(dies_at=names.index("before the update") + 1), tasks)
     assert trial.drive(Driver(), tasks).repeated
-    left = unnamed(trial)
-    assert {"".join(path.suffixes[-2:]) for path in left} <= {".avro", ".metadata.json"}
-    assert 1 <= len(left) <= 3
-    for path in left:
+    leftover_files = unreferenced_metadata(trial)
+    assert {"".join(path.suffixes[-2:]) for path in leftover_files} <= {".avro", ".metadata.json"}
+    assert 1 <= len(leftover_files) <= 3
+    for path in leftover_files:
         path.unlink()
     trial.drive(Driver(), Tasks(2), "other")
     assert sorted(trial.visible()) == sorted(tasks.expected * 2)
-    assert trial.left() == []
+    assert trial.leftovers() == []

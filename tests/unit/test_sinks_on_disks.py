@@ -1,4 +1,4 @@
-"""Sinks on disks that are read-only or full: clear errors, nothing visible, nothing left; with room again the commit goes on."""
+"""Sinks on read-only and full disks: errors are clear, nothing is visible or left, and the commit can be repeated."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sqlite3
 import pyarrow as pa
 import pytest
 
-from sinks import SCHEMA, Driver, Tasks, appended, iceberg, objects, parquet, remount, small_disk, sqlite
 from stagecrew.errors import CommitFailed, CommitPending
 from stagecrew.operators.commit_log import FileCommitLog
 from stagecrew.operators.commits import commit
+from support.commit_trials import SCHEMA, Driver, Tasks
+from support.local_sinks import appended, iceberg, objects, parquet, remount, small_disk, sqlite
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts disks")]
 
@@ -25,7 +26,7 @@ def disk(tmp_path):
 
 
 def sqlite_by_default(disk):
-    """Without a write-ahead log."""
+    """A SQLite sink without a write-ahead log."""
     made = sqlite(disk)
     with contextlib.closing(sqlite3.connect(disk / "data.db")) as database:
         database.execute("PRAGMA journal_mode=DELETE")
@@ -34,21 +35,21 @@ def sqlite_by_default(disk):
 
 @pytest.fixture(params=[parquet, appended, objects, sqlite_by_default, iceberg], ids=lambda make: make.__name__)
 def trial(request, tmp_path, disk):
-    """A sink on the small disk; what is decided lies elsewhere."""
+    """A sink on the small disk, with its commit log elsewhere."""
     made = request.param(disk)
     made.commit_log = FileCommitLog(tmp_path / "log")
     return made
 
 
 def fill(disk):
-    """Until nothing can be written to it."""
+    """Writes a file until the disk is full."""
     with open(disk / "large", "wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
 
 
-def test_it_is_read_only(trial, disk):
-    """It is said before anything runs, nothing is visible, nothing left; when it is not any more, the same commit lands."""
+def test_a_read_only_disk(trial, disk):
+    """The error comes before anything runs, and nothing is visible or left. Once writable, the same commit succeeds."""
     tasks = Tasks(1)
     remount(disk, "ro")
     with pytest.raises(
@@ -60,11 +61,11 @@ def test_it_is_read_only(trial, disk):
     assert not (disk / "table").exists()
     assert trial.drive(Driver(), tasks, "c").rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def test_it_becomes_read_only(trial, disk):
-    """Behind the decision: what was staged stays, for a repeat; when it can be written again that goes on, and nothing runs."""
+def test_a_disk_that_becomes_read_only(trial, disk):
+    """After the decision, the staged rows stay. Once the disk is writable, a repeat continues, and runs no task."""
     tasks = Tasks(1)
 
     def run(staging):
@@ -81,11 +82,14 @@ def test_it_becomes_read_only(trial, disk):
     assert trial.visible() == []
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def test_it_is_full_while_tasks_stage(trial):
-    """Rows for which there is no room: the error says so, nothing is visible, nothing left; fewer rows land with the same id."""
+def test_a_disk_that_is_full_during_staging(trial):
+    """The error names the full disk, and nothing is visible or left.
+
+    A commit of fewer rows with the same id succeeds.
+    """
 
     def batches():
         for number in range(1000):
@@ -99,15 +103,15 @@ def test_it_is_full_while_tasks_stage(trial):
     with pytest.raises((OSError, CommitFailed), match="No space left on device|database or disk is full"):
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
     tasks = Tasks(1)
     assert trial.drive(Driver(), tasks, "c").rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
-def test_it_is_full_when_it_commits(trial, disk):
-    """Behind the decision: what was staged stays, for a repeat; with room again that goes on, and nothing runs."""
+def test_a_disk_that_is_full_during_the_commit(trial, disk):
+    """After the decision, the staged rows stay. Once there is room, a repeat continues, and runs no task."""
     tasks = Tasks(1)
 
     def run(staging):
@@ -123,4 +127,4 @@ def test_it_is_full_when_it_commits(trial, disk):
     (disk / "large").unlink()
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []

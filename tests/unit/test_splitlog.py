@@ -1,4 +1,4 @@
-"""The log of splits: what any evaluation of a subtask is given, over any order of reads, deaths, checkpoints and resets."""
+"""The log of splits: what each evaluation of a subtask gets, in any order of reads, kills, checkpoints and resets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTS = ("a", "b")
 
 
 class Numbers:
-    """An enumerator of numbers, some of which a host reads best; it counts how far it was read."""
+    """An enumerator of numbers, some of which prefer a host. It counts how far it was read."""
 
     def __init__(self, count, homes=()):
         self.count, self.homes = count, homes
@@ -38,7 +38,7 @@ class Homes(Numbers):
 
 
 class Machine(RuleBasedStateMachine):
-    """Evaluations of three subtasks read their logs, die and are evaluated anew; coordinators are reset to their checkpoints."""
+    """Evaluations of three subtasks read their logs, die and run again. Coordinators are reset to their checkpoints."""
 
     @initialize(
         count=st.integers(0, 12),
@@ -48,10 +48,10 @@ class Machine(RuleBasedStateMachine):
         self.count = count
         self.make = lambda: Numbers(count) if homes is None else Homes(count, homes)
         self.log = SplitLog(self.make(), "operator 'x'")
-        #: What each subtask was given, and whether its log was seen to end.
-        self.given = {subtask: [] for subtask in range(SUBTASKS)}
+        #: The splits that each subtask got, and whether the end of its log was seen.
+        self.received = {subtask: [] for subtask in range(SUBTASKS)}
         self.ended = set()
-        #: Each live evaluation's subtask, with how much it has read.
+        #: The subtask of each live evaluation, with the number of splits that it has read.
         self.evaluations = {}
         self.numbers = itertools.count()
         self.checkpoints = [(None, {}, set())]
@@ -67,18 +67,18 @@ class Machine(RuleBasedStateMachine):
         evaluation = self.evaluations[data.draw(st.sampled_from(sorted(self.evaluations)))]
         subtask, index = evaluation
         packed = self.log.at(subtask, index, host)
-        given = self.given[subtask]
+        received = self.received[subtask]
         if packed is None:
-            assert index == len(given)
+            assert index == len(received)
             self.ended.add(subtask)
             return
         evaluation[1] += 1
         split = pickle.loads(packed)
-        if index < len(given):
-            assert given[index] == split, "two evaluations of a subtask read the same"
+        if index < len(received):
+            assert received[index] == split, "two evaluations of a subtask read the same splits"
         else:
-            assert subtask not in self.ended, "a log that was seen to end is not lengthened"
-            given.append(split)
+            assert subtask not in self.ended, "a log does not grow after its end was seen"
+            received.append(split)
 
     @rule(data=st.data())
     def die(self, data):
@@ -87,31 +87,31 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def checkpoint(self):
-        self.checkpoints.append((self.log.state(), {k: list(v) for k, v in self.given.items()}, set(self.ended)))
+        self.checkpoints.append((self.log.state(), {k: list(v) for k, v in self.received.items()}, set(self.ended)))
 
     @rule(data=st.data())
     def reset(self, data):
-        state, given, ended = data.draw(st.sampled_from(self.checkpoints))
+        state, received, ended = data.draw(st.sampled_from(self.checkpoints))
         self.log = SplitLog(self.make(), "operator 'x'")
         if state is not None:
             self.log.restore(state)
-        self.given = {subtask: list(given.get(subtask, ())) for subtask in range(SUBTASKS)}
+        self.received = {subtask: list(received.get(subtask, ())) for subtask in range(SUBTASKS)}
         self.ended = set(ended)
         self.evaluations.clear()
 
     @invariant()
     def each_in_one_log(self):
         if hasattr(self, "given"):
-            all_given = list(itertools.chain.from_iterable(self.given.values()))
+            all_given = list(itertools.chain.from_iterable(self.received.values()))
             assert len(all_given) == len(set(all_given))
-            assert self.log.given == len(all_given)
+            assert self.log.received == len(all_given)
 
     def teardown(self):
         if hasattr(self, "given"):
             for subtask in range(SUBTASKS):
-                while (packed := self.log.at(subtask, len(self.given[subtask]), "a")) is not None:
-                    self.given[subtask].append(pickle.loads(packed))
-            assert sorted(itertools.chain.from_iterable(self.given.values())) == list(range(self.count))
+                while (packed := self.log.at(subtask, len(self.received[subtask]), "a")) is not None:
+                    self.received[subtask].append(pickle.loads(packed))
+            assert sorted(itertools.chain.from_iterable(self.received.values())) == list(range(self.count))
             assert self.log.sealed
 
 
@@ -119,8 +119,8 @@ TestSplitLog = Machine.TestCase
 TestSplitLog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 
 
-def test_it_is_lazy():
-    """The enumerator is begun by the first split that is taken, and read one split at a time where it knows no locations."""
+def test_the_enumerator_is_lazy():
+    """The first request starts the enumerator. Without locations it is read one split at a time."""
     numbers = Numbers(5)
     log = SplitLog(numbers, "operator 'x'")
     log.state()
@@ -130,14 +130,14 @@ def test_it_is_lazy():
     assert (numbers.begun, numbers.read) == (1, 2)
 
 
-def test_a_host_is_given_what_it_reads_best():
-    """Where locations are known a task is given a split of its host first, and any other when there is none."""
+def test_a_host_gets_its_preferred_splits():
+    """With locations, a task gets a split of its own host first, and then any other split."""
     log = SplitLog(Homes(3, [{"b"}, {"a"}, {"b"}]), "operator 'x'")
     assert [pickle.loads(log.at(0, index, "a")) for index in range(3)] == [1, 0, 2]
 
 
-def test_reading_ahead_ends_when_a_task_would_wait():
-    """Where there is no time, one split is enough: what was read ahead is still given to its host first."""
+def test_reading_ahead_does_not_delay_a_task():
+    """When time is up, one split is enough. The splits that were read ahead are still given to their hosts first."""
     time_for = iter([True, True, False, False, False])
     numbers = Homes(5, [{"b"}, {"b"}, {"a"}, {"a"}, {"b"}])
     log = SplitLog(numbers, "operator 'x'", lambda: next(time_for))
@@ -151,11 +151,11 @@ class Timed(Homes):
         return 10 * split
 
 
-def test_a_far_split_that_is_ahead():
-    """A split of the task's own host is not given before its time, neither for what is read nor for what is to be read first."""
+def test_a_preferred_split_that_is_too_far_ahead():
+    """A split of the task's own host is not given too early, neither for the reading order nor for the read-ahead."""
     homes = [{"b"}, {"b"}, {"a"}, {"b"}, {"a"}]
     log, reading = SplitLog(Timed(5, homes), "operator 'x'"), WatermarkGroup(10)
-    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 lies too far ahead of 0, which nobody reads yet
+    assert pickle.loads(log.at(0, 0, "a", reading)) == 0  # 2 is too far ahead of 0, which no task reads yet
     reading.report(0, 0)
     assert pickle.loads(log.at(1, 0, "a", reading)) == 1
     reading.report(1, 10)
@@ -164,7 +164,7 @@ def test_a_far_split_that_is_ahead():
     assert pickle.loads(log.at(2, 0, "a", reading)) == 2
     reading.remove(1)
     reading.report(2, 20)
-    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 is the task's own, and too early
+    assert pickle.loads(log.at(0, 1, "a", reading)) == 3  # 4 belongs to the task's own host, and is too early
     reading.remove(2)
     reading.report(0, 30)
     assert pickle.loads(log.at(1, 1, "b", reading)) == 4
@@ -183,7 +183,7 @@ class RaisesLater:
 
 @pytest.mark.parametrize("enumerator", [Raises(), RaisesLater()], ids=["at once", "later"])
 def test_an_enumerator_that_raises(enumerator):
-    """What it raised is the cause, each time that somebody asks."""
+    """The enumerator's error is the cause of each error of later requests."""
     log = SplitLog(enumerator, "operator 'x'")
     if isinstance(enumerator, RaisesLater):
         assert pickle.loads(log.at(0, 0, "a")) == 1
@@ -192,8 +192,8 @@ def test_an_enumerator_that_raises(enumerator):
             log.at(subtask, 0, "a")
 
 
-def test_an_enumerator_that_does_not_give_them_again():
-    """After a reset a split that a task had read has to be enumerated again: rows would be lost else."""
+def test_an_enumerator_that_does_not_repeat_its_splits():
+    """After a reset the enumerator must give a split that a task had read again: otherwise rows would be lost."""
     log = SplitLog(Numbers(3), "operator 'x'")
     log.at(0, 0, "a"), log.at(0, 1, "a")
     after = SplitLog([1, 2], "operator 'x'")
@@ -203,15 +203,15 @@ def test_an_enumerator_that_does_not_give_them_again():
         after.at(1, 1, "a")
 
 
-def test_a_place_beyond_the_end():
-    """An evaluation that was given splits by another coordinator is refused, not given another's."""
+def test_a_position_beyond_the_end():
+    """An evaluation that got splits from another coordinator is refused, and does not get other splits."""
     with pytest.raises(SplitsFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
         SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
 
 
 @pytest.mark.parametrize("splits", [[1, 2, 1], [[1], [1]]], ids=["hashable", "by bytes"])
 def test_one_split_twice(splits):
-    """Its rows would be read twice."""
+    """A split that is enumerated twice is an error: its rows would be read twice."""
     log = SplitLog(splits, "operator 'x'")
     with pytest.raises(SplitsFailed, match="gave one split twice"):
         for index in range(3):

@@ -9,7 +9,7 @@ from stagecrew.testing import CoordinatorHarness
 
 
 class Slow:
-    """Each of its splits comes in time, and all of them together do not."""
+    """Gives each split in time, but not all of them together."""
 
     def splits(self):
         for number in range(30):
@@ -21,7 +21,7 @@ class Slow:
 
 
 def test_a_slow_enumerator_with_locations():
-    """It is late when no split comes in time, and not while it is read ahead; a task waits for one split and not for all."""
+    """The enumerator is late when no split comes in time, and not during read-ahead: a task needs one split only."""
     with CoordinatorHarness(lambda context: SplitCoordinator(context, Slow(), 1.2)) as harness:
         task = harness.evaluation(subtask=0)
         started = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is told of coordinators: counts that are right, words that say whom they wait for, and nothing that breaks them."""
+"""Statistics of coordinators: counts are right, waits name what they wait for, and faulty hooks break nothing."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from stagecrew.wire.frames import decode
 FROM_HARNESS = "operator/1"
 
 
-def told(harness, looks=3):
-    """What the driver's JVM knows after some seconds: the last word of each binding, and the sums."""
+def statistics_after(harness, seconds=3):
+    """The driver JVM's knowledge after some seconds: the latest statistics of each binding, and the sums."""
     known, sums = {}, {}
-    for _ in range(looks):
+    for _ in range(seconds):
         if (frame := harness._host.statistics()) is not None:
-            taken(frame, known, sums)
+            merge(frame, known, sums)
         harness.run()
     return known.get(FROM_HARNESS, {}), sums
 
 
-def taken(frame, known, sums):
+def merge(frame, known, sums):
     found = decode(frame[4:])
     assert found.kind == "STATISTICS"
     body = json.loads(found["body"])
@@ -42,12 +42,12 @@ def taken(frame, known, sums):
 
 def last(harness):
     known, sums = {}, {}
-    taken(harness.operators.last_statistics(), known, sums)
+    merge(harness.operators.last_statistics(), known, sums)
     return known[FROM_HARNESS], sums
 
 
 class Echo(stagecrew.Coordinator):
-    """Answers what it is asked, or later; sends what it is told to."""
+    """Returns requests at once or later, and sends as many events as a task asks for."""
 
     def __init__(self, context):
         super().__init__(context)
@@ -69,8 +69,8 @@ class Echo(stagecrew.Coordinator):
         return request
 
 
-def test_every_count_of_what_happened():
-    """Evaluations by their ends, events each way, requests with their times, resets and errors; the sums are the same."""
+def test_all_counts():
+    """Evaluations by their ends, events each way, requests with their times, resets and errors, and equal sums."""
     with CoordinatorHarness(Echo) as harness:
         one, two, three, four = (harness.evaluation(subtask=n) for n in range(4))
         one.send(3)
@@ -85,7 +85,7 @@ def test_every_count_of_what_happened():
         one.finish()
         three.fail()
         four.abandon()
-        found, sums = told(harness)
+        found, sums = statistics_after(harness)
         counts = {
             "live": 1,
             "finished": 1,
@@ -102,45 +102,45 @@ def test_every_count_of_what_happened():
         assert found["lastError"] == "ValueError: not that"
         assert found["queued"] == 0
         harness.reset()
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert (found["resets"], found["live"], found["failed"]) == (1, 0, 2)
         five = harness.evaluation(subtask=0)
         five.request("again")
-        found, sums = told(harness)
+        found, sums = statistics_after(harness)
         assert (found["live"], found["requests"], sums["requests"]) == (1, 4, 4)
     found, sums = last(harness)
     assert (found["state"], found["live"], found["failed"], found["requests"]) == ("closed", 0, 3, 4)
     assert {name: found[name] for name in ("failed", "eventsOut", "replies")} == {
         name: sums[name] for name in ("failed", "eventsOut", "replies")
     }
-    assert harness._host.statistics() is None, "the last word was told"
+    assert harness._host.statistics() is None, "the final statistics were sent"
 
 
-def test_only_what_changed_is_told_and_a_repeat_changes_nothing():
-    """While nothing happens no frame is made; messages that come twice are counted once."""
+def test_only_changes_are_sent_and_repeats_change_nothing():
+    """While nothing happens, no frame is made. Messages that arrive twice are counted once."""
     with CoordinatorHarness(Echo) as harness:
-        assert told(harness)[0]["requests"] == 0
+        assert statistics_after(harness)[0]["requests"] == 0
         assert harness._host.statistics() is None
         task = harness.evaluation(subtask=0)
         task.request("a")
         task.send_frame("REQUEST", sequence=1, payload=b"\0a")
-        assert told(harness)[0]["requests"] == 1
+        assert statistics_after(harness)[0]["requests"] == 1
         assert harness._host.statistics() is None, "nobody does anything"
 
 
-def test_what_a_coordinator_has_not_handled_is_queued():
-    """What evaluations have sent counts until it is handled, also when they are over and when nothing else happens."""
+def test_unhandled_messages_are_queued():
+    """Messages of evaluations count until they are handled, even if the evaluations have ended."""
     known, seen = {}, []
 
     def queued():
         for _ in range(5):
             if (frame := harness._host.statistics()) is not None:
-                taken(frame, known, {})
+                merge(frame, known, {})
         return known[FROM_HARNESS]["queued"]
 
     class Slow(Echo):
         def handle_event(self, evaluation, event):
-            if event == "first":  # these are enqueued behind it
+            if event == "first":  # these are enqueued after it
                 for task in (one, one, two):
                     task.send("more")
                 one.finish()
@@ -160,16 +160,16 @@ def test_what_a_coordinator_has_not_handled_is_queued():
     assert last(harness)[0]["queued"] == 0
 
 
-def test_what_is_over_has_nothing_queued():
-    """Also where the coordinator sat in a call to the end and never handled it: the sums count it no more."""
+def test_ended_bindings_have_no_queued_messages():
+    """The sums include no messages of an ended binding, even if a blocked call never handled them."""
     ends = []
 
     class Stuck(Echo):
         def handle_event(self, evaluation, event):
             if event == "first":
                 task.send("behind it")
-                told(harness, 1)
-                taken(
+                statistics_after(harness, 1)
+                merge(
                     harness._host.last_statistics("test", list(harness._host._liveness.bindings.values())), known, sums
                 )
                 ends.append((known[FROM_HARNESS]["state"], known[FROM_HARNESS]["queued"], sums["queued"]))
@@ -181,28 +181,28 @@ def test_what_is_over_has_nothing_queued():
     assert ends == [("closed", 0, 0)]
 
 
-def test_acknowledgements_take_their_time_and_late_ones_are_waited_for():
-    """An acknowledgement counts from the oldest event's sending; while it is out, its executor is named, with the time since."""
+def test_times_of_acknowledgements_and_waits_for_late_ones():
+    """The time of an acknowledgement starts with the oldest event. A late executor is named, with the time since."""
     with CoordinatorHarness(Echo) as harness:
         task = harness.evaluation(subtask=0, executor="7")
         task.acknowledges = False
         task.send(1)
         harness.advance(5.0)
         task.send(1)
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["waitsFor"].startswith("executor 7 to acknowledge an event, since ")
         assert found["waitsFor"].endswith(" UTC")
         harness.advance(1.0)
         task.send_frame("ACCEPTED", sequence=2)
         task.send_frame("ACCEPTED", sequence=2)
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["acknowledgements"]["count"] == 1
         assert found["acknowledgements"]["max"] == 6_000_000
         assert found["waitsFor"] == ""
 
 
-def test_hooks_that_raise_break_nothing(caplog):
-    """A coordinator whose kind, waits_for and progress are nonsense works as ever; that it cannot be shown is logged once."""
+def test_faulty_hooks_break_nothing(caplog):
+    """A coordinator whose kind, waits_for and progress are faulty works as usual. One log message reports it."""
 
     class Nonsense(Echo):
         kind = 5
@@ -214,7 +214,7 @@ def test_hooks_that_raise_break_nothing(caplog):
     with CoordinatorHarness(Nonsense) as harness:
         task = harness.evaluation(subtask=0)
         assert task.request("a") == "a"
-        found, _ = told(harness, 5)
+        found, _ = statistics_after(harness, 5)
         assert (found["requests"], found["waitsFor"], found["progress"], found["kind"]) == (1, "", {}, "5")
         assert harness.failure is None
     assert [record.message for record in caplog.records].count(
@@ -222,8 +222,8 @@ def test_hooks_that_raise_break_nothing(caplog):
     ) == 1
 
 
-def test_a_coordinator_that_fails_has_failed():
-    """Its error is told, also when the topology closes behind it; long ones are cut."""
+def test_the_error_of_a_failed_coordinator():
+    """The error of a coordinator is reported, also if the topology closes afterwards. Long errors are cut."""
 
     class Bad(Echo):
         def handle_event(self, evaluation, event):
@@ -231,28 +231,28 @@ def test_a_coordinator_that_fails_has_failed():
 
     with CoordinatorHarness(Bad) as harness:
         harness.evaluation(subtask=0).send(1)
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["state"] == "failed"
         assert found["lastError"].startswith("RuntimeError: xxx")
         assert len(found["lastError"]) == 1000
     assert last(harness)[0]["state"] == "failed"
 
 
-def test_what_is_reported_is_bounded():
-    """Of many and long entries some travel."""
+def test_reports_are_bounded():
+    """Of many and long entries, only some are sent."""
 
     class Wordy(Echo):
         def progress(self):
             return {f"{n:03}" * 100: "y" * 10_000 for n in range(100)}
 
     with CoordinatorHarness(Wordy) as harness:
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert len(found["progress"]) == 20
         assert max(map(len, found["progress"].values())) == 300
 
 
-def test_a_checkpoint_that_is_not_complete_is_waited_for():
-    """First for the coordinator's state, then for the acknowledgement of events that it sent."""
+def test_waits_for_an_incomplete_checkpoint():
+    """First for the coordinator's state, then for the acknowledgement of the events that it had sent."""
 
     class Slow(Echo):
         def checkpoint(self, checkpoint_id):
@@ -265,21 +265,21 @@ def test_a_checkpoint_that_is_not_complete_is_waited_for():
         task.send(1)
         seen = []
 
-        def look():
-            seen.append(told(harness)[0]["waitsFor"])
+        def check_waits():
+            seen.append(statistics_after(harness)[0]["waitsFor"])
             harness.coordinator.state.set_result(b"s")
             harness.run()
-            seen.append(told(harness)[0]["waitsFor"])
+            seen.append(statistics_after(harness)[0]["waitsFor"])
             task.send_frame("ACCEPTED", sequence=1)
 
-        harness.checkpoint(meanwhile=look)
+        harness.checkpoint(meanwhile=check_waits)
         assert seen[0].startswith("the coordinator's state, for checkpoint 1, since ")
         assert seen[1].startswith("the acknowledgement of events that it sent, for checkpoint 1, since ")
-        assert told(harness)[0]["waitsFor"] == ""
+        assert statistics_after(harness)[0]["waitsFor"] == ""
 
 
-def test_splits_say_what_is_done_and_left():
-    """Done are those after which the next was asked for; a list says how many are left, an iterator only when it has no more."""
+def test_splits_report_done_and_left():
+    """Splits are done when the next one was requested. An iterator reports the splits left only at its end."""
     for splits, known in (([1, 2, 3], True), (iter([1, 2, 3]), False)):
         with CoordinatorHarness(lambda context, splits=splits: SplitCoordinator(context, splits, 10)) as harness:
             one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
@@ -287,22 +287,26 @@ def test_splits_say_what_is_done_and_left():
             two.request((0, "h"))
             one.request((1, "h"))
             left = {"splits left": "0"} if known else {}
-            found = told(harness)[0]["progress"]
+            found = statistics_after(harness)[0]["progress"]
             assert found == {"splits done": "1", "splits in work": "2", **left}
             assert as_texts(harness.operators.progress()["operator/1"]) == found
             one.request((2, "h"))
             two.request((1, "h"))
-            assert told(harness)[0]["progress"] == {"splits done": "3", "splits in work": "0", "splits left": "0"}
-            assert told(harness)[0].get("kind", "splits") == "splits"
+            assert statistics_after(harness)[0]["progress"] == {
+                "splits done": "3",
+                "splits in work": "0",
+                "splits left": "0",
+            }
+            assert statistics_after(harness)[0].get("kind", "splits") == "splits"
 
 
 def as_texts(progress):
-    """Progress as a report has it."""
+    """Progress in the form of a report."""
     return {name: str(value) for name, value in progress.items()}
 
 
 class Reporting(stagecrew.Coordinator):
-    """Has values of its own, beside those that it reports and over one of them."""
+    """Has values of its own, one of which replaces a reported value."""
 
     done = 0
 
@@ -317,25 +321,25 @@ class Reporting(stagecrew.Coordinator):
 
 
 def test_progress_has_what_the_report_has():
-    """`topology.progress` has the values that a coordinator returns from `progress`, beside those that it reported, as they are."""
+    """`topology.progress` has the values that `progress` returned and those that were reported, unchanged."""
     with CoordinatorHarness(Reporting) as harness:
         task = harness.evaluation()
         task.send(1)
-        found = told(harness)[0]["progress"]
+        found = statistics_after(harness)[0]["progress"]
         assert harness.operators.progress() == {"operator/1": {"seen": 1, "both": "own", "done": 1}}
         assert as_texts(harness.operators.progress()["operator/1"]) == found
         task.send(2)
         assert (
             harness.operators.progress()["operator/1"]["seen"] == 2
-        )  # at once; what it returns, when it is asked next
+        )  # at once; the values that `progress` returns, at its next call
         task.send(3)
-        told(harness)
-        assert harness.operators.progress()["operator/1"] == {"seen": 3, "both": "own", "done": 1}  # it raised
+        statistics_after(harness)
+        assert harness.operators.progress()["operator/1"] == {"seen": 3, "both": "own", "done": 1}  # `progress` raised
     assert harness.operators.progress()["operator/1"]["seen"] == 3
 
 
-def test_progress_that_becomes_empty_is_shown_no_longer():
-    """A coordinator that returns values from `progress`, and later none, is shown without them."""
+def test_progress_that_becomes_empty_is_removed():
+    """A coordinator whose `progress` returned values, and later none, has none."""
 
     class Working(stagecrew.Coordinator):
         left = 1
@@ -348,14 +352,14 @@ def test_progress_that_becomes_empty_is_shown_no_longer():
 
     with CoordinatorHarness(Working) as harness:
         task = harness.evaluation()
-        assert told(harness)[0]["progress"] == {"left": "1"}
+        assert statistics_after(harness)[0]["progress"] == {"left": "1"}
         task.send(0)
-        assert told(harness)[0]["progress"] == {}
+        assert statistics_after(harness)[0]["progress"] == {}
         assert harness.operators.progress() == {"operator/1": {}}
 
 
-def test_supersteps_say_whom_they_wait_for():
-    """The step, who waits, and for whom."""
+def test_supersteps_name_the_missing_subtasks():
+    """The step, the waiting subtasks, and those for which they wait."""
     with CoordinatorHarness(lambda context: SuperstepCoordinator(context, None, 600)) as harness:
         tasks = [harness.evaluation(subtask=n, partitions=3) for n in range(3)]
 
@@ -364,55 +368,55 @@ def test_supersteps_say_whom_they_wait_for():
                 tasks[n].request(_pickled(("reduce", step, 3, tuple(described("sum", {})), 1)))
 
         comes(0, 0)
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["kind"] == "supersteps"
         assert found["waitsFor"].startswith("subtask 1, 2, which 1 of 3 wait for in step 0, since ")
         comes(2, 0)
         tasks[1].request(_pickled(("reduce", 0, 3, tuple(described("sum", {})), 1)))
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert (found["waitsFor"], found["progress"]) == ("", {"step": "1"})
 
 
-def test_alignment_says_who_is_slowest():
-    """The source that holds the others, where it is, and how many wait."""
+def test_alignment_names_the_slowest_source():
+    """The source that holds the others back, its time, and the number of waiting sources."""
     drift = dt.timedelta(seconds=10)
     with CoordinatorHarness(lambda context: AlignmentCoordinator(context, drift, None)) as harness:
         slow, quick = harness.evaluation(subtask=3), harness.evaluation(subtask=4)
         slow.request((None, dt.datetime(2026, 1, 1, tzinfo=dt.UTC)))
         with pytest.raises(RequestTimeout):
             quick.request(("b", dt.datetime(2026, 1, 2, tzinfo=dt.UTC)))
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["kind"] == "alignment"
         assert found["waitsFor"].startswith(
             "its source of subtask 3, which is at 2026-01-01 00:00:00+00:00: 1 other may not go on before, since "
         )
         assert found["progress"] == {"slowest": "2026-01-01 00:00:00+00:00", "waiting": "1"}
         slow.finish()
-        assert told(harness)[0]["waitsFor"] == ""
+        assert statistics_after(harness)[0]["waitsFor"] == ""
 
 
-def test_commits_say_who_stages():
-    """Tasks that stage are waited for, and counted."""
+def test_commits_count_staging_tasks():
+    """The wait names the number of tasks that stage."""
     with CoordinatorHarness(CommitCoordinator) as harness:
         one, two = harness.evaluation(subtask=0), harness.evaluation(subtask=1)
         one.send(1)
         one.finish()
-        found, _ = told(harness)
+        found, _ = statistics_after(harness)
         assert found["kind"] == "commit"
         assert found["waitsFor"].startswith("1 task to stage their rows, since ")
         assert found["progress"] == {"staging": "1", "staged": "1"}
         two.finish()
 
 
-def test_the_last_word_has_the_last_uses_and_of_those_before_them_what_was_not_told(monkeypatch):
+def test_final_statistics_include_unsent_counts_of_earlier_uses(monkeypatch):
     """However many uses there were: what of them is counted is told, that the driver's sums are of all."""
     monkeypatch.setattr(statistics_reporter, "_MAX_FINAL", 2)
     known, sums = {}, {}
     with CoordinatorHarness(Echo) as harness:
         for _ in range(4):
             harness.operators.add("operator", Echo, harness._host)
-        told(harness)
+        statistics_after(harness)
         harness.evaluation(subtask=0).finish()
-    taken(harness.operators.last_statistics(), known, sums)
+    merge(harness.operators.last_statistics(), known, sums)
     assert set(known) == {FROM_HARNESS, "operator/4", "operator/5"}
     assert known[FROM_HARNESS]["finished"] == sums["finished"] == 1

@@ -1,4 +1,4 @@
-"""Where states lie: what was written is read, whole, or a named error says why not."""
+"""State storage: a written state is read back completely, or a named error says why not."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def files(folder):
 
 
 @pytest.mark.parametrize("data", [b"", b"state", bytes(range(256)) * 4000], ids=["empty", "small", "1 MB"])
-def test_what_is_written_is_read(storage, tmp_path, data):
-    """The reference has its length and digest, and the file has the bytes as they are."""
+def test_a_written_state_is_read(storage, tmp_path, data):
+    """The reference has the length and the digest, and the file has exactly the bytes."""
     reference = storage.write("nightly", data, "jobs/of/mine")
     assert reference.length == len(data)
     assert reference.sha256 == hashlib.sha256(data).hexdigest()
@@ -37,7 +37,7 @@ def test_what_is_written_is_read(storage, tmp_path, data):
     assert (tmp_path / reference.name).read_bytes() == data
 
 
-def test_each_name_is_fresh(storage, tmp_path):
+def test_each_name_is_new(storage, tmp_path):
     """Nothing is overwritten, and a hint can be any text."""
     hints = ["a", "a", "a/b", "..", "", "Straße 7", "x" * 500, "\n", "*"]
     names = {storage.write(hint, b"1").name for hint in hints}
@@ -45,8 +45,8 @@ def test_each_name_is_fresh(storage, tmp_path):
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+-[0-9a-f]{32}", name) for name in names)
 
 
-def test_for_their_owner_alone(storage, tmp_path):
-    """Files and folders of a local storage are not for others, whatever the umask."""
+def test_files_are_private(storage, tmp_path):
+    """Other users cannot read files and folders of a local storage, whatever the umask."""
     before = os.umask(0)
     try:
         reference = storage.write("a", b"1", "one/two")
@@ -56,8 +56,8 @@ def test_for_their_owner_alone(storage, tmp_path):
     assert {stat.S_IMODE((tmp_path / folder).stat().st_mode) for folder in ("one", "one/two")} == {0o700}
 
 
-def test_on_the_disk_before_it_returns(storage, tmp_path, monkeypatch):
-    """The file is synced before its folder, and each folder above that may be new; the next state syncs what is new."""
+def test_a_write_is_synced_before_it_returns(storage, tmp_path, monkeypatch):
+    """The file is synced before its folder and each new folder above. The next write syncs only new folders."""
     synced = []
     real = os.fsync
 
@@ -85,8 +85,8 @@ def test_on_the_disk_before_it_returns(storage, tmp_path, monkeypatch):
     ],
     ids=["corrupt", "truncated", "emptied", "longer", "missing", "a folder"],
 )
-def test_not_as_it_was_written(storage, tmp_path, spoil, error, match):
-    """A named error, and nothing is deleted; others are fine."""
+def test_a_changed_state(storage, tmp_path, spoil, error, match):
+    """A named error is raised, and nothing is deleted. Other states can be read."""
     other = storage.write("a", b"other")
     reference = storage.write("a", b"state")
     spoil(tmp_path / reference.name)
@@ -99,8 +99,8 @@ def test_not_as_it_was_written(storage, tmp_path, spoil, error, match):
     assert storage.read(other) == b"other"
 
 
-def test_a_storage_that_is_gone(storage, tmp_path):
-    """A state of a folder that is not there, as its disk is not mounted, could not be read: it is not taken for one that is gone."""
+def test_a_missing_folder(storage, tmp_path):
+    """If a folder is missing because its disk is not mounted, the read fails; the state does not count as deleted."""
     reference = storage.write("a", b"1")
     tmp_path.rename(tmp_path.with_name("elsewhere"))
     with pytest.raises(StateStorageError, match="could not be read") as caught:
@@ -110,8 +110,8 @@ def test_a_storage_that_is_gone(storage, tmp_path):
     assert storage.read(reference) == b"1"
 
 
-def test_discard_is_repeatable_and_says_what_failed(storage, tmp_path):
-    """What is gone is fine; what cannot be deleted is reported, and stays."""
+def test_discard_is_repeatable_and_reports_failures(storage, tmp_path):
+    """A missing state is no error. A state that cannot be deleted is an error, and stays."""
     reference = storage.write("a", b"1", "folder")
     storage.discard(reference)
     storage.discard(reference)
@@ -126,14 +126,14 @@ def test_discard_is_repeatable_and_says_what_failed(storage, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/../../x", "/etc/passwd", "a//b", "a/.", "a\0b", "a\\b"])
 def test_names_stay_in_the_storage(storage, name):
-    """Whatever a reference says: nothing outside is read or deleted."""
+    """Whatever a reference contains, no file outside the storage is read or deleted."""
     for ask in (storage.read, storage.discard):
         with pytest.raises(StateCorrupt, match="no name"):
             ask(Reference(name, 1, ""))
 
 
 def test_listing(storage, tmp_path):
-    """Files of one folder, with their size and the time they were written; none without the folder."""
+    """The files of a folder, with sizes and write times; none without the folder."""
     assert storage.names("jobs") == []
     references = [storage.write("a", b"1" * length, "jobs") for length in (1, 2)]
     storage.write("a", b"1", "jobs/deeper")
@@ -147,8 +147,8 @@ def test_listing(storage, tmp_path):
     assert len(storage.names("jobs")) == 2
 
 
-def test_a_storage_that_does_not_tell_times(tmp_path):
-    """States have no age then, and its clock cannot be asked."""
+def test_a_storage_without_times(tmp_path):
+    """Without write times, states have no age, and the storage's clock raises."""
 
     storage = StateStorage(tmp_path)
     storage.write("a", b"1", "jobs")
@@ -158,8 +158,8 @@ def test_a_storage_that_does_not_tell_times(tmp_path):
         def __getattr__(self, name):
             return getattr(real, name)
 
-        def get_file_info(self, what):
-            found = real.get_file_info(what)
+        def get_file_info(self, selector):
+            found = real.get_file_info(selector)
             one = isinstance(found, pyarrow.fs.FileInfo)
             infos = [pyarrow.fs.FileInfo(info.path, info.type, size=info.size) for info in ([found] if one else found)]
             return infos[0] if one else infos
@@ -183,8 +183,8 @@ def test_a_storage_that_does_not_tell_times(tmp_path):
     ids=errno.errorcode.get,
 )
 @pytest.mark.parametrize("step", ["open", "fsync", "sync", "mkdir"])
-def test_full_or_read_only(storage, tmp_path, monkeypatch, number, words, step):
-    """Whatever step of a write fails: a named error that says what to do, nothing is left, and the next write is done."""
+def test_writes_that_fail(storage, tmp_path, monkeypatch, number, words, step):
+    """If any step of a write fails, a named error says what to do, nothing is left, and the next write succeeds."""
 
     def fails(*arguments):
         raise OSError(number, os.strerror(number))
@@ -198,8 +198,8 @@ def test_full_or_read_only(storage, tmp_path, monkeypatch, number, words, step):
     assert storage.read(storage.write("a", b"1", "jobs")) == b"1"
 
 
-def test_a_device_that_is_full(storage, tmp_path, monkeypatch):
-    """The kernel's own answer to a write for which there is no room."""
+def test_a_full_device(storage, tmp_path, monkeypatch):
+    """The kernel's own error for a write without room."""
     real = os.open
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda path, flags, *mode: real("/dev/full", os.O_WRONLY))
@@ -209,8 +209,8 @@ def test_a_device_that_is_full(storage, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_file_system_that_is_full(tmp_path):
-    """A small file system of its own: what was written before is read, nothing is left of what has no room; then read-only."""
+def test_a_full_file_system(tmp_path):
+    """A small file system: earlier states are read, and nothing is left of a write without room or when read-only."""
     if (
         os.getuid() != 0
         or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode
@@ -233,8 +233,8 @@ def test_a_file_system_that_is_full(tmp_path):
         subprocess.run(["umount", tmp_path], check=True)
 
 
-def test_who_is_interrupted_leaves_nothing(storage, tmp_path, monkeypatch):
-    """Also an interrupt in the middle of a write takes the file away."""
+def test_an_interrupted_write_leaves_nothing(storage, tmp_path, monkeypatch):
+    """An interrupt in the middle of a write removes the file, too."""
 
     def interrupted(descriptor):
         raise KeyboardInterrupt
@@ -260,15 +260,15 @@ def test_who_is_interrupted_leaves_nothing(storage, tmp_path, monkeypatch):
         ("/dev/null", StateStorageError, "no folder"),
     ],
 )
-def test_no_storage(uri, error, match):
-    """Unknown schemes, what is no URI, and folders that are not there: named errors, without the secrets."""
+def test_invalid_storages(uri, error, match):
+    """Unknown schemes, invalid URIs and missing folders give named errors that contain no secrets."""
     with pytest.raises(error, match=match) as caught:
         StateStorage(uri)
     assert "very-secret" not in f"{caught.value} {caught.value.__cause__}"
 
 
-def test_the_ways_to_name_one_folder(tmp_path, monkeypatch):
-    """A path, a relative one, a URI, a file system with a path, and a folder of one are the same storage."""
+def test_all_forms_of_a_folder(tmp_path, monkeypatch):
+    """An absolute path, a relative one, a URI, and file systems with a path or a base folder are the same storage."""
     reference = StateStorage(tmp_path).write("a", b"1", "jobs")
     local = pyarrow.fs.LocalFileSystem()
     monkeypatch.chdir(tmp_path.parent)
@@ -286,8 +286,8 @@ def test_the_ways_to_name_one_folder(tmp_path, monkeypatch):
         assert stat.S_IMODE(mode) == 0o600, storage
 
 
-def test_another_file_system_of_the_callers(tmp_path):
-    """One that is written in Python: all of the same, its own way."""
+def test_a_file_system_in_python(tmp_path):
+    """A file system that is written in Python behaves in the same way."""
     fsspec = pytest.importorskip("fsspec")
     memory = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory")))
     storage = StateStorage("states", memory)

@@ -1,4 +1,4 @@
-"""Supersteps without Spark: who comes to which step, and what becomes of the values."""
+"""Supersteps without Spark: which subtask reaches which step, and how values are reduced."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SUM = Described("sum")
 @settings(deadline=None)
 @given(st.data())
 def test_any_order(data):
-    """In whatever order subtasks come to each step, each step has all values, in the order of subtasks."""
+    """In whatever order subtasks reach a step, the step has all values in the order of subtasks."""
     subtasks = data.draw(st.integers(1, 5))
     gathering = Gathering("x", subtasks)
     for step in range(data.draw(st.integers(0, 4))):
         order = data.draw(st.permutations(range(subtasks)))
-        answers = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
-        assert answers[:-1] == [None] * (subtasks - 1)
-        assert answers[-1] == [(step, subtask) for subtask in range(subtasks)]
+        results = [gathering.add(subtask, step, SUM, (step, subtask)) for subtask in order]
+        assert results[:-1] == [None] * (subtasks - 1)
+        assert results[-1] == [(step, subtask) for subtask in range(subtasks)]
     for subtask in data.draw(st.permutations(range(subtasks))):
         last = gathering.end(subtask)
     assert last
@@ -41,8 +41,8 @@ def test_any_order(data):
 
 @settings(deadline=None)
 @given(st.data())
-def test_who_differs_is_named(data):
-    """Where tasks call reduce a different number of times, the error names one that ended and one that waits; nobody hangs."""
+def test_a_different_number_of_calls(data):
+    """If tasks call reduce a different number of times, the error names one that ended and one that waits."""
     subtasks = data.draw(st.integers(2, 4))
     calls = data.draw(
         st.lists(st.integers(0, 3), min_size=subtasks, max_size=subtasks).filter(lambda c: len(set(c)) > 1)
@@ -65,7 +65,7 @@ def test_who_differs_is_named(data):
 
 
 def test_other_differences():
-    """Another reducer, another step, a second time: each is an error that names the subtask."""
+    """Another reducer, another step, a second call: each is an error that names the subtask."""
     gathering = Gathering("operator 'x'", 3)
     gathering.add(1, 0, SUM, 1)
     for subtask, step, reducer, words in (
@@ -116,7 +116,7 @@ def test_other_differences():
     ],
 )
 def test_reducers(op, values, expected):
-    """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, own functions; None takes no part."""
+    """Numbers, numpy and Arrow arrays, tables, lists, text, bytes, and functions. A value of None is left out."""
     before = copy.deepcopy(values)
     result = reduced(described(op, {}), values)
     assert pickle.dumps(values) == pickle.dumps(before)
@@ -125,14 +125,14 @@ def test_reducers(op, values, expected):
 
 @pytest.mark.parametrize("one", [True, np.True_, np.array([True]), pa.array([True])])
 def test_the_sum_of_one_boolean(one):
-    """It is a number too, as with more tasks."""
+    """The sum of one boolean is a number, as with more tasks."""
     assert type(reduced(SUM, [one])) is type(reduced(SUM, [one, one]))
     assert np.asarray(reduced(SUM, [one])).dtype.kind == "i"
     assert reduced(SUM, [one]) == (pa.array([1]) if isinstance(one, pa.Array) else 1)
 
 
 def test_sums_are_reproducible():
-    """A sum of floating point numbers is made in the order of subtasks, whoever comes first."""
+    """Floating point numbers are added in the order of subtasks, whichever arrives first."""
     values = {subtask: 0.1 * 3**subtask for subtask in range(8)}
     expected = 0.0
     for subtask in range(8):
@@ -154,14 +154,14 @@ def test_sums_are_reproducible():
         ("concat", [1, 2], "no concatenation of number"),
     ],
 )
-def test_values_that_do_not_go_together(op, values, words):
-    """They are an error that says of what kinds and shapes they are."""
+def test_values_that_cannot_be_reduced_together(op, values, words):
+    """The error has their kinds and shapes."""
     with pytest.raises(SuperstepsFailed, match=words):
         reduced(Described(op), values)
 
 
-def test_reducers_that_are_none():
-    """A name that is none, what cannot be called, and what cannot be pickled."""
+def test_invalid_reducers():
+    """An unknown name, an object that cannot be called, and one that cannot be pickled."""
     lock = threading.Lock()
     with pytest.raises(OperatorMisused, match="'average' is none of them"):
         described("average", {})
@@ -172,11 +172,11 @@ def test_reducers_that_are_none():
 
 
 class Task:
-    """A task's side on a scripted evaluation; its requests are answered later, as its peers come."""
+    """The side of a task, with a scripted evaluation whose requests get their replies when the peers arrive."""
 
     def __init__(self, harness, subtask, subtasks=2, stage_attempt=0):
         self.evaluation = harness.evaluation(subtask, partitions=subtasks, stage_attempt=stage_attempt)
-        self.subtask, self.asked, self.step = subtask, [], 0
+        self.subtask, self.requests, self.step = subtask, [], 0
         self.steps = SuperstepContext(self, subtasks, 60.0)
 
     def send(self, event):
@@ -185,8 +185,8 @@ class Task:
     def request(self, request, timeout):
         return self.evaluation.request(request)
 
-    def come(self, value, op="sum"):
-        """Comes to the next step; answers nothing yet."""
+    def reduce_next(self, value, op="sum"):
+        """Calls reduce for the next step. Returns None while the step waits for other subtasks."""
         try:
             return self.steps.reduce(value, op)
         except SuperstepsFailed as error:
@@ -194,7 +194,7 @@ class Task:
                 raise
             return None
 
-    def gets(self):
+    def receive(self):
         stopped, value = pickle.loads(self.evaluation.reply()[1:])
         self.steps.step += 1
         return (value, stopped)
@@ -205,13 +205,13 @@ def harness_of(stop_when=None, timeout=600.0):
 
 
 def test_two_tasks():
-    """Both get the one value, step after step, and the stop of the driver's function."""
+    """Both get the same value in each step, and the stop of the driver's function."""
     with harness_of(lambda step, value: step == 1) as harness:
         one, other = Task(harness, 0), Task(harness, 1)
         for step in range(3):
-            one.come(step)
-            assert other.come(10) == step + 10
-            assert one.gets() == (step + 10, step >= 1)
+            one.reduce_next(step)
+            assert other.reduce_next(10) == step + 10
+            assert one.receive() == (step + 10, step >= 1)
         assert other.steps.stopped
         assert harness.operators.progress() == {"operator/1": {"step": 3, "stopped": True}}
         one.evaluation.finish(), other.evaluation.finish()
@@ -219,161 +219,163 @@ def test_two_tasks():
 
 
 def test_a_large_value():
-    """It travels in pieces, both ways."""
+    """A large value travels in pieces in both directions."""
     with harness_of() as harness:
         task = Task(harness, 0, subtasks=1)
         value = np.arange(3_000_000)  # 24 MB
-        assert np.array_equal(task.come(value), value)
-        assert task.come(b"x" * (8 << 20), "concat") == b"x" * (8 << 20)
+        assert np.array_equal(task.reduce_next(value), value)
+        assert task.reduce_next(b"x" * (8 << 20), "concat") == b"x" * (8 << 20)
 
 
-def test_values_around_a_piece():
-    """Whatever the size of a value, it arrives as it was sent; None of it stays with the coordinator."""
+def test_values_about_the_size_of_a_piece():
+    """A value of any size arrives unchanged. None of it stays with the coordinator."""
     with harness_of() as harness:
         task = Task(harness, 0, subtasks=1)
         for size in (0, 1, *range((4 << 20) - 70, (4 << 20) + 70, 20), 8 << 20, (12 << 20) - 60):
-            assert task.come(b"x" * size, "concat") == b"x" * size
+            assert task.reduce_next(b"x" * size, "concat") == b"x" * size
         assert harness.coordinator._pieces == {}
-        own = task.come([lambda: 7], "concat")  # what only cloudpickle knows
-        assert own[0]() == 7
+        functions = task.reduce_next([lambda: 7], "concat")  # an object that only cloudpickle can pickle
+        assert functions[0]() == 7
 
 
-def test_what_the_driver_keeps():
-    """Two hundred steps of 4 MB leave on the driver what one leaves, whatever duplicates may come: nothing grows with the steps."""
+def test_memory_of_the_driver():
+    """After two hundred steps of 4 MB, the driver holds as much as after one, whatever duplicates arrive."""
     with harness_of() as harness:
         tasks = [Task(harness, subtask) for subtask in (0, 1)]
         value = bytes((4 << 20) - 1000)
-        kept = []
+        driver_memory = []
         tracemalloc.start()
         try:
             for step in range(200):
-                tasks[0].come(value, "max")
-                assert len(tasks[1].come(value, "max")) == len(tasks[0].gets()[0]) == len(value)
+                tasks[0].reduce_next(value, "max")
+                assert len(tasks[1].reduce_next(value, "max")) == len(tasks[0].receive()[0]) == len(value)
                 for task in tasks:
-                    task.evaluation._replies.clear()  # the test's own
+                    task.evaluation._replies.clear()  # referenced by the test itself
                 if step % 10 == 9:
-                    kept.append(tracemalloc.get_traced_memory()[0])
+                    driver_memory.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        assert max(kept) < 40 << 20
+        assert max(driver_memory) < 40 << 20
         assert harness.failure is None
 
 
 def test_a_task_fails():
-    """Its peers' step fails at once; the next attempt at the stage begins anew, and nobody of the old one gets an answer."""
+    """The step of its peers fails at once. The next stage attempt starts again, and old attempts get no replies."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
-        one.come(1)
+        one.reduce_next(1)
         other.evaluation.fail("boom")
         with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
-            one.gets()
+            one.receive()
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
         with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
-            one.come(5)
+            one.reduce_next(5)
         with pytest.raises(SuperstepsFailed, match="of an attempt at its stage that is over"):
-            Task(harness, 0).come(5)  # one of the attempt before that begins late
-        again[1].come(4)
-        assert again[0].come(3) == 7
+            Task(harness, 0).reduce_next(5)  # a task of the previous attempt that starts late
+        again[1].reduce_next(4)
+        assert again[0].reduce_next(3) == 7
         assert harness.failure is None
 
 
-def test_a_peer_that_ends_behind_a_failure():
-    """A task whose step failed with another may end before Spark ends it: that is no difference between tasks."""
+def test_a_peer_that_ends_after_a_failure():
+    """A task whose step failed with another may end before Spark ends it: that does not count as a difference."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
-        one.come(1)
+        one.reduce_next(1)
         other.evaluation.fail("boom")
         one.evaluation.finish()
         late = Task(harness, 1, stage_attempt=0)
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
         late.evaluation.abandon()
-        again[0].come(1)
-        assert again[1].come(2) == 3
+        again[0].reduce_next(1)
+        assert again[1].reduce_next(2) == 3
         assert harness.failure is None
 
 
-def test_without_the_others():
-    """Where Spark runs some of the tasks again only, their step fails, so that all run again."""
+def test_a_partial_rerun():
+    """If Spark runs only some of the tasks again, their step fails, so that all of them run again."""
     with harness_of() as harness:
         task = Task(harness, 1, subtasks=4)
         task.steps.subtasks = 2
         with pytest.raises(SuperstepsFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
-            task.come(1)
+            task.reduce_next(1)
         assert harness.failure is None
 
 
 def test_a_difference_fails_the_topology():
-    """Another attempt would go the same way: tasks that call differently fail the topology by name."""
+    """Another attempt would have the same result, so tasks that call differently fail the topology."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
-        one.come(1)
+        one.reduce_next(1)
         other.evaluation.finish()
         assert isinstance(harness.failure, SuperstepsFailed)
         assert "subtask 1 ended after 0 steps, but subtask 0 waits in step 0" in str(harness.failure)
         with pytest.raises(Exception, match="subtask 1 ended"):
-            one.gets()
+            one.receive()
 
 
-def test_a_result_that_cannot_travel():
-    """It fails the topology by name, and nobody waits for it."""
+def test_a_result_that_cannot_be_pickled():
+    """A result that cannot be pickled fails the topology with a named error, and no task waits for it."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
-        one.come(1, lambda a, b: (n for n in (a, b)))
+        one.reduce_next(1, lambda a, b: (n for n in (a, b)))
         with pytest.raises(Exception, match="step 0 could not be reduced: TypeError"):
-            other.come(2, lambda a, b: (n for n in (a, b)))
+            other.reduce_next(2, lambda a, b: (n for n in (a, b)))
         with pytest.raises(Exception, match="step 0 could not be reduced"):
-            one.gets()
+            one.receive()
         assert isinstance(harness.failure, SuperstepsFailed)
 
 
-def own(first: int) -> Any:
-    """Two reducers of one name; that of subtask 1 is the other one when a function is made for each."""
+def own_reducers(first: int) -> Any:
+    """Two reducers with the same name. If a new function is created for each, subtask 1 gets the second."""
     return (lambda a, b: a + b) if first else (lambda a, b: a * b)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("reducers", [own, lambda subtask: lambda a, b: a + b + subtask], ids=["code", "closure"])
-def test_own_reducers_that_differ(order, reducers):
-    """Whoever comes last: functions of one name that are not the same fail the topology, with the names of both subtasks."""
+@pytest.mark.parametrize(
+    "reducers", [own_reducers, lambda subtask: lambda a, b: a + b + subtask], ids=["code", "closure"]
+)
+def test_different_reducers_of_one_name(order, reducers):
+    """In whatever order they arrive, different functions of one name fail the topology and name both subtasks."""
     with harness_of() as harness:
         tasks = [Task(harness, 0), Task(harness, 1)]
         first, last = order
-        tasks[first].come(3, reducers(first))
+        tasks[first].reduce_next(3, reducers(first))
         with pytest.raises(
             SuperstepsFailed, match=f"subtask {last} reduces by another function than subtask {first}: both"
         ):
-            tasks[last].come(4, reducers(last))
+            tasks[last].reduce_next(4, reducers(last))
         assert isinstance(harness.failure, SuperstepsFailed)
         with pytest.raises(RequestFailed, match=f"in step 0 subtask {last} reduces by another function"):
-            tasks[first].gets()
+            tasks[first].receive()
 
 
-def test_an_own_reducer_that_is_made_anew():
-    """A function that each task makes for itself, in each step, is the same one, with what it holds in that step."""
+def test_a_reducer_that_each_task_creates():
+    """A function that each task creates in each step counts as the same, including the values that it captures."""
     with harness_of() as harness:
         one, other = Task(harness, 0), Task(harness, 1)
         for step in range(200):
-            one.come(step, lambda a, b, step=step: a + b + step)
-            assert other.come(10, lambda a, b, step=step: a + b + step) == 2 * step + 10
-            one.gets()
+            one.reduce_next(step, lambda a, b, step=step: a + b + step)
+            assert other.reduce_next(10, lambda a, b, step=step: a + b + step) == 2 * step + 10
+            one.receive()
         assert harness.failure is None
         assert 0 < len(one.steps._known) <= 64
 
 
 def test_a_reducer_that_raises():
-    """It fails the topology, with its exception as the cause."""
+    """An error of a reducer fails the topology, with the exception as the cause."""
     with harness_of() as harness:
         task = Task(harness, 0, subtasks=1)
         with pytest.raises(Exception, match="step 0 could not be reduced"):
-            Task.come(task, [1], "sum")
+            Task.reduce_next(task, [1], "sum")
         assert isinstance(harness.failure.__cause__, SuperstepsFailed)
 
 
-def test_who_is_late_is_named():
-    """A step that waits for longer than its timeout fails, and says for whom."""
+def test_late_subtasks_are_named():
+    """A step that waits for longer than its timeout fails, and names the missing subtasks."""
     with harness_of(timeout=0.05) as harness:
         tasks = [Task(harness, subtask, subtasks=3) for subtask in range(3)]
-        tasks[1].come(1)
+        tasks[1].reduce_next(1)
         harness.coordinator._groups[0, 0].since -= 1
         harness.advance(2)
         assert "1 subtasks have waited in step 0 for these: 0, 2" in str(harness.failure)

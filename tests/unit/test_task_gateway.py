@@ -1,4 +1,4 @@
-"""A task's gateway whose coordinator handles nothing: whoever waits gives up in time, and says whom it waited for."""
+"""A task's gateway whose coordinator handles nothing: waits end in time, and their errors name the coordinator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagecrew.worker.evaluations import Bound, TaskGateway
 
 
 class Connection:
-    """To an executor from which nothing comes: a wait takes as long as it may, by the test's clock."""
+    """A connection on which nothing arrives: a wait takes its full time on the test's clock."""
 
     def __init__(self):
         self.now, self.waits, self.frames = 100.0, [], []
@@ -46,7 +46,7 @@ class Connection:
 
 @pytest.fixture
 def connection(monkeypatch):
-    """The connection, whose clock is the gateway's too."""
+    """The connection, whose clock the gateway uses, too."""
     made = Connection()
     monkeypatch.setattr(evaluations, "time", types.SimpleNamespace(monotonic=lambda: made.now, sleep=lambda _: None))
     return made
@@ -54,19 +54,19 @@ def connection(monkeypatch):
 
 @pytest.fixture
 def gateway(connection):
-    """A gateway with a request.timeout of 30 s that has sent as much as may be unhandled."""
+    """A gateway with a request.timeout of 30 s that has sent as many messages as may be unhandled."""
     context = types.SimpleNamespace(
         taskAttemptId=lambda: 1, attemptNumber=lambda: 0, stageId=lambda: 0, partitionId=lambda: 0
     )
     made = TaskGateway(connection, Bound("b", "the operator", "t", None, 1 << 20, 30.0), 0, context)
-    made._flusher = object()  # nothing is flushed later
+    made._flusher = object()  # no flush later
     for _ in range(WINDOW):
         made.send(b"x")
     return made
 
 
-def test_a_send_that_finds_no_room(gateway, connection):
-    """It asks for room, gives up after request.timeout without progress, and names who is slow, and how far behind."""
+def test_a_send_without_credit(gateway, connection):
+    """A send requests credit, fails after request.timeout without progress, and names operator and backlog."""
     with pytest.raises(
         stagecrew.RequestTimeout,
         match=f"'the operator' has {WINDOW} messages of this task, of {2 * WINDOW} bytes.* within 30 s",
@@ -76,29 +76,29 @@ def test_a_send_that_finds_no_room(gateway, connection):
     assert connection.frames[-1] == "CREDIT"
 
 
-def test_a_send_goes_on_when_something_is_handled(gateway, connection):
-    """What is handled makes room, and is what a send waits for."""
+def test_a_send_continues_when_a_message_is_handled(gateway, connection):
+    """Each handled message gives credit, for which a send waits."""
     connection.handled = Frame("HANDLED", {"sequence": 1})
     gateway.send(b"x")
     assert connection.waits == [30.0]
 
 
-def test_room_that_comes_between_two_looks(gateway, connection):
-    """What another thread reads while a sender looks for room is not missed: the sender goes on."""
-    look = gateway._has_room
+def test_credit_that_arrives_between_two_checks(gateway, connection):
+    """If another thread reads the credit while a sender checks for it, the sender continues."""
+    real_has_room = gateway._has_room
 
-    def looks(size):
-        found = look(size)
-        gateway._handled = WINDOW  # by whoever reads, behind the look
+    def has_room_with_late_credit(size):
+        found = real_has_room(size)
+        gateway._handled = WINDOW  # the other reader, just after the check
         return found
 
-    gateway._has_room = looks
+    gateway._has_room = has_room_with_late_credit
     gateway.send(b"one more")
     assert connection.waits == []
 
 
-def test_the_timeout_of_a_request_is_for_all_that_it_waits_for(gateway, connection):
-    """Room and reply together: no request takes longer than was asked for."""
+def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
+    """The waits for credit and for the reply together take at most the timeout of the request."""
     with pytest.raises(stagecrew.RequestTimeout, match=r"within 0\.5 s"):
         gateway.request(b"x", timeout=0.5)
     assert connection.waits == [0.5]
@@ -111,8 +111,8 @@ def test_the_timeout_of_a_request_is_for_all_that_it_waits_for(gateway, connecti
     assert connection.now - began == 2.0
 
 
-def test_a_reply_that_nobody_waits_for(gateway, connection):
-    """It is not kept."""
+def test_a_reply_without_a_waiting_request(gateway, connection):
+    """A late reply is dropped."""
     connection.handled = Frame("HANDLED", {"sequence": 1})
     with pytest.raises(stagecrew.RequestTimeout):
         gateway.request(b"x", timeout=2.0)
@@ -120,8 +120,8 @@ def test_a_reply_that_nobody_waits_for(gateway, connection):
     assert gateway._replies == {}
 
 
-def test_more_is_asked_for_while_the_last_is_worked_on(gateway, connection):
-    """Another thread that waits must not starve while what this one took is large, or the last of many."""
+def test_more_events_are_requested_while_one_is_handled(gateway, connection):
+    """Another waiting thread must not starve while this one handles a large event, or the last of many."""
 
     def arrive(*events):
         gateway.took(Frame("EVENTS", {"first": 1, "payloads": events}))
@@ -138,20 +138,20 @@ def test_more_is_asked_for_while_the_last_is_worked_on(gateway, connection):
     assert connection.frames.count("CREDIT_REQUEST") == 3
 
 
-def test_what_was_kept_back_is_sent_before_a_task_takes_its_next_event(gateway, connection):
-    """Also when that is here already: the task may work on it for long."""
+def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
+    """Held back messages are sent even if the next event has arrived: the task may work on it for long."""
     gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
     gateway.took(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
     gateway.send(b"x")
-    gateway.send(b"x")  # in a hurry: it is kept back
+    gateway.send(b"x")  # a quick message: it is held back
     assert gateway._kept
     next(gateway.events())
     assert not gateway._kept
     assert connection.frames[-1] == "EVENTS"
 
 
-def test_the_end_is_for_all_who_receive(gateway):
-    """And for whoever asks again."""
+def test_the_end_reaches_all_receivers(gateway):
+    """The end also reaches later calls."""
     gateway.took(Frame("EVENTS", {"first": 1, "payloads": [b"\0", END]}))
     assert list(gateway.events()) == [b""]
     assert list(gateway.events()) == []
@@ -159,7 +159,7 @@ def test_the_end_is_for_all_who_receive(gateway):
 
 @pytest.mark.parametrize("call", [lambda gateway: next(gateway.events()), lambda gateway: gateway.request(b"x", 60)])
 def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call):
-    """It is told, and not left behind in its worker."""
+    """A waiting thread is notified, and does not stay in its worker."""
     gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
 
     def wait(found, _seconds):

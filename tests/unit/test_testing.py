@@ -1,4 +1,4 @@
-"""`stagecrew.testing.opened`: functions that use listeners, tested without Spark."""
+"""`stagecrew.testing.opened`: tests of functions that use listeners, without Spark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stagecrew.testing import opened
 
 
 class Pool(Listener):
-    """Writes down what happens to it."""
+    """Records its calls."""
 
     scope = Scope.EXECUTOR
 
@@ -31,14 +31,14 @@ class Pool(Listener):
 
 @resource
 def numbers(context, first):
-    """Yields a list, which its end empties."""
+    """Yields a list, and empties it at the end."""
     value = [first]
     yield value
     value.clear()
 
 
 def test_a_fake_value():
-    """`get` answers the fake, also None, and nothing is opened."""
+    """`get` returns the fake, also None, and nothing is opened."""
     pool = Pool("a")
     for fake in ("fake", None):
         with opened(pool, value=fake) as value:
@@ -47,18 +47,18 @@ def test_a_fake_value():
     assert pool.events == []
 
 
-def test_two_that_look_the_same():
-    """Of two listeners with equal arguments each answers its own value, in whatever order they were opened."""
+def test_two_equal_listeners():
+    """Of two listeners with equal arguments, each has its own value, in whatever order they were opened."""
     one, two = numbers(1), numbers(1)
     with opened(one, value="one"), opened(two, value="two"):
         assert (one.get(), two.get()) == ("one", "two")
-        assert numbers(1).get() == "two"  # a look-alike: the innermost
+        assert numbers(1).get() == "two"  # an equal listener gets the innermost value
     with pytest.raises(ResourceNotOpen):
         one.get()
 
 
-def test_really_opened():
-    """Without a value the listener is opened as on an executor called `test`, and closed at the end."""
+def test_opened_without_a_value():
+    """Without a value, the listener is opened as on an executor called `test`, and closed at the end."""
     pool = Pool("a")
     with opened(pool) as value:
         assert value is pool
@@ -83,7 +83,7 @@ def test_closed_when_the_body_raises():
 
 
 def test_closed_when_open_raises():
-    """As on an executor: one close for each attempted open; the exception is open's."""
+    """As on an executor, each attempted open has one close. The exception of `open` is raised."""
     pool = Pool("a", fails=True)
     with pytest.raises(OSError, match="no database"), opened(pool):
         raise AssertionError("the body must not run")
@@ -93,7 +93,7 @@ def test_closed_when_open_raises():
 
 
 def test_several_and_others():
-    """Each answers for itself; one that is not opened raises, with the reason."""
+    """Each has its own value. A listener that is not opened raises, with the reason."""
     one, two, other = numbers(1), numbers(2), numbers(3)
     with opened(one, value="one"), opened(two, value="two"):
         assert (one.get(), two.get()) == ("one", "two")
@@ -106,12 +106,12 @@ def test_several_and_others():
             other.get()
 
 
-def test_in_other_threads_and_for_functions_that_travelled():
-    """A thread asks for the same, and so does a function that was pickled like a task's."""
-    made, answers = numbers(1), []
+def test_in_other_threads_and_pickled_functions():
+    """Threads and pickled functions get the same value."""
+    made, values = numbers(1), []
     with opened(made, value="fake"):
-        thread = threading.Thread(target=lambda: answers.append(made.get()))
+        thread = threading.Thread(target=lambda: values.append(made.get()))
         thread.start()
         thread.join(10)
-        answers.append(pickle.loads(cloudpickle.dumps(lambda: made.get()))())
-    assert answers == ["fake", "fake"]
+        values.append(pickle.loads(cloudpickle.dumps(lambda: made.get()))())
+    assert values == ["fake", "fake"]

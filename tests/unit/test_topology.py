@@ -1,4 +1,4 @@
-"""How topologies begin and end in threads, against a driver that is only told of them. No JVM runs here."""
+"""How topologies begin and end in threads, with a fake driver. No JVM runs here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
-from stagecrew.listeners.listener import LEFT, PROPERTY
+from stagecrew.listeners.resolution import LEFT, PROPERTY
 from stagecrew.session.builder import Crew
 from stagecrew.session.topology import Topology
 from stagecrew.wire.frames import decode_all
 
 
 class Context:
-    """A SparkContext's local properties and job tags: each thread has its own."""
+    """A SparkContext's local properties and job tags. Each thread has its own."""
 
     def __init__(self) -> None:
         self._jsc: Any = object()
@@ -26,44 +26,44 @@ class Context:
         self.master, self.pythonExec, self.environment, self._python_includes = "yarn", "python", {}, []
 
     @property
-    def here(self) -> dict[str, Any]:
+    def thread_state(self) -> dict[str, Any]:
         if self._jsc is None:
             raise AttributeError("'NoneType' object has no attribute 'getLocalProperty'")
         return self._here.__dict__.setdefault("all", {"property": None, "tags": set()})
 
     def getLocalProperty(self, key: str) -> str | None:
         assert key == PROPERTY
-        return self.here["property"]
+        return self.thread_state["property"]
 
     @property
-    def left(self) -> str | None:
+    def ended_here(self) -> str | None:
         """The ids of the topologies that have ended in this thread."""
-        return self._here.__dict__.get("left")
+        return self._here.__dict__.get("ended_here")
 
     def setLocalProperty(self, key: str, value: str | None) -> None:
         if key == LEFT:
-            self._here.left = value
+            self._here.ended_here = value
             return
         assert key == PROPERTY
-        self.here["property"] = value
+        self.thread_state["property"] = value
 
     def addJobTag(self, tag: str) -> None:
-        self.here["tags"].add(tag)
+        self.thread_state["tags"].add(tag)
 
     def removeJobTag(self, tag: str) -> None:
-        self.here["tags"].discard(tag)
+        self.thread_state["tags"].discard(tag)
 
     def stop(self) -> None:
         self._jsc = None
 
 
 class Driver:
-    """The driver's side: what is active, what was asked of it, and what it says still runs."""
+    """The driver's side: the active topologies, the recorded calls, and the activities that it reports."""
 
     def __init__(self) -> None:
         self.parents: dict[str, str | None] = {}
         self.ended: list[str] = []
-        self.asked: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []
         self.activities: list[dict[str, list[Any]]] = []
         self.report = lambda _: '{"topologies": []}'
 
@@ -77,10 +77,10 @@ class Driver:
         self.parents[body["id"]] = parent
 
     def cancel(self, topology: str, _reason: str) -> None:
-        self.asked.append(("cancel", topology))
+        self.calls.append(("cancel", topology))
 
     def stopQueries(self, topology: str) -> None:
-        self.asked.append(("stop", topology))
+        self.calls.append(("stop", topology))
 
     def activity(self, _topology: str) -> str:
         idle: dict[str, list[Any]] = {"jobs": [], "executions": [], "queries": []}
@@ -98,7 +98,7 @@ class Driver:
 
 @pytest.fixture
 def crew() -> Any:
-    """A crew whose driver refuses to begin a topology inside one that has ended."""
+    """A crew whose driver refuses to begin a topology inside an ended one."""
     made: Any = Crew(Context(), Driver())
     return made
 
@@ -107,120 +107,120 @@ def topology(crew: Any, name: str) -> Topology:
     return crew.topology(name)
 
 
-def marks(crew: Any, *inside: Topology, before: str | None = None) -> bool:
-    """Whether this thread is marked as being in these, innermost last, and in no other."""
-    here = crew.context.here
-    return here == {"property": inside[-1].id if inside else before, "tags": {one.tag for one in inside}}
+def is_in(crew: Any, *inside: Topology, before: str | None = None) -> bool:
+    """Returns whether this thread is in exactly these topologies, innermost last."""
+    thread_state = crew.context.thread_state
+    return thread_state == {"property": inside[-1].id if inside else before, "tags": {one.tag for one in inside}}
 
 
 def in_thread(f: Callable[[], Any]) -> Any:
-    """What `f` answers in another thread."""
-    answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(f()))
+    """Returns the result of `f` in another thread."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(f()))
     thread.start()
     thread.join(10)
-    return answers[0]
+    return results[0]
 
 
-def test_nested_topologies_mark_the_thread(crew):
-    """Inside, the thread has the mark of the innermost and the tags of all; afterwards, what it had before."""
+def test_nested_topologies_set_the_property_and_tags(crew):
+    """Inside, the thread has the property of the innermost topology and the tags of all. Then it is as before."""
     crew.context.setLocalProperty(PROPERTY, "somebody's")
     with topology(crew, "a") as a:
-        assert marks(crew, a)
+        assert is_in(crew, a)
         with topology(crew, "b") as b:
-            assert marks(crew, a, b)
+            assert is_in(crew, a, b)
             assert crew.connection.facade.parents == {a.id: None, b.id: a.id}
-        assert marks(crew, a)
-    assert marks(crew, before="somebody's")
+        assert is_in(crew, a)
+    assert is_in(crew, before="somebody's")
     assert crew.active == ()
     assert crew.connection.facade.ended == [b.id, a.id]
 
 
 def test_closed_out_of_order(crew):
-    """Closing the outer one ends the inner one with it; the thread is clean, and another topology begins."""
+    """Closing the outer topology ends the inner one. The thread is then in none, and another topology can begin."""
     a, b = topology(crew, "a").start(), topology(crew, "b").start()
     a.close()
-    assert marks(crew)
+    assert is_in(crew)
     assert crew.active == ()
     assert crew.connection.facade.ended == [b.id, a.id]
     with pytest.raises(TopologyClosed, match="is closed"):
         b.wrap(print)()
     b.close()
-    assert marks(crew)
+    assert is_in(crew)
     with topology(crew, "c") as c:
-        assert marks(crew, c)
+        assert is_in(crew, c)
     assert crew.connection.facade.parents[c.id] is None
-    assert marks(crew)
+    assert is_in(crew)
 
 
 def test_the_middle_one_is_closed_first(crew):
-    """The thread is then in the innermost that is still active, and the next one begins in that."""
+    """The thread is then in the innermost active topology, and the next one begins inside that."""
     with topology(crew, "a") as a:
         b, c = topology(crew, "b").start(), topology(crew, "c").start()
         b.close()
-        assert marks(crew, a)
+        assert is_in(crew, a)
         with topology(crew, "d") as d:
             assert crew.connection.facade.parents[d.id] == a.id
             c.close()
-            assert marks(crew, a, d)
-    assert marks(crew)
+            assert is_in(crew, a, d)
+    assert is_in(crew)
 
 
 def test_closed_in_another_thread(crew):
-    """It ends; the thread that started it loses the mark when it next starts, wraps or closes one, and all works there."""
+    """The topology ends. Its own thread leaves it at the thread's next start, wrap or close."""
     for clean in (lambda one: one.close(), lambda _: topology(crew, "next").start().close()):
         one = topology(crew, "one").start()
         in_thread(one.close)
         assert one.has_ended
         clean(one)
-        assert marks(crew)
+        assert is_in(crew)
     one, two = topology(crew, "one").start(), topology(crew, "two")
     in_thread(one.close)
     two.start()
     assert crew.connection.facade.parents[two.id] is None
-    assert marks(crew, two)
+    assert is_in(crew, two)
     two.wrap(lambda: None)()
-    assert marks(crew, two)
+    assert is_in(crew, two)
     two.close()
-    assert marks(crew)
+    assert is_in(crew)
 
 
 def test_started_elsewhere_closed_here(crew):
-    """Closing a topology of another thread leaves this thread's own marks as they are."""
-    with topology(crew, "mine") as mine:
+    """Closing a topology of another thread does not change the topologies of this thread."""
+    with topology(crew, "mine") as own_topology:
         other = in_thread(topology(crew, "other").start)
         assert crew.connection.facade.parents[other.id] is None
         other.close()
-        assert marks(crew, mine)
-    assert marks(crew)
+        assert is_in(crew, own_topology)
+    assert is_in(crew)
 
 
 def test_wrapped_in_its_own_thread(crew):
-    """A wrapped function that is called inside its topology leaves the thread in it."""
+    """After a wrapped function that is called inside its topology, the thread is still in it."""
     with topology(crew, "a") as a:
         with topology(crew, "b") as b:
-            assert a.wrap(lambda: marks(crew, b, a))()
-            assert marks(crew, a, b)
-        assert a.wrap(lambda: marks(crew, a))()
-        assert marks(crew, a)
-    assert marks(crew)
+            assert a.wrap(lambda: is_in(crew, b, a))()
+            assert is_in(crew, a, b)
+        assert a.wrap(lambda: is_in(crew, a))()
+        assert is_in(crew, a)
+    assert is_in(crew)
 
 
 def test_wrapped_in_another_thread(crew):
-    """It takes part there, what begins inside lies in the topology, and the thread is then as it was."""
+    """The thread is in the topology during the call, also for topologies that begin inside. Then it is as before."""
 
     def work() -> bool:
-        assert marks(crew, a)
+        assert is_in(crew, a)
         with topology(crew, "inner") as inner:
             assert crew.connection.facade.parents[inner.id] == a.id
-        return marks(crew, a)
+        return is_in(crew, a)
 
     with topology(crew, "a") as a:
-        assert in_thread(lambda: (a.wrap(work)(), marks(crew))) == (True, True)
+        assert in_thread(lambda: (a.wrap(work)(), is_in(crew))) == (True, True)
 
 
-def test_a_thread_that_inherited_the_mark(crew):
-    """As pyspark.InheritableThread: what begins there lies in the topology; when that has ended, the thread is in none."""
+def test_a_thread_that_inherited_the_topology(crew):
+    """With pyspark.InheritableThread, topologies begin inside the inherited one. When that has ended, in none."""
     a = topology(crew, "a").start()
     inside, closed = threading.Event(), threading.Event()
 
@@ -229,9 +229,9 @@ def test_a_thread_that_inherited_the_mark(crew):
         crew.context.addJobTag(a.tag)
         with topology(crew, "b") as b:
             assert crew.connection.facade.parents[b.id] == a.id
-        assert marks(crew, a)
+        assert is_in(crew, a)
         a.wrap(lambda: None)()
-        assert marks(crew, a)
+        assert is_in(crew, a)
         c = topology(crew, "c").start()
         inside.set()
         closed.wait(10)
@@ -240,18 +240,18 @@ def test_a_thread_that_inherited_the_mark(crew):
         with topology(crew, "d") as d:
             return crew.connection.facade.parents[d.id] is None
 
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(work()))
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     inside.wait(10)
     a.close()
     closed.set()
     thread.join(10)
-    assert answers == [True]
+    assert results == [True]
 
 
-def test_a_topology_that_is_closing_keeps_its_marks(crew):
-    """A wrapped function that the exit waits for stays in its topology to its end; new calls are refused."""
+def test_a_closing_topology_keeps_its_threads(crew):
+    """A wrapped function for which the exit waits stays in its topology to its end. New calls are refused."""
     with topology(crew, "a") as a:
 
         def work() -> bool:
@@ -261,14 +261,14 @@ def test_a_topology_that_is_closing_keeps_its_marks(crew):
             b = topology(crew, "b").start()
             assert crew.connection.facade.parents[b.id] is None
             b.close()
-            return marks(crew, a)
+            return is_in(crew, a)
 
         assert in_thread(a.wrap(work))
         a._state = "active"
 
 
 def test_after_the_session_has_stopped(crew):
-    """`start` and wrapped functions raise `NotActive` with the remedy; `close` does nothing, and nothing raises else."""
+    """`start` and wrapped functions raise `NotActive` with the remedy. `close` does nothing."""
     new, a = topology(crew, "new"), topology(crew, "a").start()
     wrapped = a.wrap(print)
     crew.context._jsc = None
@@ -282,25 +282,25 @@ def test_after_the_session_has_stopped(crew):
         wrapped()
 
 
-def test_a_cell_that_starts_its_topology_again(crew):
-    """`start` raises while a topology of that name, begun by `start`, is active in the thread; the message names the remedy."""
+def test_a_notebook_cell_that_starts_its_topology_again(crew):
+    """`start` raises if an active topology of that name was started in this thread. The message has the remedy."""
     first = topology(crew, "notebook").start()
     with topology(crew, "inside"), pytest.raises(TopologyError) as refused:
         topology(crew, "notebook").start()
-    assert "'notebook' is active in this thread already" in str(refused.value)
+    assert "already in an active topology 'notebook'" in str(refused.value)
     assert "crew.close_all()" in str(refused.value)
     again = topology(crew, "notebook")
     with pytest.raises(TopologyError):
         again.start()
     assert crew.active == (first,)
-    assert marks(crew, first)
+    assert is_in(crew, first)
     crew.close_all()
-    again.start().close()  # nothing had begun of it
-    assert marks(crew)
+    again.start().close()  # the failed start began nothing
+    assert is_in(crew)
 
 
-def test_topologies_of_one_name_that_are_legal(crew):
-    """Nested `with` blocks, a `start` inside a `with` or the other way round, another name, another thread, one after another."""
+def test_allowed_topologies_of_one_name(crew):
+    """Nested `with` blocks, `start` inside `with` and vice versa, another name, another thread, one after another."""
     with topology(crew, "t"), topology(crew, "t"):
         outer = topology(crew, "t").start()
         with topology(crew, "t"):
@@ -311,12 +311,12 @@ def test_topologies_of_one_name_that_are_legal(crew):
     assert crew.active == ()
 
 
-def test_a_thread_that_takes_part_does_not_start_it_again(crew):
-    """A wrapped function and a thread that inherited the mark are in the topology too."""
+def test_a_thread_inside_the_topology_cannot_start_it_again(crew):
+    """A wrapped function, and a thread that inherited the topology, are in it too."""
     outer = topology(crew, "t").start()
 
     def again() -> bool:
-        with pytest.raises(TopologyError, match="is active in this thread already"):
+        with pytest.raises(TopologyError, match="this thread is already in an active topology"):
             topology(crew, "t").start()
         return True
 
@@ -328,8 +328,8 @@ def test_a_thread_that_takes_part_does_not_start_it_again(crew):
     assert in_thread(inherited)
 
 
-def test_what_is_active(crew):
-    """A tuple of the topologies that have begun and not begun to close, outermost first."""
+def test_active_topologies(crew):
+    """The topologies that have begun and not begun to close, outermost first, as a tuple."""
     assert crew.active == ()
     with topology(crew, "a") as a, topology(crew, "b") as b:
         new = topology(crew, "new")
@@ -342,16 +342,16 @@ def test_what_is_active(crew):
 
 
 def test_close_all(crew):
-    """It closes all topologies in reverse order, also those of other threads, cancels their jobs, and raises the first error at the end."""
+    """`close_all` closes all topologies of all threads in reverse, cancels their jobs, and raises the first error."""
     a, b = topology(crew, "a").start(), failed(crew, "b")
     c = in_thread(topology(crew, "c").start)
     d = failed(crew, "d")
     with pytest.raises(CoordinatorFailed, match="'d' failed"):
         crew.close_all()
     assert crew.connection.facade.ended == [d.id, c.id, b.id, a.id]
-    assert [one for what, one in crew.connection.facade.asked if what == "cancel"] == [d.id, c.id, b.id, a.id]
+    assert [one for call, one in crew.connection.facade.calls if call == "cancel"] == [d.id, c.id, b.id, a.id]
     assert crew.active == ()
-    assert marks(crew)
+    assert is_in(crew)
     crew.close_all()
 
 
@@ -367,43 +367,43 @@ def test_close_all_is_bounded(crew, monkeypatch):
 
 
 def test_close_all_after_the_session_has_stopped(crew):
-    """It forgets them, and raises nothing."""
+    """`close_all` forgets the topologies, and raises nothing."""
     topology(crew, "a").start()
     crew.context._jsc = None
     crew.close_all()
     assert crew.active == ()
 
 
-def test_a_driver_that_forgot_the_topology(crew):
-    """A normal exit raises nothing; only asking for the report says that there is none."""
+def test_a_driver_that_has_forgotten_the_topology(crew):
+    """A normal exit raises nothing. Only the report raises, because the driver has none."""
     with topology(crew, "a") as a:
         pass
-    with pytest.raises(TopologyError, match="was forgotten"):
+    with pytest.raises(TopologyError, match="no longer knows it"):
         a.report  # noqa: B018
-    assert (a.has_ended, marks(crew)) == (True, True)
+    assert (a.has_ended, is_in(crew)) == (True, True)
 
 
 def test_a_query_that_starts_while_it_is_cancelled(crew):
-    """The cancelling exit stops queries again as long as there are any; an exit that only waits stops none."""
+    """A cancelling exit stops queries until none are left. An exit that only waits stops none."""
     a = topology(crew, "a").start()
     crew.connection.facade.activities = [{"jobs": [1]}, {"queries": ["late"]}, {"queries": ["late"]}]
     a.close(cancel=True)
-    assert crew.connection.facade.asked == [("cancel", a.id), *[("stop", a.id)] * 3]
-    crew.connection.facade.asked.clear()
+    assert crew.connection.facade.calls == [("cancel", a.id), *[("stop", a.id)] * 3]
+    crew.connection.facade.calls.clear()
     crew.connection.facade.activities = [{"queries": ["running"]}]
     topology(crew, "b").start().close()
-    assert crew.connection.facade.asked == []
+    assert crew.connection.facade.calls == []
 
 
 def failed(crew: Crew, name: str) -> Topology:
-    """An active topology one of whose coordinators failed."""
+    """An active topology with a failed coordinator."""
     one = topology(crew, name).start()
     one.operators.cause = ZeroDivisionError(f"of {name}")
     return one
 
 
-def test_a_coordinator_s_failure_is_raised_once(crew):
-    """By the first close of its own topology, whoever ended that; not by others, and not a second time."""
+def test_a_failure_of_a_coordinator_is_raised_once(crew):
+    """The first close of its own topology raises it, whatever ended that. Other closes and later ones do not."""
     outer, inner = failed(crew, "outer"), failed(crew, "inner")
     with pytest.raises(CoordinatorFailed, match="'outer' failed: ZeroDivisionError: of outer"):
         outer.close()
@@ -414,8 +414,8 @@ def test_a_coordinator_s_failure_is_raised_once(crew):
     inner.close()
 
 
-def test_a_coordinator_s_failure_behind_another_error(crew):
-    """What fails the end itself comes first, and the next close still tells of the coordinator."""
+def test_a_failure_of_a_coordinator_after_another_error(crew):
+    """An error of the exit comes first. The next close raises the coordinator's failure."""
     one = failed(crew, "t")
     crew.connection.facade.activity = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError, match="division"):
@@ -424,8 +424,8 @@ def test_a_coordinator_s_failure_behind_another_error(crew):
         one.close()
 
 
-def test_a_coordinator_s_failure_hides_no_interrupt(crew):
-    """What is no Exception passes a `close` in its `finally`, as it passes a `with`."""
+def test_a_failure_of_a_coordinator_hides_no_interrupt(crew):
+    """A KeyboardInterrupt passes a `close` in a `finally` block, as it passes a `with`."""
     one = failed(crew, "t")
     with pytest.raises(KeyboardInterrupt):
         try:
@@ -439,16 +439,16 @@ def test_a_coordinator_s_failure_hides_no_interrupt(crew):
         raise KeyboardInterrupt
 
 
-def test_a_coordinator_s_failure_is_raised_once_by_a_with(crew):
-    """One that was raised by a `close` inside, and caught, is not raised again."""
+def test_a_failure_of_a_coordinator_is_raised_once_by_with(crew):
+    """A failure that a `close` inside the block raised is not raised again."""
     with topology(crew, "t") as one:
         one.operators.cause = ValueError()
         with pytest.raises(CoordinatorFailed):
             one.close()
 
 
-def test_many_topologies_leave_little_in_a_listener(crew):
-    """A listener that is used again and again knows only the last few places."""
+def test_a_listener_remembers_few_topologies(crew):
+    """A listener that is used repeatedly keeps only the last few places."""
     listener = Listener()
     for i in range(20):
         crew.topology(f"run {i % 10}", listeners=[listener]).start().close()
@@ -456,23 +456,23 @@ def test_many_topologies_leave_little_in_a_listener(crew):
     assert all(one.ended for one in listener._stagecrew.topologies)
 
 
-def test_a_thread_remembers_the_topologies_that_ended_in_it(crew):
-    """The last few that have listeners, for errors of tasks that it starts later; other threads do not."""
+def test_a_thread_remembers_its_ended_topologies(crew):
+    """The last few that have listeners, for errors of tasks that the thread starts later. Other threads do not."""
     ids = []
     for i in range(8):
         with crew.topology(f"run {i}", listeners=[Listener()]) as one, topology(crew, "without listeners"):
-            assert crew.context.left == (" ".join(ids[-5:]) or None)
+            assert crew.context.ended_here == (" ".join(ids[-5:]) or None)
         ids.append(one.id)
-    assert crew.context.left == " ".join(ids[-5:])
-    assert in_thread(lambda: crew.context.left) is None
+    assert crew.context.ended_here == " ".join(ids[-5:])
+    assert in_thread(lambda: crew.context.ended_here) is None
     with crew.topology("outer", listeners=[Listener()]) as outer:
         in_thread(outer.wrap(lambda: None))
-        assert crew.context.left == " ".join(ids[-5:])
-    assert crew.context.left == " ".join([*ids[-4:], outer.id])
+        assert crew.context.ended_here == " ".join(ids[-5:])
+    assert crew.context.ended_here == " ".join([*ids[-4:], outer.id])
 
 
-def test_failures_of_all_that_ended_are_told(crew, caplog):
-    """Also those of a topology that ended with the one that it lay in."""
+def test_failures_of_all_ended_topologies_are_reported(crew, caplog):
+    """Failures of a topology that ended together with its outer one are reported, too."""
     failed = SimpleNamespace(name="pool", failures=1, executor="1", last_error="")
     failed.last_error = (
         'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    no()\nValueError: no\nmore\na note\n'

@@ -1,4 +1,4 @@
-"""Wrong arguments are refused on the driver, by one sentence that says what to write."""
+"""Wrong arguments are refused on the driver with one sentence that says what to write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKE
 
 
 def of_resource(**options: Any) -> Any:
-    """A resource that was decorated with these options."""
+    """Returns a resource that was decorated with these options."""
 
     @resource(**options)
     def pool(context):
@@ -32,19 +32,19 @@ def of_resource(**options: Any) -> Any:
 
 
 def of_class(scope: Any = Scope.WORKER, lifetime: Any = Lifetime.APPLICATION) -> Any:
-    """A listener whose class has these attributes."""
+    """Returns a listener whose class has these attributes."""
     return type("Pool", (Listener,), {"scope": scope, "lifetime": lifetime})()
 
 
 def of_instance(**attributes: Any) -> Any:
-    """A registered listener that got these attributes after it was made."""
+    """Returns a registered listener that got these attributes after its creation."""
     listener = Listener()
     vars(listener).update(attributes)
     return checked([listener])[0]
 
 
 class Scoped(Listener):
-    """Has a scope of each instance."""
+    """Has a scope per instance."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -56,7 +56,7 @@ class Scoped(Listener):
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Listener):
-    """Takes its scope as an argument, and cannot be assigned to."""
+    """Takes its scope as an argument, and is immutable."""
 
     scope: Any = Scope.WORKER
 
@@ -65,29 +65,29 @@ class Frozen(Listener):
 
 
 @pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_a_scope_or_lifetime_may_be_given_by_its_value(made):
-    """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also after the listener travelled."""
+def test_scopes_and_lifetimes_can_be_given_as_text(made):
+    """`"executor"` works like `Scope.EXECUTOR`, and `"execution"` like `Lifetime.EXECUTION`, also when pickled."""
     listener = pickle.loads(pickled([made(scope="executor", lifetime="execution")])[0])
     assert (listener.scope, listener.lifetime) == (Scope.EXECUTOR, Lifetime.EXECUTION)
 
 
 @pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
 @pytest.mark.parametrize("wrong", ["node", "EXECUTOR", None, 1, Lifetime.EXECUTION])
-def test_another_scope_is_refused(made, wrong):
-    """At the definition of the class, the decoration, or the registration; the sentence names the values there are."""
+def test_an_unknown_scope_is_refused(made, wrong):
+    """The definition of the class, the decoration, or the registration raises. The sentence has the valid values."""
     with pytest.raises(ConfigurationError, match=r"^scope .* is none of 'worker', 'executor'"):
         made(scope=wrong)
 
 
 @pytest.mark.parametrize("made", [of_resource, of_class, of_instance])
-def test_another_lifetime_is_refused(made):
-    """As a scope."""
+def test_an_unknown_lifetime_is_refused(made):
+    """An unknown lifetime is refused in the same places as an unknown scope."""
     with pytest.raises(ConfigurationError, match=r"^lifetime .* is none of 'application', 'execution'"):
         made(lifetime="job")
 
 
 def test_a_listener_may_compute_its_scope():
-    """By a property, or as a field of a frozen dataclass."""
+    """With a property, or as a field of a frozen dataclass."""
     assert checked([Scoped("executor")])[0].scope is Scope.EXECUTOR
     assert checked([Frozen("executor")])[0].scope is Scope.EXECUTOR
 
@@ -95,8 +95,8 @@ def test_a_listener_may_compute_its_scope():
 # -- resources
 
 
-def test_a_resource_is_made_of_a_generator_function():
-    """Anything else is refused at its decoration."""
+def test_a_resource_needs_a_generator_function():
+    """The decoration refuses anything else."""
 
     def plain(context):
         return 1
@@ -116,7 +116,7 @@ def test_a_resource_is_made_of_a_generator_function():
             yield 1
 
 
-def test_what_makes_generators_makes_resources():
+def test_everything_that_creates_generators_is_accepted():
     """A wrapped generator function, a partial one, and an object whose call is one."""
 
     def pool(context, dsn):
@@ -141,15 +141,15 @@ def test_what_makes_generators_makes_resources():
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "what"),
+    ("args", "kwargs", "problem"),
     [
         ((), {}, "missing a required argument: 'dsn'"),
         (("a", 2), {}, "too many positional arguments"),
         (("a",), {"sise": 2}, "got an unexpected keyword argument 'sise'"),
     ],
 )
-def test_a_resource_is_called_with_the_arguments_of_its_function(args, kwargs, what):
-    """Where the call is written, not in a task; and the sentence has no values, which may be secrets."""
+def test_a_resource_takes_the_arguments_of_its_function(args, kwargs, problem):
+    """The call raises, and not a task. The sentence contains no values, because they may be secrets."""
 
     @resource(name="pool")
     def pool(context, dsn, *, size=1):
@@ -157,10 +157,10 @@ def test_a_resource_is_called_with_the_arguments_of_its_function(args, kwargs, w
 
     with pytest.raises(ConfigurationError) as raised:
         pool(*args, **kwargs)
-    assert str(raised.value) == f"resource 'pool' cannot be made: {what}. It takes: dsn, size"
+    assert str(raised.value) == f"resource 'pool' cannot be created: {problem}. Its arguments: dsn, size"
 
 
-def test_a_resource_that_travels_is_not_looked_at_again():
+def test_a_pickled_resource_is_not_checked_again():
     """The driver has checked it."""
 
     @resource
@@ -171,11 +171,11 @@ def test_a_resource_that_travels_is_not_looked_at_again():
     assert arrived(size=3)._kwargs == {"size": 3}
 
 
-# -- decisions
+# -- commit logs
 
 
-def test_a_folder_of_decisions(tmp_path):
-    """A path, as a text or an object, is where decisions are kept."""
+def test_a_commit_log_by_its_folder(tmp_path):
+    """A path, as a text or an object, is the folder of a commit log."""
     for folder in (str(tmp_path / "one"), tmp_path / "two"):
         commit_log = commit_log_of(folder)
         assert isinstance(commit_log, FileCommitLog)
@@ -186,8 +186,8 @@ def test_a_folder_of_decisions(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", ["s3://bucket/decisions", "", 7, FileCommitLog])
-def test_decisions_of_another_kind_are_refused(wrong):
-    """A URI is no folder of this host, and a class has to be called first."""
+def test_invalid_commit_logs_are_refused(wrong):
+    """A URI is no folder of this host, and a class must be called first."""
     with pytest.raises(OperatorMisused, match=r"^commit_log=.* is no folder .* and keeps no records"):
         commit_log_of(wrong)
 
@@ -215,7 +215,7 @@ class Job:
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module beside the one who submits; as an archive that travels too."""
+    """A module in the submitter's folder, or in an archive that is part of the job."""
     (tmp_path / "validated_etl.py").write_text(MODULE)
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.writestr("zipped_etl/__init__.py", "")
@@ -226,7 +226,7 @@ def module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["validated_etl", "zipped_etl.nightly"])
 @pytest.mark.parametrize(
-    ("function", "arguments", "what"),
+    ("function", "arguments", "problem"),
     [
         ("load", {}, "is called without day"),
         ("load", {"day": 1, "limits": 2}, "does not take limits"),
@@ -234,12 +234,12 @@ def module(tmp_path, monkeypatch):
         ("positional", {"a": 1, "b": 1}, "takes a by position alone"),
     ],
 )
-def test_a_job_has_the_arguments_of_its_function(module, name, function, arguments, what):
-    """They are compared when it is submitted, from the source: nothing of it is run."""
+def test_a_job_must_match_the_arguments_of_its_function(module, name, function, arguments, problem):
+    """Arguments are compared at submission with the source of the function, which is not run."""
     with pytest.raises(RecoveryMisused) as raised:
         JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
     assert f"{name}:{function}" in str(raised.value)
-    assert what in str(raised.value)
+    assert problem in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,15 @@ def test_a_job_has_the_arguments_of_its_function(module, name, function, argumen
         ("Job", {}),
     ],
 )
-def test_arguments_that_fit_or_cannot_be_told_are_taken(module, function, arguments):
-    """A function that the source does not say for certain is called as it was submitted."""
+def test_arguments_that_match_or_are_unknown_are_accepted(module, function, arguments):
+    """A function whose source does not determine its arguments accepts any."""
     for name in ("validated_etl", "zipped_etl.nightly"):
         JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
 
 
-def test_a_function_that_is_installed_has_its_arguments_too():
+def test_arguments_of_installed_functions_are_checked():
     """The source of an installed module is read as well."""
     with pytest.raises(RecoveryMisused, match="json:loads is called without s"):
         JobSpec.of_function("json:loads", {})
     JobSpec.of_function("json:loads", {"s": "1"})
-    JobSpec.of_function("math:sqrt", {})  # of C: nothing is known
+    JobSpec.of_function("math:sqrt", {})  # written in C: nothing is known

@@ -1,4 +1,4 @@
-"""Whether a function, or a value, is the same one in different processes: a digest of what it is. It runs nothing of it. No Spark."""
+"""Fingerprints: digests that compare functions or values across processes. They run no user code."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from pyspark import cloudpickle
 
 __all__ = ["fingerprint"]
 
-#: Of each of these alone pickle makes the same bytes everywhere.
+#: Pickle returns the same bytes for each of these in every process.
 _PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, type(Ellipsis)})
 _NAMED: Final = (types.FunctionType, types.BuiltinFunctionType, type)
-#: In the flags of a class: it is made by a program. Others are part of the interpreter, or of an extension.
+#: The flag of a class that a program defines. Other classes are part of the interpreter, or of an extension.
 _MADE: Final = 1 << 9
-#: What a class has that says nothing about what it does.
+#: Attributes of a class that do not affect its behaviour.
 _BESIDE: Final = frozenset(
     {"__module__", "__doc__", "__dict__", "__weakref__", "__firstlineno__", "__static_attributes__", "_abc_impl"}
 )
 
 
 def fingerprint(function: Any, pickled: bytes) -> bytes:
-    """The same bytes for two evaluations of one function that hold equal values, or for equal values, in whatever processes; else others.
+    """Returns the same bytes in every process for a function that holds equal values, or for equal values; else others.
 
-    A function, or a class, that is found by its name in an importable module is that name. Any other is its code (but for
-    where it stands), its defaults, the values of its closure and the globals that it uses; objects are what pickle would make of
-    them, sets and dicts in any order. `pickled` is what cloudpickle made of all; it decides alone where one of the objects can be
-    pickled, but not be looked into.
+    A function or class that can be imported by its name is identified by that name. Any other is identified by its
+    code (without line numbers), its defaults, the values of its closure, and the globals that it uses. Objects are
+    identified by their pickled form; sets and dicts in any order. `pickled` is the result of cloudpickle. It decides
+    alone if an object can be pickled but not inspected.
 
-    Not promised: that an object which is pickled otherwise each time is ever the same.
+    Not promised: equal fingerprints for an object whose pickled form differs each time.
     """
     try:
         return _Walk().digest(function)
-    except Exception:  # of anybody's __reduce__, or too deep
+    except Exception:  # a user's __reduce__ raised, or the recursion is too deep
         return _hashed("pickled", [pickled])
 
 
@@ -50,7 +50,7 @@ def _hashed(kind: str, parts: Iterable[bytes]) -> bytes:
 
 
 def _name(value: Any) -> str | None:
-    """By which every process finds this function or class; None when there is no such name."""
+    """The name by which every process finds this function or class, if there is one."""
     if not isinstance(value, _NAMED) or value.__module__ in (None, "__main__"):
         return None
     found: Any = sys.modules.get(value.__module__)
@@ -61,7 +61,7 @@ def _name(value: Any) -> str | None:
 
 
 def _used(code: types.CodeType) -> set[str]:
-    """The globals that it, and what is defined in it, uses."""
+    """The globals that the code, and functions defined in it, use."""
     names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return names.union(*(_used(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
@@ -69,15 +69,15 @@ def _used(code: types.CodeType) -> set[str]:
 def _content(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # nothing yet
+    except ValueError:  # not assigned yet
         return []
 
 
 class _Walk:
-    """Once through all that a function holds. What holds itself is named by where it is met again."""
+    """Visits everything that a function holds, once. An object that contains itself is identified by its position."""
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[bytes, Any]] = {}  # with the object: its id stays its own
+        self._done: dict[int, tuple[bytes, Any]] = {}  # with the object, so that its id is not reused
         self._open: dict[int, int] = {}
 
     def digest(self, value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""By which a listener that was registered on the driver is found again in a task.
+"""How a listener that was registered on the driver is found again in a task.
 
 Loaded in every Python worker: the standard library only, and no thread.
 """
@@ -26,18 +26,18 @@ def _key() -> bytes:
 
 @functools.cache
 def _maker() -> bytes:
-    """Tells apart the processes that make listeners: digests under different keys cannot be compared."""
+    """Identifies the process that created a listener. Digests of two processes cannot be compared: their keys differ."""
     return hashlib.sha256(b"maker" + _key()).digest()[:8]
 
 
-#: Of how many registrations a listener knows.
+#: The number of registrations that a listener remembers.
 _REMEMBERED: Final = 5
-#: The pickled arguments of a listener that has none: they hold no secret.
+#: The pickled arguments of a listener without arguments: they contain no secret.
 _NO_ARGUMENTS: Final = pickle.dumps(((), {}), protocol=5)
 
 
 class Registration(NamedTuple):
-    """One topology that has a listener. `what` names it in messages; a pickled copy has `ended` as of its pickling."""
+    """One topology that has a listener. `what` is its name in messages; `ended` is as of when this copy was pickled."""
 
     what: str
     id: str
@@ -49,12 +49,13 @@ class RedefinedError(LookupError):
 
 
 class Identity:
-    """By which a listener is found again in a task, however the task's function came to know of it.
+    """Identifies a listener in a task, in whatever way the task's function refers to it.
 
-    `id` travels with a listener that is pickled. A module that is imported in the worker makes its listeners anew: these
-    are recognised by `factory` (module and name of the class or function) and equal arguments. A reference that travels
-    without its arguments, because they may be secrets, carries a digest of them under a key that never leaves its process.
-    Another process cannot compare that digest. So a listener that `spark.stagecrew.listeners` names carries this name too.
+    `id` is pickled with the listener. A module that the worker imports creates its listeners again: these are
+    recognised by `factory` (module and name of the class or function) and equal arguments. A reference is pickled
+    without its arguments, which may be secrets. It has a digest of them instead, under a key that never leaves its
+    process, so that another process cannot compare it. Therefore a listener that `spark.stagecrew.listeners` names
+    has this name too.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Identity:
         self._arguments: tuple[Any, Any] | None = (args, kwargs)
         self._pickled: bytes | None = None
         self._digest: bytes | None = None
-        #: The class or the function, where it was made, and a keyed digest of its code.
+        #: The class or the function, in the process that created the listener, and a keyed digest of its code.
         self._defined_by = defined_by
         self._definition: bytes | None = None
         self._maker = _maker()
@@ -88,13 +89,13 @@ class Identity:
         self.__dict__.update(state, _arguments=None, _defined_by=None)
 
     def registered_for(self, what: str, topology: str) -> None:
-        """Remembers where the listener was registered, for errors: the last few, as they travel with each task's function."""
+        """Records where the listener was registered, for errors: the last few places, as each task carries them."""
         # A new list: another thread may pickle the old one.
         others = [one for one in self.topologies if one.what != what]
         self.topologies = [*others, Registration(what, topology)][-_REMEMBERED:]
 
     def has_ended(self, topology: str) -> None:
-        """Remembers that a topology of this id has ended."""
+        """Records that the topology of this id has ended."""
         self.topologies = [one._replace(ended=True) if one.id == topology else one for one in self.topologies]
 
     def add_name(self, name: str) -> None:
@@ -116,7 +117,7 @@ class Identity:
 
     @property
     def digest(self) -> bytes | None:
-        """A keyed digest of the arguments, made where the listener was made; None when they cannot be pickled."""
+        """A keyed digest of the arguments, by the process that created them; None if they cannot be pickled."""
         if self._digest is None and self._arguments is not None and self.pickled_arguments is not None:
             import hmac
 
@@ -125,20 +126,20 @@ class Identity:
 
     @property
     def definition(self) -> bytes | None:
-        """A keyed digest of the code, made where the listener was made; None when every process imports that by its name."""
+        """A keyed digest of the code, by the process that created the listener; None if the code is imported by name."""
         made_by = self._defined_by
         if made_by is not None:
             if made_by.__module__ == "__main__" or "<locals>" in getattr(made_by, "__qualname__", ""):
                 import hmac
 
-                from stagecrew.listeners.fingerprints import fingerprint  # on the driver alone: it needs PySpark
+                from stagecrew.listeners.fingerprints import fingerprint  # only on the driver: it needs PySpark
 
                 self._definition = hmac.digest(_key(), fingerprint(made_by, b""), "sha256")
             self._defined_by = None
         return self._definition
 
     def redefines(self, other: Identity) -> bool:
-        """Whether one process has made both, of different code."""
+        """Whether one process created both, from different code."""
         mine, theirs = self.definition, other.definition
         return self._maker == other._maker and mine is not None and theirs is not None and mine != theirs
 
@@ -184,11 +185,10 @@ class Identity:
 
 
 def chosen(identity: Identity, known: Sequence[T], of: Callable[[T], Identity]) -> T | None:
-    """The first of these that is the same listener.
+    """Returns the first of `known` that is the same listener, or None.
 
-    The very listener comes first, then one that the configuration registers by the same name, then one that has only the
-    same factory and arguments. None when none is the same. Raises `RedefinedError` when the code of each that is the same
-    differs.
+    The listener with the same id comes first, then one that the configuration registers by the same name, then one
+    with the same factory and arguments. Raises `RedefinedError` if only listeners with different code match.
     """
     for matches in (lambda other: other.id == identity.id, identity.same_name):
         for one in known:

@@ -1,4 +1,4 @@
-"""Why `get()` finds no open listener: one message for each cause. Pure.
+"""The messages of `ResourceNotOpen`, one for each cause. Pure.
 
 Loaded in every Python worker: the standard library only, and no thread.
 """
@@ -19,8 +19,8 @@ APPLICATION = "application"
 class NotRegisteredError(LookupError):
     """The topologies of the current task do not have a listener.
 
-    `inside` are their names, innermost first, and `registered` those of their listeners. `others` are the names of topologies
-    that have the listener, and are open in this process. `reason` replaces the cause, when there is a special one.
+    `inside` has the names of these topologies, innermost first, and `registered` the names of their listeners. `others` has
+    the names of topologies that have the listener and are open in this process. `reason` is a special cause, if there is one.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class NotRegisteredError(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The topology that a task's action ran in, by its id, and topologies that had ended in the action's thread before."""
+    """The id of the topology in which a task's action ran, and those that had already ended in the action's thread."""
 
     topology: str | None = None
     left: tuple[str, ...] = ()
@@ -42,9 +42,9 @@ class Task:
 def explained(
     name: str, registrations: Sequence[Registration], task: Task | None, missing: NotRegisteredError | None
 ) -> str:
-    """The cause and the remedy, as two sentences or more. `task` is None when the process runs no task.
+    """The cause and the remedy. `task` is None if the process runs no task.
 
-    `missing` is set when the task runs in topologies that have listeners.
+    `missing` is set if the task runs in topologies that have listeners.
     """
     inside = tuple(one for one in missing.inside if one != APPLICATION) if missing is not None else ()
     has = _listed(missing.registered) if missing is not None else ""
@@ -54,24 +54,24 @@ def explained(
     if missing is not None and missing.reason:
         cause, remedy = missing.reason, ""
     elif task is None:
-        cause = "get() was called outside of a task, and listeners are open in tasks only"
+        cause = "get() was called outside of a task, and listeners are only open in tasks"
         remedy = (
             f"Call it in a function that a task runs; a function given to foreachBatch runs on the driver. In a test, use "
             f"`with stagecrew.testing.opened({name}, value=...)`"
         )
     elif latest is not None and latest.id == APPLICATION:
-        cause = "it was registered for the application of another session, and this one does not have it"
+        cause = "it was registered for the application of another session, not for this one"
         remedy = f"Build this session with `stagecrew.configure(builder, listeners=[{name}])`"
     elif latest is not None and (latest.ended or latest.id in task.left or latest.id == task.topology):
-        cause = f"the action ran after {latest.what} had closed, for which it was registered"
+        cause = f"it was registered for {latest.what}, and the action ran after that had closed"
         remedy = f"{_RUN_INSIDE}. {_KEEP}"
     elif inside:
-        cause = f"topology {' inside '.join(map(repr, inside))}, in which this task runs, does not have it{has}"
+        cause = f"this task runs in topology {' inside '.join(map(repr, inside))}, which does not have it{has}"
         if latest is not None:
             cause += f"; it was registered for {latest.what}"
         remedy = f"Register it there: `crew.topology({inside[0]!r}, listeners=[{name}])`"
     elif latest is not None:
-        cause = f"the action ran in a thread that is not in {latest.what}, for which it was registered"
+        cause = f"it was registered for {latest.what}, and the action ran in a thread outside of that"
         remedy = "Give the thread `topology.wrap(f)` instead of `f`, while the topology is open"
     else:
         cause = f"this task belongs to no topology{has}"
@@ -94,5 +94,5 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _name_of(topology: str) -> str:
-    """The name that the user gave the topology of this id."""
+    """The name of the topology with this id."""
     return topology.rpartition("-")[0] or topology

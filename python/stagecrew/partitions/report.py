@@ -1,4 +1,4 @@
-"""What topologies have stored on executors: Python's view of the bookkeeping, and what becomes of it when one ends."""
+"""Reports of the partitions that topologies have stored on executors, and the policy that releases them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ __all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
 
 
 class Release(enum.Enum):
-    """What of its partitions goes when a topology ends; what another topology or the application uses never does."""
+    """Which stored partitions are deleted when a topology ends; those that another topology uses always stay."""
 
-    #: The shuffle outputs that its tasks wrote (the default).
+    #: The shuffle outputs that its tasks wrote. This is the default.
     SHUFFLES = "shuffles"
-    #: Those, and the blocks of datasets that its tasks cached: these are unpersisted.
+    #: The shuffle outputs, and the blocks of datasets that its tasks cached: the datasets are unpersisted.
     ALL = "all"
-    #: Nothing: Spark's own cleaner takes what the driver's garbage collector finds.
+    #: None. Spark's own cleaner deletes them after the driver's garbage collector found them.
     NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionReport:
-    """What a topology has stored on one executor, as that said last: about every second, and when it closed.
+    """The partitions that a topology has stored on one executor. Executors report about once a second, and at its close.
 
-    `outputs` are those of map tasks that are written, `in_progress` those that are being written, `blocks` those of cached
-    datasets (their bytes in memory and on disk). `released` counts partitions that are gone since the topology ended,
-    `release_failures` partitions that could not be deleted: the executor's log says why.
+    `outputs` are complete outputs of map tasks, `in_progress` those that are being written, `blocks` the cached
+    blocks of datasets (`block_bytes` is their size in memory and on disk). `released` counts partitions that were
+    deleted after the topology ended, `release_failures` those that could not be deleted; the executor's log has the
+    reason.
     """
 
     topology: str
@@ -44,7 +45,7 @@ class PartitionReport:
 
     @classmethod
     def of(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
-        """From the driver's JSON."""
+        """Reads the driver's JSON."""
         return cls(
             topology=topology,
             executor=executor,
@@ -60,19 +61,17 @@ class PartitionReport:
 
 
 def policy(release: Release | str) -> Release:
-    """The policy of this name. Raises `ConfigurationError`."""
+    """Returns the policy of this name. Raises `ConfigurationError`."""
     try:
         return Release(release)
     except ValueError:
         known = ", ".join(repr(one.value) for one in Release)
-        raise ConfigurationError(
-            f"release={release!r} is no policy for what a topology stores; it is one of {known}"
-        ) from None
+        raise ConfigurationError(f"release={release!r} is no release policy; use one of {known}") from None
 
 
 def java_dataset(dataset: Any) -> Any:
-    """What the JVM knows a DataFrame or an RDD by. Raises `TopologyError` for anything else."""
+    """The JVM object of a DataFrame or an RDD. Raises `TopologyError` for anything else."""
     for attribute in ("_jdf", "_jrdd"):
         if (found := getattr(dataset, attribute, None)) is not None:
             return found
-    raise TopologyError(f"topology.keep takes DataFrames and RDDs, and not {type(dataset).__name__}")
+    raise TopologyError(f"topology.keep takes DataFrames and RDDs, not {type(dataset).__name__}")

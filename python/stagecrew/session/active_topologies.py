@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.program_path import Place, current_place
-from stagecrew.listeners.listener import LEFT, PROPERTY
+from stagecrew.listeners.resolution import LEFT, PROPERTY
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators

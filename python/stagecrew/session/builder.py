@@ -1,4 +1,4 @@
-"""From a session builder to a crew: switching the plugin on, and talking to it on the driver."""
+"""From a session builder to a crew: switches the plugin on, and finds it in a running session."""
 
 from __future__ import annotations
 
@@ -52,32 +52,48 @@ def configure(
     coordinators: Mapping[str, Callable[[CoordinatorContext], Coordinator]] | None = None,
     restore: Checkpoint | None = None,
 ) -> Builder:
-    """Switches stagecrew on for the session that this builder makes, with listeners and operators for the whole application.
+    """Switches stagecrew on for the session that this builder creates, with listeners and operators.
 
-    Answers the builder: `stagecrew.configure(SparkSession.builder, listeners=[orders]).getOrCreate()`, or `.create()`. It
-    appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners`, never replaces: to those of the builder, also
-    when they are set on it afterwards, and to those with which the JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS,
-    `spark.jars.packages`, and spark-defaults.conf, of which a JVM that starts here takes what the builder has not). In an
-    application that `spark-submit` started it works without `--jars`. In a local master the workers run the driver's own
-    interpreter when neither PYSPARK_PYTHON nor `spark.pyspark.python` is set.
+    It does **not** start Spark. It appends to `spark.plugins`, `spark.jars` and `spark.stagecrew.jvmListeners` and
+    never replaces a value: neither those of the builder, also when they are set afterwards, nor those with which the
+    JVM was started (`spark-submit`, PYSPARK_SUBMIT_ARGS, `spark.jars.packages`, spark-defaults.conf). An application
+    that `spark-submit` started does not need `--jars`. With a local master, workers run the driver's Python
+    interpreter unless PYSPARK_PYTHON or `spark.pyspark.python` is set.
 
-    It does **not** start Spark. `getOrCreate` and `create` raise `NotActive` when a SparkContext runs already without the
-    plugin: Spark would silently ignore it. With the plugin, they answer the running session, or a new one beside it, when
-    `listeners` and `coordinators` are among those that it has.
+    Args:
+        builder: `SparkSession.builder`.
+        listeners: Listeners of the application topology.
+        jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
+        coordinators: A factory for each operator of the application, by the operator's name; see `Crew.operator`.
+            They are called when the session starts, before the SparkContext exists. Coordinators `start` when the
+            SparkContext runs.
+        restore: A checkpoint of an earlier session, from which the coordinators are restored.
 
-    `coordinators` are factories by the names of operators, for `Crew.operator`. They are made, and restored as of `restore`,
-    when the session starts, before the SparkContext exists: one that raises then is the `CoordinatorFailed` of `getOrCreate`,
-    and nothing was started. Each `start`s when the SparkContext runs.
+    Returns:
+        The builder. Its `getOrCreate` and `create` return the running session, or a new one beside it, if the running
+        application has the plugin and already has these listeners and coordinators.
 
-    Raises `ConfigurationError` for a session instead of a builder and for `jvm_listeners` that are no list of names,
-    `OperatorMisused` for coordinators that are no factories by name,
-    `UnsupportedSession` for Spark Connect, `UnsupportedSpark`, `JarMissing`, `ListenerError` for a class instead of an
-    instance, and `ListenerNotPicklable`. `getOrCreate` and `create` raise `ListenerNotImportable` for a name in
-    `spark.stagecrew.listeners` that the driver cannot import, and stop the session; a missing top-level module is a warning.
+    Raises:
+        ConfigurationError: `builder` is no session builder, or `jvm_listeners` is no list of names.
+        OperatorMisused: `coordinators` is no mapping of names to factories.
+        UnsupportedSession: The builder is for Spark Connect.
+        UnsupportedSpark: The installed PySpark is not supported.
+        JarMissing: This installation has no jar.
+        ListenerError: An element of `listeners` is no listener, such as a class instead of an instance.
+        ListenerNotPicklable: A listener cannot be pickled.
+
+    Example:
+        builder = stagecrew.configure(SparkSession.builder.master("local[2]"), listeners=[orders])
+        spark = builder.getOrCreate()
+
+    `getOrCreate` and `create` raise `NotActive` if a SparkContext already runs without the plugin, which Spark would
+    silently ignore; `CoordinatorFailed` if a factory raises, and then nothing was started; and
+    `ListenerNotImportable`, after they stopped the session, for a name in `spark.stagecrew.listeners` that the driver
+    cannot import. A missing top-level module is only a warning.
     """
     if isinstance(builder, SparkSession):
         raise ConfigurationError(
-            "stagecrew.configure takes SparkSession.builder, and this is a session that was built already. Spark reads "
+            "stagecrew.configure takes SparkSession.builder, and this is a session, which already runs. Spark reads "
             "spark.plugins only when a session starts: pass the builder, then call getOrCreate()"
         )
     if not isinstance(builder, SparkSession.Builder):
@@ -95,7 +111,7 @@ def configure(
     for name, factory in factories.items():
         if not callable(factory) or not isinstance(name, str):
             raise OperatorMisused(
-                f"coordinators= takes factories, such as classes, by the names of their operators, not {name!r}: {factory!r}"
+                f"coordinators= maps names of operators to factories, such as Coordinator classes, not {name!r} to {factory!r}"
             )
     jar_path()
     wanted = _Wanted(registered, classes, factories, restore)
@@ -107,7 +123,7 @@ def configure(
 
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """What `configure` was given."""
+    """The arguments of `configure`."""
 
     listeners: tuple[Listener, ...]
     jvm_listeners: tuple[str, ...]
@@ -116,8 +132,8 @@ class _Wanted:
 
 
 _CONNECT: Final = (
-    "this is Spark Connect, whose client has no JVM beside it; stagecrew needs a classic session. Take away SPARK_REMOTE, "
-    "`.remote(...)` and spark.api.mode=connect, and give a master instead"
+    "this is Spark Connect, whose client has no JVM; stagecrew needs a classic session. Remove SPARK_REMOTE, "
+    "`.remote(...)` and spark.api.mode=connect, and set a master instead"
 )
 
 
@@ -134,7 +150,9 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], want
     running = SparkContext._active_spark_context
     if running is not None:
         if _facade(running) is None:
-            raise NotActive(f"a SparkContext runs already, without stagecrew; Spark would ignore the plugin. {_REMEDY}")
+            raise NotActive(
+                f"a SparkContext already runs without stagecrew, and Spark would ignore the plugin. {_REMEDY}"
+            )
         session = make()
         crew(session).already_has(wanted.listeners, wanted.coordinators)
         return session
@@ -149,19 +167,19 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], want
 def _start_new(
     options: dict[str, Any], make: Callable[[], SparkSession], wanted: _Wanted, application: Application
 ) -> SparkSession:
-    held = _held(options)
-    for key, ours in spark_conf(jvm_listeners=wanted.jvm_listeners).items():
-        options[key] = joined(held(key), str(options.get(key) or ""), ours)
+    jvm_setting = _jvm_settings(options)
+    for key, value in spark_conf(jvm_listeners=wanted.jvm_listeners).items():
+        options[key] = joined(jvm_setting(key), str(options.get(key) or ""), value)
     _load_jar()
     try:
         session = make()
     except Exception as error:
-        refusal = _refusal(error)
-        if refusal is error:
+        ours = _as_our_error(error)
+        if ours is error:
             raise
-        raise refusal from error
+        raise ours from error
     try:
-        # Now, as files of the configuration are on the path since Spark has started.
+        # Only now: Spark has put the files of the configuration on the path.
         import_named(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
         crew(session).register(wanted.listeners, application)
     except BaseException:
@@ -170,11 +188,12 @@ def _start_new(
     return session
 
 
-def _held(options: dict[str, Any]) -> Callable[[str], str]:
-    """What the JVM holds of a property, by spark-submit and spark-defaults.conf; a setting of the builder would replace it.
+def _jvm_settings(options: dict[str, Any]) -> Callable[[str], str]:
+    """Returns a function from a property to the value that the JVM has, from spark-submit or spark-defaults.conf.
 
-    Starts the JVM if there is none, or connects to that of spark-submit, as PySpark would a moment later: with the builder's
-    options, some of which (`spark.jars.packages`, `spark.driver.memory`) have no effect later.
+    A value that the builder sets would replace it. This starts the JVM if there is none, or connects to that of
+    spark-submit, as PySpark would do a moment later: with the builder's options, of which some
+    (`spark.jars.packages`, `spark.driver.memory`) have no effect later.
     """
     if SparkContext._gateway is None:
         if str(options.get("spark.executor.allowSparkContext", "")).lower() != "true":
@@ -184,18 +203,18 @@ def _held(options: dict[str, Any]) -> Callable[[str], str]:
             conf.set(key, value)
         SparkContext._ensure_initialized(conf=conf)
     assert SparkContext._jvm is not None
-    held: Any = SparkContext._jvm.SparkConf(True)
-    return lambda key: str(held.get(key, ""))
+    conf_of_jvm: Any = SparkContext._jvm.SparkConf(True)
+    return lambda key: str(conf_of_jvm.get(key, ""))
 
 
-def _refusal(error: Exception) -> Exception:
-    """What our plugin refused, as an error of ours; anything else as it is."""
-    # py4j's own error, or what PySpark makes of it once a session has been.
+def _as_our_error(error: Exception) -> Exception:
+    """Turns an error of our plugin into an error of ours; returns any other error as it is."""
+    # py4j's own error, or the one that PySpark converts it to after a first session.
     java = getattr(error, "java_exception", None) or getattr(error, "_origin", None)
     text = ""
     while java is not None:
         if java.getClass().getName() == "java.lang.ClassNotFoundException":
-            return error  # of somebody's plugin: its message is no more than a name, which may look like ours
+            return error  # of another plugin: its message is only a name, which may look like ours
         text = str(java.getMessage())
         java = java.getCause()
     if not text:
@@ -206,7 +225,7 @@ def _refusal(error: Exception) -> Exception:
 
 
 def _load_jar() -> None:
-    """The JVM learns of the jar, unless it was started with it."""
+    """Loads the jar into the JVM, unless the JVM was started with it."""
     assert SparkContext._jvm is not None
     loader = SparkContext._jvm.java.lang.Thread.currentThread().getContextClassLoader()
     try:
@@ -217,8 +236,8 @@ def _load_jar() -> None:
             loader.loadClass(PLUGIN)
         except Py4JError as error:
             raise ConfigurationError(
-                "the JVM of this Python process was started without stagecrew's jar and cannot load it now; start Python "
-                "anew, or pass `--jars $(stagecrew jar)` to spark-submit"
+                "the JVM of this Python process was started without stagecrew's jar and cannot load it now; restart "
+                "Python, or pass `--jars $(stagecrew jar)` to spark-submit"
             ) from error
 
 
@@ -228,24 +247,51 @@ def _facade(context: SparkContext) -> Any:
     try:
         return context._jvm.org.apache.spark.stagecrew.Shim.driver(context.applicationId)
     except (Py4JError, TypeError):
-        return None  # the jar is not there: a package, not a class
+        return None  # without the jar this name is a package, not a class
 
 
 def is_active(spark: SparkSession) -> bool:
-    """Whether the plugin runs in this session. It asks the JVM: `spark.plugins` may show it and Spark have ignored it."""
+    """Whether the plugin runs in this session. It asks the JVM: Spark may ignore a plugin that `spark.plugins` names.
+
+    Args:
+        spark: A session.
+
+    Returns:
+        True if the plugin runs; False also for a Spark Connect session and for a session that has stopped.
+
+    Example:
+        assert stagecrew.is_active(spark)
+    """
     context = getattr(spark, "_sc", None)
     return isinstance(context, SparkContext) and context._jsc is not None and _facade(context) is not None
 
 
 def running_crew() -> Crew | None:
-    """The crew of the session that runs in this process, if anybody has asked for one."""
+    """The crew of the session that runs in this process, if `crew` was called for it."""
     context = SparkContext._active_spark_context
     found: Crew | None = getattr(context, "_stagecrew", None)
     return found if found is not None and found.running else None
 
 
 def crew(spark: SparkSession) -> Crew:
-    """The crew of this session. Raises `NotActive`, `UnsupportedSession` or `VersionMismatch`."""
+    """Returns the crew of this session: the same object for each call.
+
+    Args:
+        spark: A session that `configure` prepared, or that was started with
+            `spark.plugins=stagecrew.StagecrewPlugin`.
+
+    Returns:
+        The crew.
+
+    Raises:
+        NotActive: The plugin does not run in this session.
+        UnsupportedSession: This is a Spark Connect session.
+        VersionMismatch: The jar that Spark loaded is of another version than the Python package.
+        ConfigurationError: `spark` is no session.
+
+    Example:
+        crew = stagecrew.crew(spark)
+    """
     if type(spark).__module__.startswith("pyspark.sql.connect"):
         raise UnsupportedSession(_CONNECT)
     if not isinstance(spark, SparkSession):
@@ -259,8 +305,8 @@ def crew(spark: SparkSession) -> Crew:
         raise NotActive(f"stagecrew does not run in this SparkContext. {_REMEDY}")
     if facade.version() != __version__:
         raise VersionMismatch(
-            f"the jar that Spark loaded is stagecrew {facade.version()}, the Python package is {__version__}: use the jar of "
-            f"this package, {jar_path()}"
+            f"Spark loaded the jar of stagecrew {facade.version()}, and the Python package is {__version__}: use the jar "
+            f"of this package, {jar_path()}"
         )
     made = Crew(context, facade)
     context._stagecrew = made  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The crew of one application: what talks to the plugin on the driver, from the session's begin to its stop."""
+"""The crew of one application: its listeners, coordinators and topologies, from session start to stop."""
 
 from __future__ import annotations
 
@@ -32,13 +32,19 @@ _log = logging.getLogger("stagecrew")
 
 
 class Crew:
-    """What coordinates one Spark application. Made by `stagecrew.crew(spark)`."""
+    """Coordinates one Spark application. `stagecrew.crew(spark)` returns it.
+
+    Example:
+        crew = stagecrew.crew(spark)
+        with crew.topology("enrich", listeners=[orders]):
+            flights.mapInArrow(enrich, schema).write.parquet(path)
+    """
 
     def __init__(self, context: SparkContext, facade: Any) -> None:
         self.connection = PluginConnection(context, facade)
         self.application = Application()
         self.topologies = ActiveTopologies(self.connection, self.application.place)
-        #: Of commits that are given no others.
+        #: The log of commits for which no other is given.
         self.commit_log = MemoryCommitLog()
         self._registered: tuple[Listener, ...] | None = None
         if (
@@ -61,14 +67,15 @@ class Crew:
 
     @property
     def active(self) -> tuple[Topology, ...]:
-        """The topologies that are active, in all threads: in the order in which they began, so that outer ones come first."""
+        """The active topologies of all threads, in the order in which they began: outer ones come first."""
         return tuple(cast("Topology", topology) for topology in self.topologies.all if topology.is_active)
 
     def close_all(self) -> None:
-        """Closes every active topology, of all threads, the last one first; for notebooks, after a cell that failed.
+        """Closes every active topology of all threads, the last one first; for notebooks, after a failed cell.
 
-        It cancels what still runs of them, as `close(cancel=True)`, so each takes at most twice `spark.stagecrew.close.timeout`
-        and 5 s. When one raises, it closes the others too, and then raises the first error.
+        It cancels what still runs in them, as `close(cancel=True)` does: each takes at most twice
+        `spark.stagecrew.close.timeout` and 5 s. If one of them raises, it closes the others too, and then raises the
+        first error.
 
         Example:
             crew.close_all()
@@ -90,13 +97,27 @@ class Crew:
         jvm_listeners: Iterable[str] = (),
         release: Release | str = Release.SHUFFLES,
     ) -> Topology:
-        """A new topology with these listeners; it begins with `with` or `start`.
+        """Creates a topology with these listeners. It begins with `with` or `start`.
 
-        `name` is shown in logs and in the UI and may be used again; `jvm_listeners` are names of classes that implement
-        `stagecrew.TopologyListener`. A topology that begins inside another is covered by the outer one's listeners too.
-        `release` is what of its stored partitions goes when it ends: "shuffles", "all" or "none".
+        Args:
+            name: Shown in logs and in the UI. It may be used again.
+            listeners: They open before the topology's first task on each worker or executor, and close after its
+                last. The listeners of outer topologies cover its tasks too.
+            jvm_listeners: Names of classes that implement `stagecrew.TopologyListener`.
+            release: Which of its stored partitions are deleted when it ends: "shuffles", "all" or "none".
 
-        Raises `ListenerError`, `ListenerNotPicklable` and `ConfigurationError`, `NotActive` after the session has stopped.
+        Returns:
+            The topology, which has not begun.
+
+        Raises:
+            ListenerError: An element of `listeners` is no listener.
+            ListenerNotPicklable: A listener cannot be pickled.
+            ConfigurationError: `jvm_listeners` or `release` is wrong.
+            NotActive: The session has stopped.
+
+        Example:
+            with crew.topology("enrich", listeners=[orders]) as topology:
+                flights.mapInArrow(enrich, schema).write.parquet(path)
         """
         self.connection.require_running()
         every = checked(listeners)
@@ -107,23 +128,47 @@ class Crew:
 
     @property
     def reports(self) -> list[TopologyReport]:
-        """Of every topology that the driver remembers, the application's first."""
+        """The reports of all topologies that the driver still knows, the application's first."""
         return self.connection.reports()
 
     def partitions(self) -> list[PartitionReport]:
-        """What topologies have stored on each executor, as these said last; of all that the driver remembers."""
+        """What the topologies that the driver still knows have stored on each executor, as the executors reported last.
+
+        Returns:
+            One report for each topology and executor.
+        """
         return [one for report in self.reports for one in report.partitions]
 
     def report(self, topology: str) -> TopologyReport | None:
-        """Of one topology by its id; None when it is not known (any more). The application's is `application`."""
+        """The report of one topology.
+
+        Args:
+            topology: Its id; that of the application topology is "application".
+
+        Returns:
+            The report; None if the driver does not know the topology, or no longer.
+        """
         return self.connection.report(topology)
 
     def operator(self, name: str) -> Operator:
-        """An operator of the application, whose coordinator was given to `configure`; for tasks of any topology, or of none.
+        """An operator of the application, whose coordinator was given to `configure`. All tasks may use it.
 
-        Bind it as one of `Topology.coordinate`. When its coordinator fails, the tasks that use it fail by its reason.
+        Bind it to datasets as an operator of `Topology.coordinate`. When its coordinator fails, the tasks that use it
+        fail with its error.
 
-        Raises `OperatorMisused` when there is none of this name, `CoordinatorFailed` when it failed, and `NotActive`.
+        Args:
+            name: The name of the operator.
+
+        Returns:
+            The operator.
+
+        Raises:
+            OperatorMisused: The application has no operator of this name.
+            CoordinatorFailed: Its coordinator has failed.
+            NotActive: The session has stopped.
+
+        Example:
+            budget = crew.operator("budget")
         """
         from stagecrew.coordination.operator import Operator
 
@@ -132,22 +177,38 @@ class Crew:
         if factory is None:
             known = ", ".join(map(repr, self.application.coordinators)) or "none"
             raise OperatorMisused(
-                f"the application has no operator {name!r}, but {known}: give its coordinator to stagecrew.configure(builder, "
-                f"coordinators={{{name!r}: ...}}), or use topology.coordinate"
+                f"the application has no operator {name!r}; its operators are: {known}. Pass the coordinator to "
+                f"stagecrew.configure(builder, coordinators={{{name!r}: ...}}), or use topology.coordinate"
             )
         self.application.operators.raise_failure()
         return Operator(self.application, name, factory)
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
-        """The states of the coordinators that were given to `configure`, which takes it as `restore` in the next session.
+        """Takes a checkpoint of the coordinators that were given to `configure`; see `Topology.checkpoint`.
 
-        As `Topology.checkpoint`. Raises `CheckpointFailed`, `CoordinatorFailed` and `NotActive`.
+        Pass the result to `configure` as `restore` in the next session.
+
+        Args:
+            checkpoint_id: Must be larger than that of the last checkpoint; by default the next number.
+            timeout: The time that all coordinators together may take, in seconds.
+
+        Returns:
+            The states.
+
+        Raises:
+            CheckpointFailed: A coordinator declined.
+            CheckpointTimeout: A state or an acknowledgement did not arrive in time.
+            CoordinatorFailed: A coordinator has failed.
+            NotActive: The session has stopped.
+
+        Example:
+            saved = crew.checkpoint().to_bytes()
         """
         self.connection.require_running()
         return self.application.operators.checkpoint(checkpoint_id, timeout)
 
     def register(self, listeners: tuple[Listener, ...], application: Application) -> None:
-        """Gives the application its listeners and coordinators; before its first task, by `configure`."""
+        """Registers the listeners and coordinators of the application. `configure` calls it before the first task."""
         if self._registered is not None:
             self.already_has(listeners, application.coordinators)
             return
@@ -163,7 +224,7 @@ class Crew:
         application.begin(self.connection)
 
     def already_has(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
-        """Raises `ConfigurationError` unless all of these are the application's listeners, and operators with coordinators."""
+        """Raises `ConfigurationError` unless the application already has all of these listeners and coordinators."""
         mine = self._registered or ()
         missing = []
         for one in listeners:
@@ -176,12 +237,12 @@ class Crew:
         if missing:
             names = ", ".join(map(listener_name, missing))
             raise ConfigurationError(
-                f"the application runs already, and its listeners cannot change any more; not among them: {names}. Stop the "
-                f"session first, or use a topology: crew.topology(..., listeners=[...])"
+                f"the application is already running, and its listeners cannot change; it does not have: {names}. Stop "
+                f"the session first, or use a topology: crew.topology(..., listeners=[...])"
             )
         if unknown := [name for name in coordinators if name not in self.application.coordinators]:
             raise ConfigurationError(
-                f"the application runs already, and its coordinators cannot change any more; not among them: "
+                f"the application is already running, and its coordinators cannot change; it does not have: "
                 f"{', '.join(unknown)}. Stop the session first, or use topology.coordinate(...)"
             )
 
@@ -193,7 +254,7 @@ class Crew:
                 self._close_coordinators()
                 try:
                     self.connection.drain()
-                except Exception as error:  # the JVM may be gone: the user's stop must still do what it can
+                except Exception as error:  # the JVM may have ended; the user's stop must still do what it can
                     _log.warning("closing listeners before the session stops failed: %s", error)
                 self.connection.close_channel()
             stop()

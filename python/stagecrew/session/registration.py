@@ -1,4 +1,4 @@
-"""What a user registers: listeners and names of JVM classes, looked at before anything begins, and the bytes that travel."""
+"""Checks and pickles the listeners that a user registers, and describes topologies to the JVM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 from pyspark import SparkContext, cloudpickle
 
 from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
-from stagecrew.listeners.listener import Listener, Resource, ResourceFactory, listener_name, normalised, registering
+from stagecrew.listeners.listener import Listener, listener_name, normalised
+from stagecrew.listeners.resource import Resource, ResourceFactory, registering
 from stagecrew.partitions.report import Release
 from stagecrew.wire.frames import encode
 
@@ -21,7 +22,7 @@ _log = logging.getLogger("stagecrew")
 
 
 def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
-    """These listeners, if each is one. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
+    """Returns these listeners. Raises `ListenerError` or `ConfigurationError`, which says what to write instead."""
     given: Any = listeners
     if isinstance(given, str):
         raise ListenerError(
@@ -43,18 +44,20 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
                 f"{listener.name} is a resource that was not called; register listeners=[{listener.name}(...)]"
             )
         raise ListenerError(
-            f"{listener!r} is no stagecrew.Listener; subclass Listener or decorate a generator with @stagecrew.resource"
+            f"{listener!r} is no stagecrew.Listener; subclass Listener, or decorate a generator with @stagecrew.resource"
         )
     if alone:
-        raise ListenerError(f"{listener_name(every[0])} stands alone; register a list: listeners=[...]")
+        raise ListenerError(
+            f"listeners is a single listener, {listener_name(every[0])}; register a list: listeners=[...]"
+        )
     return every
 
 
 def import_named(targets: str) -> None:
-    """Imports the listeners that a value of `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
+    """Imports the listeners that `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
 
-    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerNotImportable` for everything
-    else that an executor would refuse.
+    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerNotImportable` for
+    every other error that an executor would raise.
     """
     from stagecrew.worker.descriptions import named
 
@@ -67,28 +70,26 @@ def import_named(targets: str) -> None:
             if not (isinstance(cause, ModuleNotFoundError) and cause.name == module):
                 raise
             _log.warning(
-                "the driver has no module %r, of %r in spark.stagecrew.listeners: it must exist on each executor. To ship it, "
-                "use --py-files",
+                "the driver has no module %r, which %r in spark.stagecrew.listeners names: it must exist on each "
+                "executor. To ship it, use --py-files",
                 module,
                 target,
             )
 
 
 def class_names(names: Iterable[str]) -> tuple[str, ...]:
-    """These names of JVM classes. Raises `ConfigurationError` when they are no list of strings."""
+    """Returns these names of JVM classes. Raises `ConfigurationError` unless they are a list of strings."""
     if isinstance(names, str):
         raise ConfigurationError(f"jvm_listeners={names!r} is a string; write a list: jvm_listeners=[{names!r}]")
     every: tuple[Any, ...] = tuple(names)
     for name in every:
         if not isinstance(name, str):
-            raise ConfigurationError(
-                f"{name!r} in jvm_listeners is no name of a class; write it like 'com.example.Audit'"
-            )
+            raise ConfigurationError(f"{name!r} in jvm_listeners is no class name; write it like 'com.example.Audit'")
     return every
 
 
 def pickled(listeners: Sequence[Listener]) -> list[bytes]:
-    """The bytes of each listener. Raises `ListenerNotPicklable`, which names the listener and the attribute."""
+    """Pickles each listener. Raises `ListenerNotPicklable`, which names the listener and the attribute."""
     return [_pickled(listener) for listener in listeners]
 
 
@@ -107,11 +108,11 @@ def _pickled(listener: Listener) -> bytes:
                     cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
                 except Exception:
                     what = name if isinstance(listener, Resource) else f"attribute {name!r}"
-                    culprit = f": its {what} is a {type(value).__name__}, which cannot travel"
+                    culprit = f": its {what} is a {type(value).__name__}, which cannot be pickled"
                     break
             raise ListenerNotPicklable(
-                f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). Create "
-                f"such things in open(), which runs on the executor"
+                f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). "
+                f"Create such objects in open(), which runs on the executor"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a topology tells of itself: counts per listener and executor, as the driver knows them."""
+"""Reports of topologies: counts for each listener, executor and operator, as the driver knows them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ __all__ = ["LatencySummary", "ListenerReport", "OperatorReport", "TopologyReport
 
 @dataclasses.dataclass(frozen=True)
 class ListenerReport:
-    """One listener of a topology on one executor. `opens` and `closes` count attempts, `lost` opens without a close."""
+    """One listener of a topology on one executor.
+
+    `opens` and `closes` count attempts to open and close; `lost` counts opens whose process ended before it closed
+    the listener.
+    """
 
     name: str
     scope: str
@@ -29,7 +33,7 @@ class ListenerReport:
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
-    """How long so many took, in seconds: percentiles within 1/64 of the exact ones, and the longest."""
+    """A summary of durations, in seconds: their count, percentiles within 1/64 of the exact ones, and the longest."""
 
     count: int
     p50: float
@@ -39,18 +43,19 @@ class LatencySummary:
 
     @classmethod
     def of(cls, node: dict[str, int]) -> LatencySummary:
-        """From the driver's JSON."""
+        """Reads the driver's JSON."""
         return cls(node["count"], *(node[name] / 1e6 for name in ("p50", "p95", "p99", "max")))
 
 
 @dataclasses.dataclass(frozen=True)
 class OperatorReport:
-    """One use of an operator, by its name and how-manieth: `"supersteps/1"`. A reset goes on with its counts.
+    """One use of an operator. Its name has the ordinal of the use: `"supersteps/1"`. The counts continue after a reset.
 
-    `live`, `finished`, `failed` and `abandoned` are evaluations; `events_in` and `requests` came, `events_out` were sent, and `queued`
-    wait for the coordinator. `replies` took so long from the request's arrival; `acknowledgements` are the times after which an
-    executor said that it has an event: of several that it says so of at once, the oldest's. `waits_for` says whom the
-    coordinator waits for, and since when that has been seen; `progress` is what it says of itself.
+    `live`, `finished`, `failed` and `abandoned` count evaluations. `events_in` and `requests` were received,
+    `events_out` were sent, and `queued` messages wait for the coordinator. `replies` measures the time from a
+    request's arrival to its reply; `acknowledgements` the time from sending an event to its executor's
+    acknowledgement (of several that are acknowledged together, that of the oldest). `waits_for` names what the
+    coordinator waits for, and since when; `progress` is what it reports about itself.
     """
 
     name: str
@@ -73,7 +78,7 @@ class OperatorReport:
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> OperatorReport:
-        """From the driver's JSON."""
+        """Reads the driver's JSON."""
         same = (
             "name",
             "kind",
@@ -100,15 +105,17 @@ class OperatorReport:
 
 @dataclasses.dataclass(frozen=True)
 class TopologyReport:
-    """What happened in a topology, as the driver knows it now: executors report about every second, and at its end.
+    """What happened in a topology, as the driver knows it. Executors report about once a second, and at its end.
 
-    `processes` are the Python processes that opened something, per executor; `lost_processes` those that were gone before
-    they closed it; `deferred` those that close when the task of another topology is over; `unclosed` says what had not
-    closed when the exit gave up waiting; `partitions` are what it has stored, per executor; `operators` are told about every
-    second while anything happens, and when it ends. Of executors that are lost the last ones are listed, as many as
-    `spark.stagecrew.ui.retainedDeadExecutors` says; what happened on the `forgotten_executors` before them is counted still, on an
-    executor called `forgotten`. Of operators the last 500 uses are listed: the numbers of the `forgotten_operators` before them are
-    those of one called `forgotten`.
+    For each executor, `processes` counts the Python processes that opened a listener; `lost_processes` those that
+    ended before they closed it; `deferred` those that close after a task of another topology. `unclosed` lists what
+    was not closed when the exit stopped waiting. `partitions` is what the topology has stored. `operators` are
+    updated about once a second, and at the end.
+
+    The driver lists the last lost executors, as many as `spark.stagecrew.ui.retainedDeadExecutors` allows. The counts
+    of the `forgotten_executors` before them are summed up under an executor called `forgotten`. It lists the last 500
+    uses of operators; the counts of the `forgotten_operators` before them are summed up under an operator called
+    `forgotten`.
     """
 
     id: str
@@ -131,42 +138,42 @@ class TopologyReport:
 
     @property
     def released(self) -> int:
-        """How many partitions went when it ended."""
+        """The number of partitions that were deleted at its end."""
         return sum(one.released for one in self.partitions)
 
     @property
     def released_bytes(self) -> int:
-        """How many bytes these were."""
+        """The size of the deleted partitions, in bytes."""
         return sum(one.released_bytes for one in self.partitions)
 
     @property
     def release_failures(self) -> int:
-        """How many partitions could not be deleted when it ended."""
+        """The number of partitions that could not be deleted at its end."""
         return sum(one.release_failures for one in self.partitions)
 
     @property
     def opens(self) -> int:
-        """How often a listener's `open` was called."""
+        """The number of calls of `open`."""
         return sum(listener.opens for listener in self.listeners)
 
     @property
     def closes(self) -> int:
-        """How often a listener's `close` was called."""
+        """The number of calls of `close`."""
         return sum(listener.closes for listener in self.listeners)
 
     @property
     def failures(self) -> int:
-        """How often a hook raised or was interrupted."""
+        """The number of hooks that raised or were interrupted."""
         return sum(listener.failures for listener in self.listeners)
 
     @property
     def lost(self) -> int:
-        """How many opens have no close, because their process is gone."""
+        """The number of opens without a close, because the process ended."""
         return sum(listener.lost for listener in self.listeners)
 
     @classmethod
     def of(cls, node: dict[str, Any]) -> TopologyReport:
-        """From the driver's JSON."""
+        """Reads the driver's JSON."""
         executors: dict[str, Any] = node["executors"]
         listeners = [
             ListenerReport(

@@ -35,28 +35,35 @@ _log = logging.getLogger("stagecrew")
 
 
 class Topology(TopologyOperators):
-    """A run with a lifecycle: its listeners open before the first task on each worker and close after the last.
+    """A run with a lifecycle: its listeners open before its first task on each worker and close after its last.
 
-    Made by `Crew.topology`. Use it as a context manager, or with `start` and `close` in a notebook:
+    `Crew.topology` creates it. Use it as a context manager, or with `start` and `close` in a notebook.
 
+    Everything that the thread starts between `start` and `close` belongs to the topology: jobs, SQL queries,
+    streaming queries, and what these start. Another thread takes part through `wrap`. A lazy dataset belongs to the
+    topology in which its *action* runs.
+
+    Topologies nest. A topology that begins inside this one, in the same thread, ends with it at the latest: close
+    them in reverse order. `close` may be called in another thread. The thread that called `start` carries the mark of
+    the ended topology until it next starts, wraps or closes one; what it starts in between runs under the application
+    topology.
+
+    A normal exit waits for the jobs and streaming queries of the topology, and logs every 10 s what it waits for. An
+    exit with an exception, Ctrl-C, and `close(cancel=True)` stop the queries and cancel the jobs; the exception stays
+    unchanged. The exit then waits until every executor has closed its listeners, at most
+    `spark.stagecrew.close.timeout`, and logs those that have not.
+
+    At the end of the topology its shuffle files are deleted, except those that another topology, a job outside of
+    topologies, or `keep` uses; `release` changes this. A dataset that is used again is computed again, with the same
+    rows if it is deterministic.
+
+    Example:
         with crew.topology("enrich", listeners=[orders]) as topology:
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
 
-    What the thread starts between `start` and `close` belongs to it: jobs, SQL queries, streaming queries and what these
-    start. Another thread takes part with `wrap`. A lazy dataset belongs to the topology in which its *action* runs.
-
-    Topologies that begin inside this one in its thread end with it at the latest, so close them in reverse order. `close`
-    may be called in another thread; the one that called `start` bears the mark of the ended topology until it next starts,
-    wraps or closes one, and what it starts meanwhile runs under the application's topology.
-
-    A normal exit waits for the jobs and streaming queries of the topology, and says every 10 s for whom. An exit by an
-    exception or Ctrl-C, and `close(cancel=True)`, stop the queries and cancel the jobs; the exception is unchanged. Then
-    the exit waits until every executor has closed what it can, at most `spark.stagecrew.close.timeout`, and names who has
-    not. It does **not** wait for workers that are busy with a task of another topology: these close right after it.
-
-    What its tasks wrote as shuffle outputs is deleted at its end, unless another topology, a job of none, or `keep` uses it;
-    `release` says otherwise. A dataset that is used again is computed again, with the same rows if it is deterministic.
+    Not promised: that the exit waits for workers that run a task of another topology. These close right after that
+    task.
     """
 
     def __init__(
@@ -81,16 +88,25 @@ class Topology(TopologyOperators):
         return f"<topology {self.name!r} ({self._state})>"
 
     def start(self) -> Topology:
-        """Begins the topology in this thread, inside the active one that the thread is in.
+        """Begins the topology in this thread, inside the active topology of the thread, if there is one.
 
-        Raises `TopologyClosed` when it began before, `NotActive` after the session has stopped, and `TopologyError` while the
-        thread is in an active topology of the same name that began by `start`, as when a notebook cell runs again. Topologies of
-        one name may be nested by `with`.
+        Returns:
+            The topology itself.
+
+        Raises:
+            TopologyClosed: The topology has begun before.
+            TopologyError: The thread is already in an active topology of this name that `start` began, as when a
+                notebook cell runs twice. Nested topologies of one name need `with`.
+            ConfigurationError: The driver refused the topology.
+            NotActive: The session has stopped.
+
+        Example:
+            topology = crew.topology("explore", listeners=[orders]).start()
         """
         if self._state == "new" and self._connection.running and self._topologies.started(self.name):
             raise TopologyError(
-                f"a topology {self.name!r} is active in this thread already, begun by start(), perhaps by an earlier run of this "
-                f"cell: close it by its close(), or close all by crew.close_all(), and start again"
+                f"this thread is already in an active topology {self.name!r} that start() began, perhaps in an earlier "
+                f"run of this cell: call its close(), or crew.close_all(), and start again"
             )
         self._begin()
         self.by_start = True
@@ -99,7 +115,8 @@ class Topology(TopologyOperators):
     def _begin(self) -> None:
         if self._state != "new":
             raise TopologyClosed(
-                f"topology {self.name!r} is {self._state}: a topology runs once; create another with crew.topology({self.name!r})"
+                f"topology {self.name!r} is {self._state}, and a topology runs once: create another with "
+                f"crew.topology({self.name!r})"
             )
         self._connection.require_running()
         outer = self._topologies.innermost
@@ -120,17 +137,23 @@ class Topology(TopologyOperators):
         PLACE.set(self.place)
 
     def close(self, cancel: bool = False) -> None:
-        """Ends the topology, and those that began inside it; a second call does nothing.
+        """Ends the topology and those that began inside it. A second call has no effect.
 
-        `cancel` stops its streaming queries and cancels its jobs instead of waiting for them. Raises `CoordinatorFailed`, behind
-        all else and once, when one of its own coordinators failed, whoever ended the topology; not while something passes that
-        is no `Exception`, such as Ctrl-C.
+        Args:
+            cancel: Stops the topology's streaming queries and cancels its jobs, instead of waiting for them.
+
+        Raises:
+            CoordinatorFailed: One of its coordinators failed. It is raised once, after everything else is done, by
+                whichever call ended the topology; not while an exception such as `KeyboardInterrupt` propagates.
+
+        Example:
+            topology.close(cancel=True)
         """
         self._end_once(cancel)
         self._raise_failure(sys.exc_info()[1])
 
     def _raise_failure(self, error: BaseException | None) -> None:
-        """Raises the failure of a coordinator, once, unless what passes is more important."""
+        """Raises the failure of a coordinator, once, unless `error` is no `Exception` and must propagate."""
         if (
             self.operators.cause is not None
             and not self._failure_raised
@@ -143,14 +166,14 @@ class Topology(TopologyOperators):
         if self._state == "new":
             self._state = "closed"
         if self._state in ("closing", "closed"):
-            self._topologies.leave(self)  # it may have ended in another thread, or with the one that it lay in
+            self._topologies.leave(self)  # another thread, or the exit of an outer topology, may have ended it
             return
         self._state = "closing"
         try:
             if self._connection.running:
                 self._finish(cancel)
         finally:
-            for topology in (self, *self._inside()):  # the driver ended those inside too
+            for topology in (self, *self._inside()):  # the driver has ended the inner ones too
                 topology._state = "closed"
                 for listener in topology._listeners:
                     listener._stagecrew.has_ended(topology.id)
@@ -175,7 +198,7 @@ class Topology(TopologyOperators):
             self._raise_failure(None)
             return
         if (supersteps := sys.modules.get("stagecrew.operators.supersteps")) is not None:
-            with contextlib.suppress(Exception):  # Spark may be gone, and with it the text of its error
+            with contextlib.suppress(Exception):  # Spark may have stopped, and the text of its error is lost
                 supersteps.note_remedy(error, self._connection.facade.slots)
         try:
             self._end_once(cancel=True)
@@ -186,9 +209,18 @@ class Topology(TopologyOperators):
         self._raise_failure(error)
 
     def wrap(self, f: Callable[P, T]) -> Callable[P, T]:
-        """`f` as a function that takes part in this topology in whatever thread it is called.
+        """Returns `f` as a function that takes part in this topology in every thread that calls it.
 
-        Calling it after the topology closed raises `TopologyClosed`, after the session has stopped `NotActive`.
+        Args:
+            f: Any function.
+
+        Returns:
+            The wrapped function. It raises `TopologyClosed` after the topology closed, and `NotActive` after the
+            session stopped.
+
+        Example:
+            with ThreadPoolExecutor() as pool:
+                pool.map(topology.wrap(load), tables)
         """
 
         here = current_place()
@@ -198,8 +230,8 @@ class Topology(TopologyOperators):
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             if not self.is_active:
                 raise TopologyClosed(
-                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}; "
-                    f"call it inside the `with`"
+                    f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}: "
+                    f"call it inside its `with`"
                 )
             self._connection.require_running()
             self._topologies.enter(self)
@@ -214,21 +246,37 @@ class Topology(TopologyOperators):
 
     @property
     def report(self) -> TopologyReport:
-        """What happened so far; after the session has stopped, what was known last. Raises `TopologyError` before `start`."""
+        """The report of the topology so far; after the session has stopped, the last one.
+
+        Raises:
+            TopologyError: The topology has not begun, or the driver no longer knows it.
+        """
         report = self._known()
         if report is None:
-            raise TopologyError(f"topology {self.name!r} has not begun, or was forgotten; there is no report of it")
+            raise TopologyError(
+                f"there is no report of topology {self.name!r}: it has not begun, or the driver no longer knows it"
+            )
         return report
 
     # -- Partitions
 
     def keep(self, *datasets: Any) -> None:
-        """What these DataFrames and RDDs have stored when the topology ends stays: it is the application's then.
+        """Keeps what these datasets have stored when the topology ends. It belongs to the application from then on.
 
-        Their own shuffles, as far as they ran by then, and what they cached; not those of datasets that are made of them
-        (`df.count()` runs a plan of its own: its shuffles are not those of `df.collect()`).
+        This covers their own shuffles, if they ran by then, and the blocks that they cached. It does not cover
+        datasets that are derived from them: `df.count()` runs a plan of its own, and its shuffles are not those of
+        `df.collect()`.
 
-        Raises `TopologyError` for anything else, and `TopologyClosed` unless the topology is active.
+        Args:
+            datasets: DataFrames and RDDs.
+
+        Raises:
+            TopologyError: An argument is neither a DataFrame nor an RDD.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            topology.keep(joined)
         """
         every = [java_dataset(dataset) for dataset in datasets]
         self._require_active("keep datasets")
@@ -237,7 +285,11 @@ class Topology(TopologyOperators):
 
     @property
     def partitions(self) -> tuple[PartitionReport, ...]:
-        """What it has stored, per executor; as `report`."""
+        """What the topology has stored, for each executor; see `report`.
+
+        Raises:
+            TopologyError: The topology has not begun, or the driver no longer knows it.
+        """
         return self.report.partitions
 
     # -- The end
@@ -264,13 +316,13 @@ class Topology(TopologyOperators):
         self._wait_for_activity(self._connection.close_timeout)
 
     def _wait_for_activity(self, seconds: float | None) -> None:
-        """Until nothing of the topology runs; with a bound, that is for the end of what was cancelled."""
+        """Waits until nothing of the topology runs; at most `seconds` after a cancel, without a limit otherwise."""
         started = said = time.monotonic()
         pause = 0.01
         while True:
             activity = self._connection.activity(self.id)
             if seconds is not None and activity["queries"]:
-                self._connection.stop_queries(self.id)  # again: one may have been about to start
+                self._connection.stop_queries(self.id)  # again: a query may have started since
             waiting = [
                 f"{kind[:-1] if kind != 'queries' else 'streaming query'} {one}"
                 for kind, ones in activity.items()
@@ -281,7 +333,10 @@ class Topology(TopologyOperators):
                 return
             if seconds is not None and now - started > seconds:
                 _log.warning(
-                    "topology %r was cancelled, and after %g s still runs: %s", self.name, seconds, ", ".join(waiting)
+                    "topology %r was cancelled, and %g s later these still run: %s",
+                    self.name,
+                    seconds,
+                    ", ".join(waiting),
                 )
                 return
             if now - said >= 10:
@@ -294,7 +349,7 @@ class Topology(TopologyOperators):
         inside = self._inside()
         for topology in (*inside, self):
             topology.operators.close(
-                f"topology {topology.name!r} has ended: what its operators are bound to is run inside its `with`"
+                f"topology {topology.name!r} has ended: run the datasets of its operators inside its `with`"
             )
             self._connection.send_last_statistics(topology.operators)
         self._connection.end(self.id, self._connection.close_timeout)
@@ -303,7 +358,7 @@ class Topology(TopologyOperators):
 
     def _warn(self) -> None:
         report = self._known()
-        if report is None:  # the driver remembers only so many: no reason for an exit to fail
+        if report is None:  # the driver no longer knows it; the exit must not fail for that
             return
         for one in report.listeners:
             if one.failures:
@@ -313,6 +368,6 @@ class Topology(TopologyOperators):
                 )  # fmt: skip
         if report.unclosed:
             _log.warning(
-                "topology %r has ended; not closed after %g s: %s",
+                "topology %r has ended, but after %g s these are not closed: %s",
                 self.name, self._connection.close_timeout, "; ".join(report.unclosed),
             )  # fmt: skip

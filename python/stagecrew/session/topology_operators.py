@@ -1,4 +1,4 @@
-"""What a topology offers to its program: operators with their coordinators, and checkpoints of these."""
+"""The part of a topology that creates operators and takes checkpoints of their coordinators."""
 
 from __future__ import annotations
 
@@ -46,16 +46,31 @@ class TopologyOperators(TopologyNode):
         self.operators = Operators(self, lambda: connection.close_timeout)
 
     def coordinate(self, name: str, factory: Callable[[CoordinatorContext], Coordinator]) -> Operator:
-        """An operator of this topology: bind it to datasets, whose tasks then talk to a coordinator that the factory makes.
+        """Creates an operator, which connects the tasks of a dataset with a coordinator on the driver.
 
-        `factory` is a `Coordinator` class, or anything that makes one of a `CoordinatorContext`. Raises `OperatorMisused` when it
-        cannot be called, `TopologyClosed` unless the topology is active.
+        Args:
+            name: The operator's name, unique in the topology. Checkpoints, reports and the UI use it.
+            factory: A `Coordinator` class, or another callable that takes a `CoordinatorContext` and returns a
+                coordinator.
+
+        Returns:
+            The operator. Each dataset that it is bound to gets a coordinator of its own.
+
+        Raises:
+            OperatorMisused: `factory` cannot be called, or the topology already has an operator of this name.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            budget = topology.coordinate("budget", Budget)
+            dataset = budget.map(flights, spend, schema)
         """
         from stagecrew.coordination.operator import Operator
 
         if not callable(factory):
             raise OperatorMisused(
-                f"operator {name!r}: a coordinator is made by a factory, such as its class; {type(factory).__name__} cannot be called"
+                f"operator {name!r}: the factory is a {type(factory).__name__}, which cannot be called. Pass a Coordinator "
+                f"class, or a function that takes a CoordinatorContext and returns a coordinator"
             )
         self._require_active("coordinate operators")
         self.operators.name_operator(name)
@@ -69,19 +84,39 @@ class TopologyOperators(TopologyNode):
         parallelism: int | None = None,
         name: str | None = None,
     ) -> DataFrame:
-        """A DataFrame whose tasks pull what they read next, so that none is left with the rest: a dynamic source.
+        """Creates a DataFrame whose tasks pull splits one after the other, so that no task is left with a backlog.
 
-        Every split is in the result exactly as often as Spark's semantics say, whatever fails or runs twice: each subtask has a
-        log of its splits, which every evaluation of it replays before it asks for more. Not promised: which subtask reads
-        which split, and the order of rows.
+        Every split is in the result exactly as often as Spark's semantics say, whatever fails or runs twice: each
+        subtask has a log of its splits, and each evaluation of the subtask replays this log before it asks for more.
 
-        `enumerator` is an iterable of picklable splits, or has `splits()` that answers one, and may have `locations(split)`, a
-        list of host names that are preferred when free. It is read lazily, on the driver. `read(split)` runs in the tasks and
-        yields `pyarrow.RecordBatch`es of `schema`. `parallelism` is the number of tasks, by default `sparkContext.defaultParallelism`. See
-        `stagecrew.operators.splits` for enumerators of files, row groups, key ranges and a DataSource reader's partitions.
+        Args:
+            enumerator: An iterable of picklable splits, or an object with `splits()` that returns one. It may have
+                `locations(split)`, a list of preferred host names. It is read lazily, on the driver. See
+                `stagecrew.operators.enumerators` for enumerators of files, row groups, key ranges and the partitions
+                of a `DataSource` reader.
+            read: Runs in the tasks. Takes a split and yields `pyarrow.RecordBatch`es of `schema`.
+            schema: The schema of the rows.
+            parallelism: The number of tasks; by default `sparkContext.defaultParallelism`.
+            name: The operator's name; by default "splits".
 
-        Raises `OperatorMisused` and `TopologyClosed`. When the enumerator fails, so does the topology: an action raises Spark's own error,
-        and the `with` `CoordinatorFailed`, whose `__cause__` is `SplitsFailed`.
+        Returns:
+            The DataFrame. It is lazy, like every DataFrame.
+
+        Raises:
+            OperatorMisused: An argument is wrong, or the name is taken.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            rows = topology.splits(range(1000), read_range, "id long")
+            rows.write.parquet(path)
+
+        When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` raises
+        `CoordinatorFailed`, whose `__cause__` is `SplitsFailed`.
+
+        Not promised: which subtask reads which split, and the order of rows.
+
+        Source: Flink's split enumerators (FLIP-27).
         """
         from stagecrew.operators.splits import read_splits
 
@@ -97,22 +132,37 @@ class TopologyOperators(TopologyNode):
         stop_when: Callable[[int, Any], bool] | None = None,
         timeout: float = 600.0,
     ) -> DataFrame:
-        """A DataFrame whose tasks compute together, step by step: an iteration without a job for each step.
+        """Creates a DataFrame whose tasks compute together, step by step, without a Spark job for each step.
 
-        `work(steps, batches)` runs once for each partition of the dataset, all at the same time, and yields
-        `pyarrow.RecordBatch`es of `schema`. `steps.reduce(value, op)` gives every task the one value that is made of all of
-        theirs. Values are reduced in the order of subtasks: the result is that of a single process, also in its last bit, where
-        the reducer is associative or there are as many partitions.
+        Args:
+            dataset: The input. All its partitions run at the same time, so each needs a slot. Spark refuses a dataset
+                with more partitions than slots, and dynamic allocation.
+            work: Called as `work(steps, batches)`, once for each partition, with a `SuperstepContext` and the
+                partition's batches. Yields `pyarrow.RecordBatch`es of `schema`. `steps.reduce(value, op)` combines
+                the values of all tasks and returns the result to each of them.
+            schema: The schema of the rows that `work` yields.
+            name: The operator's name; by default "supersteps".
+            stop_when: Called on the driver as `stop_when(step, value)` with the result of each step. After it returns
+                True, `steps.stopped` is True in every task.
+            timeout: The time that a step waits for its last task, in seconds.
 
-        `stop_when(step, value)`, on the driver, looks at each step's result until it says True: then `steps.stopped` is, in every
-        task. `timeout` is how many seconds a step may wait for its last task.
+        Returns:
+            The DataFrame. It adds a shuffle, which keeps the rows of a subtask together and in order.
 
-        A task that fails has the whole stage run again from step 0, as often as `spark.stage.maxConsecutiveAttempts` allows; so has
-        output of it that Spark lost. All partitions need a slot at the same time: Spark refuses more, and dynamic allocation.
-        A shuffle follows, which keeps the rows of a subtask together and in order.
+        Raises:
+            OperatorMisused: An argument is wrong, or the name is taken.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
 
-        Raises `OperatorMisused` and `TopologyClosed`. When tasks reduce differently, the topology fails: an action raises Spark's own
-        error, and the `with` `CoordinatorFailed`, whose `__cause__` is `SuperstepsFailed`.
+        Example:
+            centers = topology.supersteps(points, kmeans, "x double, y double")
+
+        Values are reduced in the order of subtasks. The result equals that of a single process, to the last bit, if
+        the reducer is associative or the number of partitions is the same.
+
+        When a task fails, or Spark loses output of the stage, the whole stage runs again from step 0, at most
+        `spark.stage.maxConsecutiveAttempts` times. When tasks reduce differently, the topology fails: the action
+        raises Spark's own error, and the `with` raises `CoordinatorFailed`, whose `__cause__` is `SuperstepsFailed`.
 
         Source: Flink's iterations with supersteps (PR #10483); Spark's barrier execution.
         """
@@ -130,30 +180,53 @@ class TopologyOperators(TopologyNode):
         name: str = COMMIT,
         content: str | None = None,
     ) -> CommitReport:
-        """Writes a DataFrame to a sink: all of its rows become visible at once, or none, whatever fails.
+        """Writes a DataFrame to a sink: either all of its rows become visible at once, or none, whatever fails.
 
-        Tasks stage what they write where nobody reads. What is committed is exactly what the attempts staged that Spark accepted:
-        failed, speculative, lost and repeated ones leave nothing. See `stagecrew.operators.sinks` for Parquet files, objects with a
-        manifest, databases and Iceberg tables, and what readers see in between; `Committer` for one of your own.
+        Tasks stage their rows where no reader sees them. The commit contains exactly the output of the attempts that
+        Spark accepted: failed, speculative, lost and repeated attempts leave nothing.
 
-        With a `commit_id` and `decisions` that outlive the driver (`FileCommitLog`, or the path of its folder), a driver that dies at any point may be followed by
-        another that calls this again: what was decided is finished without running the dataset, what was not is discarded and
-        written anew, and what is done stays as it is. Without `decisions` those of this session are taken, in memory; without a
-        `commit_id` each call is a commit of its own, whose id the errors name.
+        With a `commit_id` and a `commit_log` that outlive the driver, a driver may die at any point, and another one
+        may call this again: a commit that was decided is finished without running the dataset again; one that was not
+        decided is discarded and written again; one that is done stays as it is.
 
-        In a job (`stagecrew.current_job`) both are given by the job: the id is made of the job's, the step's and this `name`, which a
-        step uses once, and the decisions are the job's store.
+        Inside a job (`stagecrew.current_job`) the job gives both: it derives the id from the job, the step and
+        `name`, which a step uses once, and keeps the log in its store.
 
-        An id belongs to one set of rows. `content` may say which: a date, a snapshot id, or any other text. A call with the id of a commit
-        that was decided before writes nothing and logs a warning, which says when that was and how many rows it has; it raises
-        `OperatorMisused` when the sink, the columns or the content differ, with both values. Whether columns may be null, their order and
-        their metadata do not count. In a job a repeat logs nothing; where an earlier run of the job has decided the commit, another
-        content, sink or schema is a warning, and the rows of that run stay.
+        A commit id belongs to one set of rows. A call with the id of a commit that is already decided writes nothing,
+        and logs a warning with the time of that commit and its number of rows. In a job a repeat logs nothing; if an
+        earlier run of the job decided the commit with another content, sink or schema, it logs a warning, and the
+        rows of that run stay.
 
-        Raises `CommitFailed` when nothing is visible, and nothing left, or what the job raised; `CommitPending` when it is decided but
-        could not be done yet, `CommitUnknown`; `CommitUnreadable` for a record of another version; `OperatorMisused`, `TopologyClosed`.
+        Args:
+            dataset: The rows.
+            sink: Where to write: a sink of `stagecrew.operators.sinks` (Parquet files, objects with a manifest,
+                databases, Iceberg tables) or a `Committer` of your own.
+            commit_id: 1 to 200 characters. By default each call is a new commit; errors contain its id.
+            commit_log: A `CommitLog`, or the path of a folder for a `FileCommitLog`. By default the session's own
+                log, which is in memory.
+            name: The operator's name.
+            content: Names the set of rows: a date, a snapshot id, or any other text.
 
-        Source: Flink's two-phase sinks (FLIP-143), decided by the result of Spark's action.
+        Returns:
+            The numbers of rows, parts and bytes that were committed, and whether an earlier call had decided the
+            commit.
+
+        Raises:
+            CommitFailed: No row is visible, and nothing that was staged is left.
+            CommitPending: The commit is decided, but could not be finished yet. Commit with the same id again.
+            CommitUnknown: The outcome of a write to the log is unknown. Commit with the same id again.
+            CommitUnreadable: Another version of stagecrew wrote the record of this commit.
+            OperatorMisused: An argument is wrong; or the commit was decided with another sink, other columns or other
+                content. Nullability, order and metadata of columns do not count.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            report = topology.commit(flights, ParquetSink(path), commit_id="flights-2013-01-01", commit_log=log_folder)
+
+        A failure of the Spark job is raised unchanged.
+
+        Source: Flink's two-phase commit sinks (FLIP-143). Here the result of Spark's action decides.
         """
         from stagecrew.operators.commit_log import commit_log_of
         from stagecrew.operators.commits import commit_dataset
@@ -165,7 +238,7 @@ class TopologyOperators(TopologyNode):
             commit_log = job.commit_log(sink) if commit_log is None else commit_log
         id_ = uuid.uuid4().hex if commit_id is None else commit_id
         if not id_ or len(id_) > 200:
-            raise OperatorMisused(f"a commit's id is a text of 1 to 200 characters, not of {len(id_)}")
+            raise OperatorMisused(f"commit_id has {len(id_)} characters; use 1 to 200 characters")
         return commit_dataset(
             self,
             dataset,
@@ -179,14 +252,35 @@ class TopologyOperators(TopologyNode):
         )
 
     def align(self, name: str, drift: Any, idle_after: float | None = None) -> Alignment:
-        """Tasks that advance in event time together: who is ahead of the slowest by more than `drift` waits.
+        """Aligns tasks in event time: a source that is ahead of the slowest one by more than `drift` waits.
 
-        Map datasets with it: `work(aligner, batches)` calls `aligner.advance(watermark)` as it goes. Sources take part from their
-        first watermark until they finish, their task ends, or they are silent for `idle_after` seconds. Event times are numbers,
-        or `datetime` with a `timedelta` as drift.
+        Map datasets with the result: `work(aligner, batches)` calls `aligner.advance(watermark)` as it proceeds. A
+        source takes part from its first watermark until it finishes, its task ends, or it is silent for `idle_after`
+        seconds.
 
-        Not promised: that sources wait for one whose task has not begun; give all their tasks a slot, or read them as splits, with
-        `EventTimeSplits`. Raises `OperatorMisused` and `TopologyClosed`; a source that waits for too long gets `AlignmentFailed`.
+        Args:
+            name: The operator's name, unique in the topology.
+            drift: The largest distance to the slowest source. Event times are numbers; or `datetime`s, and `drift` is
+                a `timedelta`.
+            idle_after: A source that is silent for this many seconds does not hold back others. By default every
+                source does.
+
+        Returns:
+            The alignment, which maps datasets.
+
+        Raises:
+            OperatorMisused: An argument is wrong, or the name is taken.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            alignment = topology.align("event-time", drift=3600)
+            rows = alignment.map(clicks, read, schema)
+
+        A source that waits for too long gets `AlignmentFailed`.
+
+        Not promised: that sources wait for a source whose task has not begun. Give every task a slot, or read the
+        sources as splits with `EventTimeSplits`.
 
         Source: Flink's watermark alignment (FLIP-182).
         """
@@ -194,58 +288,86 @@ class TopologyOperators(TopologyNode):
 
         self._require_active("align sources")
         alignment = align(self, name, drift, idle_after)
-        self.operators.name_operator(name)  # behind all that may be refused: the name is free then
+        self.operators.name_operator(name)  # last: the name stays free if an argument is refused
         return alignment
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
-        """The progress of its coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
+        """The progress of this topology's coordinators, by operator and use: `{"supersteps/1": {"step": 12}}`.
 
-        It has the names of `progress` in `report.operators`, with their values as they are. A value that a coordinator reported is
-        here at once; one that it returns from `Coordinator.progress`, as splits do, about a second later, and at the end.
+        It has the names of `progress` in `report.operators`, with the original values. A value that a coordinator
+        reports is here at once. A value that `Coordinator.progress` returns is here about a second later, and at the
+        end.
         """
         return self.operators.progress()
 
     def checkpoint(self, checkpoint_id: int | None = None, timeout: float = 30.0) -> Checkpoint:
-        """The states of all coordinators of this topology, as of one cut of each.
+        """Takes a checkpoint of all coordinators of this topology.
 
-        When it returns, what each had sent before its cut is in its tasks' mailboxes, and nothing that it sent after. The
-        cuts of several coordinators are not at one instant. What tasks send is in the state as far as it was handled.
+        When it returns, the events that each coordinator sent before its cut are in the mailboxes of its tasks, and
+        none that it sent after the cut is. A coordinator's state includes the messages of tasks that it had handled
+        by its cut.
 
-        `checkpoint_id` grows from one to the next, by default by one. Raises `CheckpointFailed` when a coordinator declines,
-        or within `timeout` seconds gives no state; all then hear `checkpoint_aborted`.
+        Args:
+            checkpoint_id: Must be larger than that of the last checkpoint; by default the next number.
+            timeout: The time that all coordinators together may take, in seconds.
+
+        Returns:
+            The states. Store them with `Checkpoint.to_bytes`.
+
+        Raises:
+            CheckpointFailed: A coordinator declined. All coordinators get `checkpoint_aborted`.
+            CheckpointTimeout: A state or an acknowledgement did not arrive in time. All get `checkpoint_aborted`.
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            saved = topology.checkpoint().to_bytes()
+
+        Not promised: that the cuts of several coordinators are made at one instant.
         """
         self._require_active("take checkpoints")
         return self.operators.checkpoint(checkpoint_id, timeout)
 
     def reset(self, checkpoint: Checkpoint | None = None) -> None:
-        """All coordinators begin anew, as of a checkpoint or of nothing: each closes, and another instance takes over.
+        """Replaces all coordinators by new instances, restored or without state. Does not wait for it.
 
-        No evaluation of before gets an answer, or succeeds: its attempt fails, and Spark tries again. It does not wait for that.
+        Each current instance closes first. No evaluation that began before the reset gets a reply or succeeds: its
+        attempt fails, and Spark runs the task again.
+
+        Args:
+            checkpoint: The states to restore. By default coordinators begin without state.
+
+        Raises:
+            TopologyClosed: The topology is not active.
+            NotActive: The session has stopped.
+
+        Example:
+            topology.reset(Checkpoint.from_bytes(saved))
         """
         self._require_active("reset coordinators")
         self.operators.reset(checkpoint)
 
     def host(self) -> Host:
-        """What serves the coordinators of this topology."""
+        """The host of this topology's coordinators."""
         return self._connection.host()
 
     @property
     def request_timeout(self) -> float:
-        """How long its tasks wait for their coordinator, in seconds."""
+        """How long tasks wait for a reply of their coordinator, in seconds."""
         return self._connection.request_timeout
 
     def cancel_failed(self, cause: BaseException) -> None:
-        """Begins to cancel what runs of it, because a coordinator failed."""
+        """Starts to cancel the Spark jobs of the topology after a coordinator failed. Does not wait."""
 
         def cancel() -> None:
-            with contextlib.suppress(Exception):  # the session may be stopping, which cancels as well
+            with contextlib.suppress(Exception):  # the session may be stopping, which cancels too
                 self._connection.cancel(self.id, f"a coordinator of topology {self.name!r} failed: {cause!r}")
 
-        # Not on the coordinator's thread, nor under a lock of ours: this asks the JVM.
+        # In a thread of its own: a call to the JVM must not block the coordinator or hold a lock.
         threading.Thread(target=cancel, name="stagecrew-fail", daemon=True).start()
 
     def _require_active(self, what: str) -> None:
         if not self.is_active:
-            raise TopologyClosed(f"topology {self.name!r} is {self._state}: {what} inside the `with`")
+            raise TopologyClosed(f"topology {self.name!r} is {self._state}; {what} only inside its `with`")
         self._connection.require_running()

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from stagecrew.listeners.identity import Identity, RedefinedError, chosen
-from stagecrew.listeners.listener import Listener, ListenerContext, opened_value, resolving
+from stagecrew.listeners.listener import Listener, ListenerContext
+from stagecrew.listeners.resolution import resolving
+from stagecrew.listeners.resource import opened_value
 
 __all__ = ["opened"]
 

@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any
 
 from stagecrew.errors import ChannelError, ListenerError
-from stagecrew.listeners.listener import Listener, opened_value, registering
+from stagecrew.listeners.listener import Listener
+from stagecrew.listeners.resource import opened_value, registering
 from stagecrew.observability.error_summary import format_message_first
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from stagecrew.errors import ListenerError, ListenerNotImportable
-from stagecrew.listeners.listener import Listener, ResourceFactory, listener_name
+from stagecrew.listeners.listener import Listener, listener_name
+from stagecrew.listeners.resource import ResourceFactory
 from stagecrew.wire.frames import Frame
 from stagecrew.worker.lifecycle import Described, Registered
 

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from stagecrew.listeners.identity import Identity, RedefinedError, chosen
-from stagecrew.listeners.listener import Listener, decorates, opened_value
+from stagecrew.listeners.listener import Listener, decorates
 from stagecrew.listeners.not_open import NotRegisteredError
+from stagecrew.listeners.resource import opened_value
 
 __all__ = ["Described", "Hooks", "Lifecycle", "Registered", "State"]
 

@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any, BinaryIO, Final, NoReturn
 
 from stagecrew.errors import ChannelError, TaskKilled
-from stagecrew.listeners.listener import Task, resolving
+from stagecrew.listeners.listener import Task
+from stagecrew.listeners.resolution import resolving
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety, graceful_shutdown

@@ -1,0 +1,46 @@
+"""The names that `spark.stagecrew.listeners` gives to listeners: a name identifies a listener in every process.
+
+Loaded in every Python worker: the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from typing import Any, Final
+
+from stagecrew.listeners.identity import Identity
+
+__all__ = ["note_names"]
+
+
+def note_names(listener: object, identity: Identity) -> None:
+    """Adds the names of this listener in the configuration to its identity, before it is pickled on the driver."""
+    for target in _configured():
+        module, _, path = target.partition(":")
+        found: Any = sys.modules.get(module)
+        with contextlib.suppress(Exception):  # a module may compute its attributes
+            for part in path.split("."):
+                found = getattr(found, part, None)
+        if found is listener:
+            identity.add_name(target)
+
+
+#: SparkContext -> the names in its `spark.stagecrew.listeners`.
+_names: Final[weakref.WeakKeyDictionary[Any, tuple[str, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _configured() -> tuple[str, ...]:
+    """The names in `spark.stagecrew.listeners` of this process's session; a worker has none."""
+    context = getattr(getattr(sys.modules.get("pyspark"), "SparkContext", None), "_active_spark_context", None)
+    if context is None:
+        return ()
+    names = _names.get(context)
+    if names is None:
+        names = ()
+        with contextlib.suppress(Exception):  # the JVM may have ended
+            value = context._conf.get("spark.stagecrew.listeners", "")
+            names = tuple(name.strip() for name in value.split(",") if name.strip())
+            _names[context] = names
+    return names

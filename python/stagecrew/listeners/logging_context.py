@@ -1,0 +1,51 @@
+"""A ready-made listener that adds the coordinates of a task to its log records.
+
+Loaded in every Python worker: the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from stagecrew.listeners.listener import Listener, Task
+from stagecrew.observability.logs import add_fields
+
+__all__ = ["LoggingContext"]
+
+
+class LoggingContext(Listener):
+    """Adds `application`, `topology`, `stage`, `partition` and `attempt` to every Python log record of a task.
+
+    A value that a log call gives for one of these names by `extra=` takes precedence.
+
+    Example:
+        logging.Formatter("%(topology)s %(stage)s %(message)s", defaults={"topology": "-", "stage": "-"})
+
+    Records outside of a task have none of these attributes, so give the formatter `defaults=` in processes that log
+    both.
+    """
+
+    @contextlib.contextmanager
+    def decorate(self, task: Task) -> Iterator[None]:
+        before = logging.getLogRecordFactory()
+        fields = {
+            "application": task.application,
+            "topology": task.topology,
+            "stage": task.stage,
+            "partition": task.partition,
+            "attempt": task.attempt,
+        }
+
+        def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+            made = before(*args, **kwargs)
+            add_fields(made, fields)
+            return made
+
+        logging.setLogRecordFactory(record)
+        try:
+            yield
+        finally:
+            logging.setLogRecordFactory(before)

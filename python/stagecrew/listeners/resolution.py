@@ -1,0 +1,67 @@
+"""How `get()` finds what a listener opened, in the worker that opened it or in a test.
+
+Loaded in every Python worker: the standard library only, and no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+from stagecrew.errors import ResourceNotOpen
+from stagecrew.listeners import not_open
+from stagecrew.listeners.identity import Identity
+
+__all__ = ["LEFT", "PROPERTY", "Resolver", "resolve", "resolving"]
+
+#: Spark's local properties: the topology of a task, and the topologies that ended in the thread that ran the action.
+PROPERTY: Final = "spark.stagecrew.topology"
+LEFT: Final = "spark.stagecrew.left"
+
+
+class Resolver(Protocol):
+    """Finds what a listener opened. The worker installs one while a task runs, and `stagecrew.testing` another one."""
+
+    def __call__(self, identity: Identity) -> Any:
+        """The opened value. Raises `NotRegisteredError`, or a `LookupError` that says why the value is missing."""
+
+
+_resolvers: Final[list[Resolver]] = []
+
+
+@contextlib.contextmanager
+def resolving(resolver: Resolver) -> Iterator[None]:
+    """Lets `get()` find what `resolver` knows, in all threads of this process. The innermost resolver is asked first."""
+    _resolvers.append(resolver)
+    try:
+        yield
+    finally:
+        _resolvers.remove(resolver)
+
+
+def resolve(identity: Identity, name: str) -> Any:
+    """What a listener opened, for its `get()`. Raises `ResourceNotOpen`, whose message says why and what to do."""
+    refusals: list[LookupError] = []
+    for resolver in reversed(_resolvers):
+        try:
+            return resolver(identity)
+        except LookupError as error:
+            refusals.append(error)
+    innermost = refusals[0] if refusals else None
+    if innermost is None or isinstance(innermost, not_open.NotRegisteredError):
+        raise ResourceNotOpen(not_open.explained(name, identity.topologies, _task(), innermost))
+    raise ResourceNotOpen(f"listener {name!r} is not open here: {innermost}.")
+
+
+def _task() -> not_open.Task | None:
+    """The task that this process runs, if it runs one."""
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark import TaskContext
+
+    if (context := TaskContext.get()) is None:
+        return None
+    left = context.getLocalProperty(LEFT) or ""
+    return not_open.Task(context.getLocalProperty(PROPERTY), tuple(left.split()))

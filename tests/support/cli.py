@@ -1,0 +1,32 @@
+"""The `stagecrew` command, run in a process of its own as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import stagecrew
+
+__all__ = ["run_stagecrew"]
+
+_ROOT = str(Path(stagecrew.__file__).parent.parent)
+
+
+def run_stagecrew(
+    *arguments: str, cwd: Path | None = None, timeout: float = 280, installed: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `stagecrew ARGUMENTS`, with every Python warning as an error.
+
+    With `installed=False` only the driver finds the package: executors have the package in the jar, or none.
+    """
+    start = f"import sys; sys.path.insert(0, {_ROOT!r}); from stagecrew.cli import main; main(prog_name='stagecrew')"
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYSPARK_PYTHON")}
+    if installed:
+        inherited["PYTHONPATH"] = _ROOT
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", start, *arguments],
+        cwd=cwd, timeout=timeout, env={**inherited, **environment}, capture_output=True, text=True, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip

@@ -1,0 +1,751 @@
+"""The contract of state handles on any store. A test module that imports these tests defines the fixture `world`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import threading
+
+import pytest
+
+from stagecrew.errors import (
+    HandleExists,
+    HandleLocked,
+    HandleMissing,
+    LeadershipLost,
+    PossiblyInconsistentError,
+    RecoveryMisused,
+    SessionLost,
+    StateCorrupt,
+    StateStorageError,
+    StoreConflict,
+    StoreRefused,
+    StoreUnavailable,
+    StoreUnsupported,
+)
+from stagecrew.recovery.handles import StateHandleStore
+from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, segment
+from stagecrew.recovery.sweep import Report, sweep
+from stagecrew.recovery.writes import GENERATION
+from support.handle_faults import FAR_FUTURE, ROOT
+
+DEFINITE = [StoreUnavailable("away"), SessionLost("over"), StoreRefused("no"), LeadershipLost("another leads")]
+UNKNOWN = [PossiblyInconsistentError("lost"), RuntimeError("a bug of the client"), KeyboardInterrupt()]
+
+
+@pytest.fixture
+def handles(world):
+    return world.handles()
+
+
+def state_path(world, name):
+    """Returns the path of a state's file."""
+    return (
+        pathlib.Path(world.storage._folder) / json.loads(world.observer.read(f"{ROOT}/{segment(name)}").value)["name"]
+    )
+
+
+def failing(world, error, when="before", method="transact"):
+    """Returns handles that have written before, and a function that makes the next call of a method raise."""
+    armed = []
+
+    def moment(called, at_, arguments=()):
+        if armed and (called, at_) == (method, when):
+            armed.clear()
+            raise error
+
+    handles = world.handles(moment)
+    handles.add("warm", b"")
+    handles.remove("warm")
+    return handles, lambda: armed.append(1)
+
+
+class TestAdd:
+    def test_added_states_are_read(self, world, handles):
+        """Each name, however unusual, has its state with version 0, and nothing else is stored."""
+        odd = ["a", "a/b", "..", "Straße 7", "locks", "x" * 300]
+        for name in odd:
+            handles.add(name, name.encode())
+        assert handles.names() == sorted(odd)
+        assert {name: handles.get(name).data for name in odd} == {name: name.encode() for name in odd}
+        assert {handles.get(name).version for name in odd} == {0}
+        assert world.assert_clean() == {name: name.encode() for name in odd}
+
+    def test_entries_in_store_and_storage(self, world, handles):
+        """The store has a small reference; the state is in the storage, in the folder of the store and the root."""
+        handles.add("nightly", b"state" * 1000, lock=True)
+        value = json.loads(world.observer.read("jobs/nightly").value)
+        assert value["format"] == 1
+        assert value["length"] == 5000
+        assert value["name"].startswith(f"{world.folder()}/nightly-")
+        assert world.observer.children("jobs/nightly/locks") == [handles._store.session]
+        assert len(world.observer.read("jobs/nightly").value) < 400
+        assert world.files() == [value["name"]]
+
+    def test_existing_name(self, world, handles):
+        """The existing handle stays, and nothing is left of the second one."""
+        handles.add("a", b"1")
+        with pytest.raises(HandleExists, match="'a'"):
+            world.handles().add("a", b"2")
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_entries_of_writers(self, world, handles):
+        """A session has one entry for its writes, not one per root or handle, and none after it has ended."""
+        for number in range(20):
+            StateHandleStore(handles._store, world.storage, f"root-{number}").add("a", b"1")
+            handles.add(f"{number}", b"1")
+            handles.remove(f"{number}")
+        assert len(world.observer.children("sweep/writers")) == 1
+        world.expire(handles._store.session)
+        assert world.observer.children("sweep/writers") == []
+
+    def test_anything_but_bytes_is_refused(self, handles):
+        """Anything but bytes is refused before anything is written."""
+        for wrong in (5, "text", None):
+            with pytest.raises(RecoveryMisused, match="bytes"):
+                handles.add("a", wrong)
+        with pytest.raises(RecoveryMisused):
+            handles.add("", b"")
+        with pytest.raises(RecoveryMisused):
+            StateHandleStore(handles._store, handles._storage, "no//key")
+
+    @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
+    def test_definitely_not_done(self, world, error):
+        """The new state is discarded and the error is raised. Adding again succeeds."""
+        handles, arm = failing(world, error)
+        arm()
+        with pytest.raises(type(error)):
+            handles.add("a", b"1")
+        assert world.files() == []
+        handles.add("a", b"2")
+        assert world.assert_clean() == {"a": b"2"}
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
+    def test_unknown_outcome(self, world, error, when):
+        """Nothing is discarded. If the write was done, the state exists; if not, a sweep removes it."""
+        handles, arm = failing(world, error, when)
+        arm()
+        with pytest.raises(type(error)):
+            handles.add("a", b"1")
+        assert len(world.files()) == 1
+        assert world.assert_clean() == ({"a": b"1"} if when == "after" else {})
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_repeating_a_prepared_state(self, world, when):
+        """Adding the same prepared state again returns what the first call would have returned."""
+        handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
+        state = handles.prepare(b"1")
+        arm()
+        with pytest.raises(PossiblyInconsistentError):
+            handles.add("a", state)
+        handles.add("a", state)
+        handles.add("a", state)
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {"a": b"1"}
+        with pytest.raises(RecoveryMisused, match="prepare it again"):
+            handles.add("b", state)
+        with pytest.raises(HandleExists):
+            handles.add("a", b"1")
+
+    @pytest.mark.parametrize("error", DEFINITE[:-1], ids=lambda error: type(error).__name__)
+    def test_a_failed_repetition_does_not_settle_the_first_write(self, world, error):
+        """After an unknown outcome, nothing is discarded until a response about the first write settles it."""
+        handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
+        state = handles.prepare(b"1")
+        arm()
+        with pytest.raises(PossiblyInconsistentError):
+            handles.add("a", state)
+        handles._store._moment = lambda method, when, arguments=(): (
+            (_ for _ in ()).throw(error) if method == "transact" else None
+        )
+        with pytest.raises(type(error)):
+            handles.add("a", state)
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_repeated_after_a_removal(self, world):
+        """The state was added once, so repeating the write does not bring it back after its removal."""
+        handles, arm = failing(world, PossiblyInconsistentError("lost"), "after")
+        state = handles.prepare(b"1")
+        arm()
+        with pytest.raises(PossiblyInconsistentError):
+            handles.add("a", state)
+        world.handles().remove("a")
+        handles.add("a", state)
+        assert handles.names() == []
+        assert world.assert_clean() == {}
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_repeated_in_a_new_session(self, world, when):
+        """The repetition also works when the session of the first write has ended."""
+        handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
+        state = handles.prepare(b"1")
+        arm()
+        with pytest.raises(PossiblyInconsistentError):
+            handles.add("a", state)
+        world.expire(handles._store.session)
+        world.handles().add("a", state)
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_additional_operations(self, world, handles):
+        """Further operations are part of the transaction.
+
+        If one does not fit, nothing is done, and the conflict names it.
+        """
+        world.observer.ensure("other")
+        handles.add("a", b"1", also=[Create("other/a", b"x"), Check("other", 0)])
+        assert world.observer.read("other/a").value == b"x"
+        with pytest.raises(StoreConflict) as caught:
+            handles.add("b", b"1", also=[Create("other/b"), Create("other/a")])
+        assert (caught.value.index, caught.value.why) == (1, "exists")
+        assert world.observer.read("other/b") is None
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_add_to_a_marked_handle(self, world, handles):
+        """A removal that stopped halfway is finished first."""
+        handles.add("a", b"old")
+        world.observer.transact(Delete("jobs/a/locks"))
+        handles.add("a", b"new")
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {"a": b"new"}
+
+    def test_add_to_a_marked_handle_that_cannot_be_deleted(self, world):
+        """The error is raised, and nothing is left of the new state. The next add succeeds."""
+        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        handles.add("a", b"old")
+        world.observer.transact(Delete("jobs/a/locks"))
+        arm()
+        with pytest.raises(StateStorageError):
+            handles.add("a", b"new")
+        assert len(world.files()) == 1
+        assert handles.names() == []
+        handles.add("a", b"new")
+        assert world.assert_clean() == {"a": b"new"}
+
+    def test_the_storage_fails(self, world):
+        """Nothing is in the store, and nothing hinders the next add."""
+        handles, arm = failing(world, StateStorageError("full"), "half", "write")
+        arm()
+        with pytest.raises(StateStorageError):
+            handles.add("a", b"1234")
+        assert handles.names() == []
+        handles.add("a", b"1")
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_a_discard_that_fails_does_not_hide_the_error(self, world, handles):
+        """The raised error is the cause. A note on it names the state that is left, which a sweep removes."""
+        handles.add("a", b"1")
+        other, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        arm()
+        with pytest.raises(HandleExists) as caught:
+            other.add("a", b"2")
+        assert any("until it is swept" in note for note in caught.value.__notes__)
+        assert len(world.files()) == 2
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_swept_during_the_write(self, world):
+        """After each concurrent sweep the state is written again. A writer that never succeeds raises an error."""
+        sweeps = []
+
+        def moment(method, when, arguments=()):
+            if (method, when) == ("write", "after") and len(sweeps) < limit:
+                sweeps.append(world.sweep())
+
+        limit = 3
+        world.handles(moment).add("a", b"1")
+        assert [report.removed for report in sweeps] == [1, 1, 1]
+        limit = 1000
+        with pytest.raises(StoreUnavailable, match="a sweep"):
+            world.handles(moment).add("b", b"1")
+        assert world.assert_clean() == {"a": b"1"}
+
+
+class TestReplace:
+    def test_compare_and_set(self, world, handles):
+        """With another version, nothing is changed and nothing left. The old state is removed after success."""
+        handles.add("a", b"0")
+        assert handles.replace("a", 0, b"1") == 1
+        assert handles.replace("a", 1, b"2") == 2
+        assert len(world.files()) == 1
+        with pytest.raises(StoreConflict, match="version 1") as caught:
+            world.handles().replace("a", 1, b"3")
+        assert (caught.value.index, caught.value.why) == (-1, "version")
+        assert handles.get("a").version == 2
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {"a": b"2"}
+
+    def test_missing_or_marked(self, world, handles):
+        """There is nothing to replace, and nothing is left."""
+        with pytest.raises(HandleMissing):
+            handles.replace("a", 0, b"1")
+        handles.add("a", b"0")
+        world.observer.transact(Delete("jobs/a/locks"))
+        with pytest.raises(HandleMissing):
+            handles.replace("a", 0, b"1")
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {}
+
+    @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
+    def test_definitely_not_done(self, world, error):
+        """The old state stays, and the new one is discarded."""
+        handles, arm = failing(world, error)
+        handles.add("a", b"0")
+        arm()
+        with pytest.raises(type(error)):
+            handles.replace("a", 0, b"1")
+        assert len(world.files()) == 1
+        assert handles.get("a").data == b"0"
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @pytest.mark.parametrize("error", UNKNOWN, ids=lambda error: type(error).__name__)
+    def test_unknown_outcome(self, world, error, when):
+        """Both states stay until a sweep."""
+        handles, arm = failing(world, error, when)
+        handles.add("a", b"0")
+        arm()
+        with pytest.raises(type(error)):
+            handles.replace("a", 0, b"1")
+        assert len(world.files()) == 2
+        assert world.assert_clean() == {"a": b"1" if when == "after" else b"0"}
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_repeating_a_prepared_state(self, world, when):
+        """The same prepared state is written once; the old state is then discarded."""
+        handles, arm = failing(world, PossiblyInconsistentError("lost"), when)
+        handles.add("a", b"0")
+        state = handles.prepare(b"1")
+        arm()
+        with pytest.raises(PossiblyInconsistentError):
+            handles.replace("a", 0, state)
+        assert handles.replace("a", 0, state) == 1
+        assert handles.replace("a", 0, state) == 1
+        assert len(world.files()) == 1
+        assert handles.replace("a", 1, b"2") == 2
+        assert world.assert_clean() == {"a": b"2"}
+
+    def test_additional_operations(self, world, handles):
+        """Further operations are part of the transaction, as with `add`."""
+        handles.add("a", b"0")
+        with pytest.raises(StoreConflict) as caught:
+            handles.replace("a", 0, b"1", also=[Check("nowhere")])
+        assert (caught.value.index, caught.value.why) == (0, "missing")
+        assert handles.get("a").data == b"0"
+        handles.replace("a", 0, b"1", also=[Create("somewhere")])
+        assert world.observer.read("somewhere")
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_the_old_state_cannot_be_discarded(self, world, caplog):
+        """The handle is replaced, and a sweep removes the old state."""
+        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        handles.add("a", b"0")
+        arm()
+        assert handles.replace("a", 0, b"1") == 1
+        assert "until it is swept" in caplog.text
+        assert len(world.files()) == 2
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_a_corrupt_handle_can_be_replaced(self, world, handles):
+        """A corrupt handle can be replaced by a good state."""
+        handles.add("a", b"0")
+        world.observer.transact(Replace("jobs/a", b"rubbish", 0))
+        assert handles.replace("a", 1, b"1") == 2
+        assert world.assert_clean() == {"a": b"1"}
+
+
+class TestGet:
+    def test_missing(self, handles):
+        """A missing handle has no state, no version and no lock."""
+        assert not handles.exists("a")
+        for ask in (handles.get, handles.lock):
+            with pytest.raises(HandleMissing, match="'a' in jobs"):
+                ask("a")
+        assert handles.get_all() == ([], {})
+        assert handles.names() == []
+        handles.release("a")
+        handles.release_all()
+        handles.clear()
+
+    def test_marked(self, world, handles):
+        """A marked handle counts as missing."""
+        handles.add("a", b"1")
+        handles.add("b", b"2")
+        assert handles.exists("a")
+        world.observer.transact(Delete("jobs/a/locks"))
+        assert not handles.exists("a")
+        with pytest.raises(HandleMissing):
+            handles.get("a")
+        with pytest.raises(HandleMissing):
+            handles.lock("a")
+        assert handles.names() == ["b"]
+        assert [handle.name for handle in handles.get_all(lock=True)[0]] == ["b"]
+
+    def test_all(self, handles):
+        """`get_all` returns the handles in the order of their names."""
+        for name in ("c", "a", "b"):
+            handles.add(name, name.encode())
+        found, unreadable = handles.get_all()
+        assert [(handle.name, handle.data) for handle in found] == [("a", b"a"), ("b", b"b"), ("c", b"c")]
+        assert unreadable == {}
+
+    def test_unreadable_handles_do_not_affect_others(self, world, handles):
+        """Corrupt, truncated, longer and missing states, and entries of another format, give named errors.
+
+        Nothing is deleted.
+        """
+        for name in ("corrupt", "entry", "fine", "longer", "missing", "newer", "truncated", "typed", "outside"):
+            handles.add(name, b"state of " + name.encode())
+        path = {name: state_path(world, name) for name in handles.names()}
+        path["corrupt"].write_bytes(b"STATE of corrupt")
+        path["longer"].write_bytes(b"state of longer than it was")
+        path["truncated"].write_bytes(b"state")
+        path["missing"].unlink()
+        value = json.loads(world.observer.read("jobs/fine").value)
+        world.observer.transact(
+            Replace("jobs/entry", b"\xff", 0),
+            Replace("jobs/newer", json.dumps({"format": 2, "uuid": "x"}).encode(), 0),
+            Replace("jobs/typed", json.dumps({**value, "length": "5"}).encode(), 0),
+            Replace("jobs/outside", json.dumps({**value, "name": "../../etc/passwd"}).encode(), 0),
+        )
+        before = world.files()
+        found, unreadable = handles.get_all(lock=True)
+        assert [handle.name for handle in found] == ["fine"]
+        assert {name: type(error) for name, error in unreadable.items()} == {
+            "corrupt": StateCorrupt,
+            "entry": StateCorrupt,
+            "longer": StateCorrupt,
+            "missing": StateCorrupt,
+            "newer": StoreUnsupported,
+            "outside": StateCorrupt,
+            "truncated": StateCorrupt,
+            "typed": StateCorrupt,
+        }
+        for name, error in unreadable.items():
+            with pytest.raises(type(error)):
+                handles.get(name)
+            assert world.observer.children(f"jobs/{name}/locks") == []
+        report = world.sweep()
+        assert set(report.failed) == {"jobs/entry", "jobs/newer", "jobs/typed"}
+        assert report.removed == 0
+        assert world.files() == before
+        for name in unreadable:
+            assert handles.remove(name)
+        assert world.assert_clean() == {"fine": b"state of fine"}
+
+    def test_the_store_fails(self, world):
+        """A failure of the store is not reported as a failure of a handle: it is raised, and no lock stays."""
+        handles, arm = failing(world, StoreUnavailable("away"), method="read")
+        handles.add("a", b"1")
+        for ask in (lambda: handles.get("a", lock=True), lambda: handles.get_all(lock=True)):
+            arm()
+            with pytest.raises(StoreUnavailable):
+                ask()
+            assert world.observer.children("jobs/a/locks") == []
+
+    def test_replaced_during_a_read(self, world, handles):
+        """If the old state was discarded meanwhile, the new one is read. If the handle was removed, it is missing."""
+        handles.add("a", b"0")
+        done = []
+
+        def moment(method, when, arguments=()):
+            if (method, when) == ("read", "after") and len(done) == 3:
+                handles.replace("a", 0, b"1")
+            if method == "read":
+                done.append(when)
+
+        assert world.handles(moment).get("a").data == b"1"
+        done.clear()
+
+        def removing(method, when, arguments=()):
+            if (method, when) == ("read", "after") and len(done) == 3:
+                handles.remove("a")
+            if method == "read":
+                done.append(when)
+
+        with pytest.raises(HandleMissing):
+            world.handles(removing).get("a")
+
+    def test_replaced_during_each_read(self, world, handles):
+        """A reader that never succeeds raises an error: there is no livelock."""
+        handles.add("a", b"0")
+
+        def moment(method, when, arguments=()):
+            if (method, when) == ("read", "before"):
+                handles.replace("a", handles.get("a").version, b"x")
+
+        with pytest.raises(StateStorageError, match="replaced 20 times"):
+            world.handles(moment).get("a")
+
+
+class TestLock:
+    def test_a_lock_prevents_removal(self, world, handles):
+        """A handle in use stays complete. `remove` releases its own lock, and the last user can remove the handle."""
+        handles.add("a", b"1", lock=True)
+        other = world.handles()
+        assert other.get("a", lock=True).data == b"1"
+        with pytest.raises(HandleLocked, match=other._store.session):
+            handles.remove("a", also=[Create("done")])
+        assert world.observer.read("done") is None
+        assert handles.get("a").data == b"1"
+        assert other.remove("a", also=[Create("done")])
+        assert world.observer.read("done")
+        assert world.assert_clean() == {}
+
+    def test_one_lock_per_session(self, world, handles):
+        """Two locks of one session are one lock, and a second release does nothing."""
+        handles.add("a", b"1")
+        assert handles.lock("a")
+        assert not handles.lock("a")
+        assert not handles.get_all(lock=True)[1]
+        handles.release("a")
+        handles.release("a")
+        assert world.handles().remove("a")
+
+    def test_an_earlier_lock_stays_when_a_get_fails(self, world, handles):
+        """Only the lock that the failing call acquired is released."""
+        handles.add("a", b"1", lock=True)
+        state_path(world, "a").unlink()
+        for ask in (lambda: handles.get("a", lock=True), handles.get_all):
+            with contextlib.suppress(StateStorageError):
+                ask()
+        assert world.observer.children("jobs/a/locks") == [handles._store.session]
+        with pytest.raises(StateStorageError):
+            world.handles().get("a", lock=True)
+        assert world.observer.children("jobs/a/locks") == [handles._store.session]
+
+    def test_a_lock_ends_with_its_session(self, world, handles):
+        """When the session of the lock has expired, another session can remove the handle."""
+        handles.add("a", b"1", lock=True)
+        other = world.handles()
+        with pytest.raises(HandleLocked):
+            other.remove("a")
+        world.expire(handles._store.session)
+        assert other.remove("a")
+        assert world.assert_clean() == {}
+
+    def test_release_all(self, world):
+        """All locks are released even when one release fails. The error is raised at the end."""
+        handles, arm = failing(world, StoreUnavailable("away"))
+        for name in ("a", "b", "c"):
+            handles.add(name, b"1", lock=True)
+        arm()
+        with pytest.raises(StoreUnavailable):
+            handles.release_all()
+        assert [len(world.observer.children(f"jobs/{name}/locks")) for name in ("a", "b", "c")] == [1, 0, 0]
+        handles.release_all()
+        assert world.handles().remove("a")
+
+    def test_a_lock_does_not_prevent_replacing(self, world, handles):
+        """A lock means that the handle is in use. It does not restrict who may replace it."""
+        handles.add("a", b"0", lock=True)
+        assert world.handles().replace("a", 0, b"1") == 1
+
+
+class TestRemove:
+    def test_removal_is_complete(self, world, handles):
+        """State, reference and locks are removed. A second call does nothing, and returns False."""
+        handles.add("a", b"1", lock=True)
+        assert handles.remove("a")
+        assert world.files() == []
+        assert world.observer.children(ROOT) == []
+        assert not handles.remove("a")
+        assert not handles.remove("never")
+        handles.add("a", b"2")
+        assert world.assert_clean() == {"a": b"2"}
+
+    def test_the_discard_fails(self, world):
+        """The handle is marked, and the error is raised. The next removal finishes it."""
+        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        handles.add("a", b"1")
+        arm()
+        with pytest.raises(StateStorageError):
+            handles.remove("a", also=[Create("done")])
+        assert world.observer.read("done")
+        assert len(world.files()) == 1
+        assert not handles.exists("a")
+        assert not handles.remove("a", also=[Create("done")])
+        assert world.assert_clean() == {}
+
+    def test_additional_operations_with_a_conflict(self, world, handles):
+        """Nothing is removed."""
+        handles.add("a", b"1")
+        with pytest.raises(StoreConflict) as caught:
+            handles.remove("a", also=[Create("x"), Check("nowhere")])
+        assert (caught.value.index, caught.value.why) == (1, "missing")
+        assert world.observer.read("x") is None
+        assert world.assert_clean() == {"a": b"1"}
+
+    def test_an_unreadable_entry(self, world, handles):
+        """`remove` removes the reference of an unreadable handle. Its state is swept."""
+        handles.add("a", b"1")
+        world.observer.transact(Replace("jobs/a", b"rubbish", 0))
+        assert handles.remove("a")
+        assert len(world.files()) == 1
+        assert world.assert_clean() == {}
+
+    def test_clear(self, world):
+        """All references are removed, even if the storage is unavailable. Handles in use stay. The states are swept."""
+        handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
+        for name in ("a", "b", "c"):
+            handles.add(name, b"1", lock=True)
+        world.observer.transact(Delete("jobs/c/locks/" + segment(handles._store.session)), Delete("jobs/c/locks"))
+        other = world.handles()
+        other.lock("b")
+        arm()
+        with pytest.raises(HandleLocked, match="'b'"):
+            handles.clear()
+        assert handles.names() == ["b"]
+        other.release_all()
+        handles.clear()
+        assert world.observer.children(ROOT) == []
+        assert len(world.files()) == 3
+        assert world.assert_clean() == {}
+
+
+class TestSweep:
+    def test_referenced_states_stay(self, world, handles):
+        """A sweep removes only states of these roots without a reference that are older than the grace period.
+
+        It also finishes removals that stopped halfway.
+        """
+        other = world.handles(root="results")
+        handles.add("a", b"1")
+        other.add("r", b"22")
+        folder, results = world.folder(), world.folder("results")
+        world.storage.write("orphan", b"333", folder)
+        world.storage.write("orphan", b"333", results)
+        world.storage.write("another store's", b"333", "another/jobs")
+        handles.add("half", b"4444")
+        world.observer.transact(Delete("jobs/half/locks"))
+        young = sweep(world.observer, world.storage, [ROOT], 3600)
+        assert (young.kept, young.removed, young.bytes) == (2, 0, 0)
+        assert world.sweep() == Report(kept=1, removed=1, bytes=3)
+        assert world.sweep() == Report(kept=1)
+        assert len(world.files()) == 4
+        assert world.sweep(roots=[ROOT, "results", "results", "never"]) == Report(kept=2, removed=1, bytes=3)
+        assert world.readable_data() == {"a": b"1"}
+        assert world.readable_data("results") == {"r": b"22"}
+
+    def test_ages_use_the_clock_of_the_storage(self, world, handles):
+        """The age is the difference of two times of the storage's own clock."""
+        handles.add("a", b"1")
+        reference = world.storage.write("orphan", b"333", world.folder())
+        path = pathlib.Path(world.storage._folder) / reference.name
+        os.utime(path, (path.stat().st_mtime - 500,) * 2)
+        assert sweep(world.observer, world.storage, [ROOT], 600).removed == 0
+        assert sweep(world.observer, world.storage, [ROOT], 400).removed == 1
+        assert len(world.files()) == 1
+
+    def test_nothing_to_remove(self, world, handles):
+        """The generation advances only when there is something to remove."""
+        handles.add("a", b"1")
+        before = world.observer.read(GENERATION)
+        world.sweep()
+        assert world.observer.read(GENERATION) == before
+
+    def test_two_concurrent_sweeps(self, world, handles):
+        """A sweep continues when it meets another sweep."""
+        handles.add("a", b"1")
+        world.storage.write("orphan", b"333", world.folder())
+        reports = []
+
+        def moment(method, when, arguments=()):
+            if (method, when) == ("transact", "before") and not reports:
+                reports.append(None)
+                reports[0] = world.sweep()
+
+        report = world.sweep(moment)
+        assert (reports[0].removed, world.readable_data()) == (1, {"a": b"1"})
+        assert not report.failed
+
+    def test_failures_are_reported(self, world, handles):
+        """A state that cannot be deleted does not stop the deletion of the others."""
+        handles.add("a", b"1")
+        world.observer.transact(Delete("jobs/a/locks"))
+        for _ in range(2):
+            world.storage.write("orphan", b"333", world.folder())
+        failures = iter([True, False, True])
+
+        def moment(method, when, arguments=()):
+            if (method, when) == ("discard", "before") and next(failures):
+                raise StateStorageError("the disk is away")
+
+        report = world.sweep(moment)
+        assert report.removed == 1
+        assert len(report.failed) == 2
+        assert "jobs/a" in report.failed
+        assert world.assert_clean() == {}
+
+    def test_bad_input(self, world, handles):
+        """A negative grace, and a generation of a newer format or an invalid one, give named errors.
+
+        Nothing is removed.
+        """
+        with pytest.raises(RecoveryMisused, match="grace"):
+            sweep(world.observer, world.storage, [ROOT], -1)
+        handles.add("a", b"1")
+        for value, error in (
+            (b'{"format": 2}', StoreUnsupported),
+            (b"?", StateCorrupt),
+            (b'{"format": 1}', StateCorrupt),
+        ):
+            entry = world.observer.read(GENERATION)
+            world.observer.transact(Replace(GENERATION, value, entry.version))
+            with pytest.raises(error, match=GENERATION):
+                sweep(world.observer, world.storage, [ROOT], 0, lambda: FAR_FUTURE)
+            with pytest.raises(error, match=GENERATION):
+                handles.add("b", b"1")
+        assert len(world.files()) == 1
+
+
+def test_many_threads(world):
+    """Eight threads of two sessions add, replace, lock, read and remove, beside a sweeper.
+
+    All states are complete, and nothing is left.
+    """
+    instances, errors = [world.handles(), world.handles()], []
+    done = threading.Event()
+
+    def work(number):
+        handles = instances[number % 2]
+        try:
+            for turn in range(40):
+                name = f"n{(number + turn) % 3}"
+                try:
+                    handles.add(name, b"x" * turn)
+                    handles.replace(name, 0, b"y" * turn)
+                    handles.get(name, lock=True)
+                    handles.release(name)
+                    handles.get_all()
+                    handles.remove(name)
+                except (HandleExists, HandleMissing, HandleLocked, StoreConflict):
+                    handles.release(name)
+        except BaseException as error:
+            errors.append(error)
+
+    def sweeping():
+        try:
+            while not done.wait(0.02):
+                assert not world.sweep().failed
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    sweeper = threading.Thread(target=sweeping)
+    for thread in (*threads, sweeper):
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    done.set()
+    sweeper.join(60)
+    assert not any(thread.is_alive() for thread in (*threads, sweeper))
+    assert not errors, errors
+    for instance in instances:
+        instance.release_all()
+    world.assert_clean()
+    instances[0].clear()
+    assert world.assert_clean() == {}
+    assert world.files() == []

@@ -1,0 +1,54 @@
+"""An HDFS for tests: a real namenode and datanode in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow.fs
+import pyspark
+
+from support.processes import terminate
+from support.waiting import eventually
+
+__all__ = ["hdfs"]
+
+JAR = Path(__file__).parents[2] / "build" / "hdfs.jar"
+
+
+@contextlib.contextmanager
+def hdfs(folder: Path) -> Iterator[pyarrow.fs.FileSystem]:
+    """Starts HDFS and yields an Arrow file system over WebHDFS: Arrow does not come with the native library."""
+    from fsspec.implementations.webhdfs import WebHDFS
+
+    assert JAR.exists(), "Hadoop's mini cluster is not there: build/sbt shim/hdfsJar (make setup does it)"
+    details, settings = folder / "details.json", folder / "settings.xml"
+    classpath = f"{JAR}:{Path(pyspark.__file__).parent}/jars/*"
+    options = ["-Xmx300m", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
+    command = ["java", *options, "-cp", classpath, "org.apache.hadoop.test.MiniDFSClusterManager", "-format",
+               "-writeConfig", str(settings), "-writeDetails", str(details), "-D", f"hdfs.minidfs.basedir={folder}/data",
+               "-D", "dfs.datanode.fsdatasetcache.max.threads.per.volume=1"]  # fmt: skip
+    with open(folder / "hdfs.log", "wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    try:
+
+        def is_up() -> bool:
+            assert process.poll() is None, (folder / "hdfs.log").read_text()[-3000:]
+            return details.exists() and bool(json.loads(details.read_text() or "{}"))
+
+        eventually(is_up, 90, f"the namenode is up; see {folder}/hdfs.log")
+        address = re.search(r"<name>dfs.namenode.http-address</name><value>([^<]+):(\d+)</value>", settings.read_text())
+        assert address is not None
+        web = WebHDFS(address[1], int(address[2]), user="root", skip_instance_cache=True)
+        try:
+            yield pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(web))
+        finally:
+            gc.collect()  # abandoned files are written when they are collected, which must happen while the server runs
+            web.session.close()
+    finally:
+        terminate(process)

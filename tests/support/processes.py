@@ -1,0 +1,49 @@
+"""Processes and ports of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from pyspark import cloudpickle
+
+# Executors do not have the tests: the definitions of this module are pickled by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def terminate(process: subprocess.Popen[Any], seconds: float = 10) -> None:
+    """Terminates a process that a test started, and kills it if it does not end in time."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether a process exists and is not a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):  # the process ended before or during the read
+        return False
+
+
+def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Sends a signal to a process that the Spark of a test started. An ended process is ignored."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal_number)

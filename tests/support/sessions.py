@@ -1,0 +1,99 @@
+"""Spark sessions for tests: small and quick, one at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from pyspark import SparkContext, cloudpickle
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+# Executors do not have the tests: the definitions of this module are pickled by value.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+LOCAL = "local[2,4]"
+LOCAL_CLUSTER = "local-cluster[2,2,1024]"
+STANDALONE = "standalone"
+
+#: Where `make` puts the archive of Spark's classes. See archive_classes.py.
+ARCHIVE = Path(__file__).parents[2] / "build" / "spark-classes.jsa"
+
+#: Options for the JVMs of short sessions, which mostly start: with one compiler, and without verifying Spark's own
+#: classes, they start in half the time. (`make demo`, the shim's suites and the benchmarks use the options of a user's
+#: JVM.)
+PLAIN_JVM_OPTIONS = (
+    "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:+UnlockDiagnosticVMOptions -XX:-BytecodeVerificationRemote"
+)
+
+#: The same, with the class archive. A JVM that cannot use the archive starts without it, and logs nothing.
+QUICK_JVM_OPTIONS = (
+    f"{PLAIN_JVM_OPTIONS} -XX:SharedArchiveFile={ARCHIVE} -Xshare:auto -Xlog:disable -Xlog:all=error:stderr"
+)
+
+
+def slots(master: str) -> int:
+    """Returns how many tasks run at the same time on a master."""
+    if cluster := re.fullmatch(r"local-cluster\[(\d+),(\d+),\d+\]", master):
+        return int(cluster[1]) * int(cluster[2])
+    return 2 if master.startswith("local[") else 4
+
+
+class Sessions:
+    """Keeps one session at a time in this process. Returns the same session for the same arguments."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._spark: SparkSession | None = None
+
+    def get(
+        self, master: str, listeners: tuple[Any, ...] = (), jvm_listeners: tuple[str, ...] = (), **conf: Any
+    ) -> SparkSession:
+        key = (master, tuple(map(id, listeners)), jvm_listeners, tuple(sorted(conf.items())))
+        if self._key != key or self._spark is None or self._spark.sparkContext._jsc is None:
+            self.stop()
+            # Settings with which the JVM starts stay defaults of later sessions, so the JVM starts without any.
+            SparkContext._ensure_initialized()
+            builder = session_builder(master)
+            for name, value in conf.items():
+                builder = builder.config(name.replace("__", "."), value)
+            self._spark = stagecrew.configure(builder, listeners=listeners, jvm_listeners=jvm_listeners).getOrCreate()
+            self._key = key
+        return self._spark
+
+    def stop(self) -> None:
+        spark, self._spark, self._key = self._spark, None, None
+        if spark is not None:
+            spark.stop()
+
+
+def master_with_free_cores(name: str, request: Any, sessions: Sessions) -> str:
+    """Returns the master for a driver of the test's own. On the standalone cluster all cores are free for it."""
+    if name != STANDALONE:
+        return name
+    sessions.stop()
+    return str(request.getfixturevalue("standalone"))
+
+
+def session_builder(master: str) -> SparkSession.Builder:
+    """Returns a builder for quiet and small sessions."""
+    return (
+        SparkSession.builder.master(master)
+        .appName("stagecrew tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.log.level", "ERROR")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.executor.extraJavaOptions", QUICK_JVM_OPTIONS)
+        .config("spark.sql.warehouse.dir", os.path.join(os.environ["STAGECREW_TEST_FOLDER"], "warehouse"))
+    )
+
+
+#: The path of the package in tracebacks of workers and agents.
+PACKAGE_IN_JAR = f"{Path(stagecrew.jar_path()).name}/stagecrew/"

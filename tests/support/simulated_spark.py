@@ -1,0 +1,316 @@
+"""Simulates Spark and the threads of one driver process. All of stagecrew's own code on driver and tasks is real.
+
+Threads run one at a time, in an order that the seed determines. A process can be killed at its *points*, which are
+counted from 1: before and after each store write, bind, message of a task, event and reply of a coordinator, call of a
+sink, and write of a stream's log.
+"""
+
+import contextlib
+import functools
+import itertools
+import random
+import threading
+import types
+
+import pyarrow as pa
+from pyspark import SparkContext, TaskContext
+from pyspark.sql import Row, SparkSession, functions
+from pyspark.sql.types import LongType, StringType, StructField, StructType
+
+from stagecrew.coordination import operators
+from stagecrew.coordination.host import Host
+from stagecrew.coordination.operator import Operator
+from stagecrew.session.application import Application
+from stagecrew.session.crew import Crew
+from stagecrew.testing.inline import InlineThreads, InlineTransport
+from stagecrew.wire.frames import decode_all, encode
+from stagecrew.worker import evaluations
+from support.simulated_jobs import Killed
+
+#: State of the running thread: its turn (a lock), its task, and its local properties in Spark.
+HERE = threading.local()
+TYPES = {"long": LongType(), "string": StringType()}
+
+
+class ThreadScheduler:
+    """Runs the threads of one process one at a time. At point number `kill` all of them end."""
+
+    def __init__(self, seed, kill=None):
+        self.random, self.kill = random.Random(seed), kill
+        self.points = []  # the names of all points so far
+        self.dead = False
+        self.ready = [_held_lock()]  # for each thread that can run, the lock on which it waits
+        HERE.turn = self.ready[0]
+
+    def point(self, what, *, switches=True):
+        """A point: the process may be killed here, or switch to another of its threads."""
+        if not self.dead:
+            self.points.append(what)
+            self.dead = len(self.points) == self.kill
+        if self.dead:
+            raise Killed
+        if switches and len(self.ready) > 1 and (other := self.random.choice(self.ready)) is not HERE.turn:
+            other.release()
+            HERE.turn.acquire()
+            if self.dead:
+                raise Killed
+
+    def run_threads(self, calls):
+        """Runs each call in a thread of its own, and returns the results.
+
+        When all have ended, the first error in the order of the calls is raised.
+        """
+        own_turn, found = HERE.turn, {}
+
+        def run(number, turn):
+            HERE.turn, HERE.properties = turn, {}
+            turn.acquire()
+            try:
+                found[number] = (calls[number](), None)
+            except BaseException as error:
+                found[number] = (None, error)
+            self.ready.remove(turn)
+            if len(found) == len(calls):
+                self.ready.append(own_turn)
+            self.random.choice(self.ready).release()
+
+        self.ready.remove(own_turn)
+        turns = [_held_lock() for _ in calls]
+        self.ready += turns
+        for number, turn in enumerate(turns):
+            threading.Thread(target=run, args=(number, turn), daemon=True).start()
+        self.random.choice(self.ready).release()
+        own_turn.acquire()
+        if self.dead:
+            raise Killed
+        for _, (_, error) in sorted(found.items()):
+            if error is not None:
+                raise error
+        return [result for _, (result, _) in sorted(found.items())]
+
+
+def _held_lock():
+    """Returns a lock that is held."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class Executor:
+    """The only executor: the connection of all its tasks, and the driver's connection to it.
+
+    Coordinators run while a task waits.
+    """
+
+    is_broken = False
+    welcome = types.MappingProxyType({"host": "here"})
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.changed = threading.Condition()
+        self.gateways = {}
+        self._running = False
+        self._transport = InlineTransport(self.deliver)
+        self.threads = InlineThreads(self.run, self._later)
+        self.host = Host(self._transport, 1 << 20, 30.0, lambda: 0.0)
+
+    # -- The connection of the tasks
+
+    def add(self, gateway):
+        self.gateways[gateway.id] = gateway
+
+    def remove(self, gateway):
+        self.gateways.pop(gateway.id, None)
+
+    def send(self, frames):
+        kinds = " ".join(frame.kind for frame in decode_all(frames) if frame.kind not in ("CREDIT_REQUEST", "CREDIT"))
+        if not kinds or self.scheduler.dead:  # a generator may be closed after its process was killed
+            return
+        self.scheduler.point(f"before {kinds}")
+        self.host.received("1", frames)
+        self.scheduler.point(f"after {kinds}")
+
+    def wait(self, found, seconds):
+        self.run()
+        if (result := found()) is None:
+            raise AssertionError("this task waits for something that never arrives")
+        return result
+
+    # -- The threads and timers of the driver
+
+    def run(self):
+        """Makes all pending calls of coordinators, and delivers their events."""
+        if self._running:
+            return  # the outer call continues with the new work
+        self._running = True
+        try:
+            busy = True
+            while busy:
+                busy = False
+                for loop in self.scheduler.random.sample(self.threads.loops, len(self.threads.loops)):
+                    busy |= loop.run()
+                busy |= self._transport.deliver_all()
+        finally:
+            self._running = False
+
+    def _later(self, seconds, call):
+        raise AssertionError("no coordinator here uses a timer")
+
+    def deliver(self, frame):
+        """Delivers a frame to a task. An event is in its mailbox at once, and is acknowledged."""
+        if (gateway := self.gateways.get(frame["evaluation"])) is None:
+            return
+        self.scheduler.point(f"before {frame.kind} to a task", switches=False)
+        gateway.took(frame)
+        if frame.kind == "EVENTS":
+            last = frame["first"] + len(frame["payloads"]) - 1
+            self.host.received("1", encode("ACCEPTED", evaluation=gateway.id, sequence=last))
+        self.scheduler.point(f"after {frame.kind} to a task", switches=False)
+
+
+class Dataset:
+    """A DataFrame. Each action computes the partitions again with `make(number)`, in concurrent tasks."""
+
+    def __init__(self, spark, count, make, schema):
+        self.spark, self.partitions, self.make = spark, count, make
+        pairs = [field.split() for field in schema.split(",")]
+        self.schema = StructType([StructField(name, TYPES[type_]) for name, type_ in pairs])
+
+    def withColumn(self, name, _):
+        def make(number):
+            for batch in self.make(number):
+                yield batch.append_column(name, pa.array([number] * batch.num_rows, pa.int32()))
+
+        return Dataset(self.spark, self.partitions, make, "v long")
+
+    def mapInArrow(self, f, schema):
+        return Dataset(self.spark, self.partitions, lambda number: f(self.make(number)), schema)
+
+    def limit(self, rows):
+        return types.SimpleNamespace(collect=lambda: self.collect(rows))
+
+    def collect(self, limit=None):
+        every = range(self.partitions)
+        if limit is None and self.partitions > 1:
+            parts = self.spark.scheduler.run_threads([functools.partial(self._task, number) for number in every])
+        else:
+            parts, remaining = [], limit
+            for number in every:
+                parts.append(self._task(number, remaining))
+                if remaining is not None and (remaining := remaining - len(parts[-1])) <= 0:
+                    break
+        self.spark.executor.run()
+        return [Row(**row) for part in parts for row in part]
+
+    def _task(self, number, limit=None):
+        HERE.task = Task(number, next(self.spark.attempts))
+        rows = []
+        for batch in (batches := self.make(number)):
+            rows += batch.to_pylist()
+            if limit is not None and len(rows) >= limit:
+                batches.close()  # as Spark does when it has enough rows
+                return rows[:limit]
+        return rows
+
+
+class Task:
+    """A TaskContext."""
+
+    def __init__(self, partition, attempt):
+        self.partitionId, self.taskAttemptId = (lambda: partition), (lambda: attempt)
+        self.attemptNumber = self.stageId = lambda: 0
+        self.getLocalProperty = lambda _: "place"
+
+
+class Facade:
+    """The responses of the driver's JVM. No task of a closing topology is running."""
+
+    def __getattr__(self, name):
+        responses = {"closeTimeoutMs": 1000, "activity": "{}", "report": '{"topologies": []}', "awaitEnd": True}
+        return lambda *_: responses.get(name)
+
+
+class Spark:
+    """The context and the session of one process. `log` has the number of the last batch of each stream."""
+
+    master, environment, _python_includes, _jsc = "local[2]", {}, (), True
+
+    def __init__(self, scheduler, log):
+        self.scheduler, self.log = scheduler, log
+        self.executor = Executor(scheduler)
+        self.attempts = itertools.count(1)
+        self.sparkContext = self
+
+    def getConf(self):
+        return {}
+
+    def getLocalProperty(self, key):
+        return HERE.properties.get(key)
+
+    def setLocalProperty(self, key, value):
+        HERE.properties[key] = value
+
+    def addJobTag(self, tag):
+        pass
+
+    def removeJobTag(self, tag):
+        pass
+
+    def stop(self):
+        pass
+
+    def range(self, start, end, step, partitions):
+        numbers = range(start, end, step)
+
+        def make(number):
+            own_numbers = numbers[len(numbers) * number // partitions : len(numbers) * (number + 1) // partitions]
+            yield pa.record_batch({"v": pa.array(own_numbers, pa.int64())})
+
+        return Dataset(self, partitions, make, "v long")
+
+    def stream(self, name, batches, f):
+        """Runs a streaming query with `foreachBatch` to its end, starting after the last batch in Spark's log."""
+        properties = dict(HERE.properties)
+
+        def run():
+            HERE.properties = properties
+            for number in range(self.log.get(name, -1) + 1, batches):
+                f(number)
+                self.scheduler.point("before Spark's log")
+                self.log[name] = number
+                self.scheduler.point("after Spark's log")
+
+        self.scheduler.run_threads([run])
+
+
+@contextlib.contextmanager
+def process(scheduler, log, coordinators):
+    """A driver process with its session. Yields the crew."""
+    HERE.properties = {}
+    spark = Spark(scheduler, log)
+    bound = Operator.bound
+
+    def bound_at_points(self, *args, **kwargs):
+        scheduler.point("before bind")
+        made = bound(self, *args, **kwargs)
+        scheduler.point("after bind")
+        return made
+
+    with contextlib.ExitStack() as patches:
+        for owner, name, value in [
+            (SparkContext, "_active_spark_context", spark),
+            (SparkSession, "getActiveSession", lambda: spark),
+            (functions, "spark_partition_id", lambda: None),
+            (TaskContext, "get", lambda: HERE.task),
+            (evaluations, "connected", lambda _: spark.executor),
+            (evaluations, "_PAUSE", -1.0),  # messages are sent at once, and not by a thread of the gateway
+            (operators, "Threads", lambda: spark.executor.threads),
+            (Operator, "bound", bound_at_points),
+        ]:
+            patches.callback(setattr, owner, name, owner.__dict__[name])
+            setattr(owner, name, value)
+        application = Application(coordinators)
+        crew = spark._stagecrew = Crew(spark, Facade())
+        crew.connection._channel = spark.executor
+        crew.register((), application)
+        yield crew

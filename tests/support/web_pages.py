@@ -1,0 +1,78 @@
+"""For the tests of web pages: a browser that records errors, tables as a reader sees them, and themes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from playwright.sync_api import Browser, Page, Playwright
+
+__all__ = ["THEMES", "checked_page", "fetch_json", "launch_browser", "set_theme", "table_rows"]
+
+THEMES = ("light", "dark")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def launch_browser(playwright: Playwright) -> Browser:
+    """Starts Debian's Chromium."""
+    return playwright.chromium.launch(executable_path="/usr/bin/chromium", args=ARGUMENTS)
+
+
+@contextlib.contextmanager
+def checked_page(browser: Browser) -> Iterator[Page]:
+    """Opens a page, and asserts that there was no error, no dialog and no violation of the content security policy."""
+    context = browser.new_context(viewport={"width": 1600, "height": 900})
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append(f"dialog {dialog.message}"), dialog.dismiss()))
+    # The browser aborts requests that are in progress when it leaves a page.
+    page.on(
+        "requestfailed",
+        lambda request: wrong.append(f"failed {request.url}") if request.failure != "net::ERR_ABORTED" else None,
+    )
+    page.on(
+        "response",
+        lambda response: wrong.append(f"{response.status} {response.url}") if response.status >= 400 else None,
+    )
+    page.expose_function("stagecrewViolation", lambda text: wrong.append(f"violation {text}"))
+    page.add_init_script(
+        "document.addEventListener('securitypolicyviolation', e => "
+        "window.stagecrewViolation(e.violatedDirective + ' ' + e.blockedURI))"
+    )
+    yield page
+    context.close()
+    assert wrong == [], wrong  # pytest does not rewrite assertions of this module
+
+
+def set_theme(page: Page, theme: str = "dark") -> None:
+    """Switches to one of Spark's themes, as Spark's own button does."""
+    page.evaluate("theme => document.documentElement.setAttribute('data-bs-theme', theme)", theme)
+
+
+def table_rows(page: Page, table: str) -> list[dict[str, str]]:
+    """Returns the cells of each row by their header, as a reader sees them."""
+    # The header of the sorted column ends with an arrow.
+    names = [header.strip(" \u25be\u25b4\u00a0\n") for header in page.locator(f"#{table} thead th").all_inner_texts()]
+    return [
+        dict(zip(names, (text.strip() for text in row.locator("td").all_inner_texts()), strict=True))
+        for row in page.locator(f"#{table} tbody tr").all()
+    ]
+
+
+def fetch_json(url: str) -> Any:
+    """Returns the JSON at this URL."""
+    with urllib.request.urlopen(url, timeout=60) as response:
+        return json.load(response)

@@ -1,0 +1,509 @@
+"""What `stagecrew.session.builder` does before Spark starts: properties, checks, refusals. No JVM runs here."""
+
+from __future__ import annotations
+
+import threading
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyspark
+import pytest
+from py4j.protocol import Py4JError
+from pyspark.sql import SparkSession
+
+import stagecrew
+from stagecrew import (
+    ConfigurationError,
+    JarMissing,
+    Listener,
+    ListenerError,
+    ListenerNotPicklable,
+    NotActive,
+    UnsupportedSession,
+    UnsupportedSpark,
+    resource,
+)
+from stagecrew.session import builder as session_builder
+from stagecrew.session import registration
+from stagecrew.session.crew import Crew
+
+PLUGIN = "stagecrew.StagecrewPlugin"
+
+
+@pytest.fixture(autouse=True)
+def _no_spark(monkeypatch):
+    """No test here starts Spark, or depends on the environment."""
+    for name in ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", "SPARK_CONNECT_MODE", "SPARK_API_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("_gateway", "_jvm", "_active_spark_context"):  # other tests of this process may have started it
+        monkeypatch.setattr(pyspark.SparkContext, name, None)
+    yield
+    assert pyspark.SparkContext._gateway is None
+    assert pyspark.SparkContext._active_spark_context is None
+
+
+@pytest.fixture
+def builder():
+    """A new session builder: `SparkSession.builder` creates one for each use."""
+    made = SparkSession.Builder()
+    made._options = {}
+    return made
+
+
+class Pool(Listener):
+    """Keeps its argument."""
+
+    def __init__(self, dsn: Any = "a", **others: Any) -> None:
+        self.dsn = dsn
+        self.__dict__.update(others)
+
+
+@resource
+def pool(context, dsn, *, lock=None):
+    """Yields nothing."""
+    yield dsn
+
+
+# -- properties
+
+
+def test_spark_conf_alone():
+    """Two properties enable the plugin; nothing else is set."""
+    assert stagecrew.spark_conf() == {"spark.plugins": PLUGIN, "spark.jars": stagecrew.jar_path()}
+
+
+def test_spark_conf_appends_and_never_replaces():
+    """Existing values stay, in their order and first. stagecrew's value is added once."""
+    conf = stagecrew.spark_conf(
+        plugins=" com.example.A , com.example.B,", jars="/a.jar", listeners=["m:one", "m:two"], jvm_listeners=["x.Y"]
+    )
+    assert conf == {
+        "spark.plugins": f"com.example.A,com.example.B,{PLUGIN}",
+        "spark.jars": f"/a.jar,{stagecrew.jar_path()}",
+        "spark.stagecrew.listeners": "m:one,m:two",
+        "spark.stagecrew.jvmListeners": "x.Y",
+    }
+    again = stagecrew.spark_conf(plugins=conf["spark.plugins"], jars=conf["spark.jars"])
+    assert again == {key: conf[key] for key in again}
+    assert stagecrew.spark_conf(plugins=f"{PLUGIN},com.example.B")["spark.plugins"] == f"{PLUGIN},com.example.B"
+
+
+def test_the_jar_is_in_the_package():
+    """It is one file in the package."""
+    path = Path(stagecrew.jar_path())
+    assert path.is_file()
+    assert path.parent == Path(stagecrew.__file__).parent / "jars"
+
+
+def test_a_missing_jar(monkeypatch, builder):
+    """`configure`, and not the session's start, raises the error, which says how to get the jar."""
+    monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
+    for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
+        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"):
+            call()
+
+
+class Jvm:
+    """The parts of a JVM that `configure` uses: Spark's defaults, and a class loader."""
+
+    def __init__(self) -> None:
+        self.jvm_conf: dict[str, str] = {}
+        self.launched: list[dict[str, str]] = []
+        self.loaded = True
+        self.added: list[str] = []
+        file = SimpleNamespace(File=lambda path: SimpleNamespace(toURI=lambda: SimpleNamespace(toURL=lambda: path)))
+        loader = SimpleNamespace(loadClass=self.load, addURL=self.add)
+        thread = SimpleNamespace(currentThread=lambda: SimpleNamespace(getContextClassLoader=lambda: loader))
+        self.java = SimpleNamespace(io=file, lang=SimpleNamespace(Thread=thread))
+
+    def SparkConf(self, defaults: bool) -> dict[str, str]:
+        assert defaults
+        return self.jvm_conf
+
+    def load(self, name: str) -> None:
+        if not self.loaded:
+            raise Py4JError(name)
+
+    def add(self, path: str) -> None:
+        self.added.append(path)
+        self.loaded = True
+
+
+@pytest.fixture
+def jvm(monkeypatch):
+    """The JVM that PySpark would start, or connect to, for a session."""
+    made = Jvm()
+
+    def ensure(conf: pyspark.SparkConf) -> None:
+        made.launched.append(dict(conf.getAll()))
+        monkeypatch.setattr(pyspark.SparkContext, "_gateway", made)
+        monkeypatch.setattr(pyspark.SparkContext, "_jvm", made)
+
+    monkeypatch.setattr(pyspark.SparkContext, "_ensure_initialized", ensure)
+    yield made
+    for name in ("_gateway", "_jvm"):
+        monkeypatch.setattr(pyspark.SparkContext, name, None)
+
+
+class Started(Exception):
+    """Replaces the start of Spark."""
+
+
+@pytest.fixture
+def started(monkeypatch, builder, jvm):
+    """Returns the options with which a configured builder would start Spark."""
+
+    def start() -> None:
+        raise Started
+
+    def options(**arguments: Any) -> dict[str, Any]:
+        monkeypatch.setattr(builder, "getOrCreate", start)
+        with pytest.raises(Started):
+            stagecrew.configure(builder, **arguments).getOrCreate()
+        return dict(builder._options)
+
+    return options
+
+
+def test_configure_appends_to_the_builder(started, builder):
+    """Options of the builder stay, whether they are set before `configure` or after it."""
+    builder.config("spark.plugins", "com.example.A").config("spark.jars", "/a.jar").config("spark.x", "y")
+    assert started() == {
+        "spark.plugins": f"com.example.A,{PLUGIN}",
+        "spark.jars": f"/a.jar,{stagecrew.jar_path()}",
+        "spark.x": "y",
+    }
+
+
+def test_configure_uses_later_options(builder, jvm, monkeypatch):
+    """`configure` returns the builder, and options that are set on it later take effect."""
+    monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(RuntimeError("the start")))
+    configured = stagecrew.configure(builder)
+    assert configured is builder
+    with pytest.raises(RuntimeError, match="the start"):
+        configured.config("spark.plugins", "com.example.Late").getOrCreate()
+    assert builder._options["spark.plugins"] == f"com.example.Late,{PLUGIN}"
+
+
+def test_the_jvm_starts_with_the_options_of_the_builder(started, builder, jvm):
+    """As with PySpark, options that need a new JVM (packages, memory) work. stagecrew's do not replace other values."""
+    builder.config("spark.jars.packages", "org.example:a:1").config("spark.driver.memory", "2g")
+    started()
+    assert jvm.launched == [{"spark.jars.packages": "org.example:a:1", "spark.driver.memory": "2g"}]
+    started()
+    assert len(jvm.launched) == 1
+
+
+def test_configure_appends_to_the_conf_of_the_jvm(started, builder, jvm):
+    """A builder's setting would replace those of spark-submit and spark-defaults.conf, so they are included, once."""
+    jvm.jvm_conf |= {
+        "spark.plugins": "of.submit, of.builder",
+        "spark.jars": "file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar",
+        "spark.stagecrew.jvmListeners": "a.A",
+    }
+    builder.config("spark.plugins", "of.builder").config("spark.jars", "/builder.jar,/a b.jar,/other.jar")
+    options = started(jvm_listeners=["b.B", "a.A"])
+    assert options["spark.plugins"] == f"of.submit,of.builder,{PLUGIN}"
+    jars = f"file:///a%20b.jar,hdfs://h/c.jar,file:///builder.jar,/other.jar,{stagecrew.jar_path()}"
+    assert options["spark.jars"] == jars
+    assert options["spark.stagecrew.jvmListeners"] == "a.A,b.B"
+
+
+def test_the_jar_is_not_added_twice(started, jvm):
+    """`spark-submit --jars $(stagecrew jar)` and `configure` name one file."""
+    jvm.jvm_conf |= {"spark.jars": Path(stagecrew.jar_path()).as_uri(), "spark.plugins": PLUGIN}
+    options = started()
+    assert (options["spark.jars"], options["spark.plugins"]) == (jvm.jvm_conf["spark.jars"], PLUGIN)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_the_jar_is_loaded_into_a_running_jvm(started, jvm, loaded):
+    """The jar is loaded before Spark starts, and only if the JVM was not started with it."""
+    jvm.loaded = loaded
+    started()
+    assert jvm.added == ([] if loaded else [stagecrew.jar_path()])
+
+
+def test_create_is_configured_too(builder, jvm, monkeypatch):
+    """`create()` starts a session as `getOrCreate()` does."""
+
+    def start() -> None:
+        raise Started
+
+    monkeypatch.setattr(builder, "create", start)
+    with pytest.raises(Started):
+        stagecrew.configure(builder).create()
+    assert builder._options["spark.plugins"] == PLUGIN
+
+
+def test_configure_with_jvm_listeners(started, builder):
+    """They are added to the listeners that the builder names."""
+    builder.config("spark.stagecrew.jvmListeners", "a.A")
+    assert started(jvm_listeners=["b.B", "a.A"])["spark.stagecrew.jvmListeners"] == "a.A,b.B"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("a.B", r"jvm_listeners='a\.B' is a string; write a list: jvm_listeners=\['a\.B'\]"),
+        ([1], "1 in jvm_listeners is"),
+    ],
+)
+def test_jvm_listeners_must_be_a_list_of_names(builder, wrong, text):
+    """A string is not a list of letters. The errors of `configure` and `topology` say what to write."""
+    with pytest.raises(ConfigurationError, match=text):
+        stagecrew.configure(builder, jvm_listeners=wrong)
+    crew = Crew.__new__(Crew)
+    crew.connection, crew.topologies, crew.commit_log = SimpleNamespace(require_running=lambda: None), None, None
+    with pytest.raises(ConfigurationError, match=text):
+        crew.topology("t", jvm_listeners=wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ("m:orders", r"^listeners='m:orders' is a string; register instances: listeners=\[\.\.\.\]"),
+        (Pool("a"), r"^listeners is a single listener, Pool; register a list: listeners=\[\.\.\.\]"),
+        (Pool, r"^Pool is a class; register an instance"),
+        (pool, r"^pool is a resource that was not called"),
+    ],
+)
+def test_listeners_must_be_a_list(wrong, text, builder):
+    """A string, or a listener that is not in a list: the error says what to write."""
+    with pytest.raises(ListenerError, match=text):
+        stagecrew.configure(builder, listeners=wrong)
+
+
+def test_listeners_are_not_in_the_options(started):
+    """A listener may hold a password, so it is not in any property."""
+    options = started(listeners=[pool("a-password"), Pool("a-password")])
+    assert "password" not in repr(options)
+
+
+# -- refusals
+
+
+def test_configure_refuses_a_session(monkeypatch):
+    """It says that a builder is wanted, and why."""
+    with pytest.raises(
+        ConfigurationError, match=r"takes SparkSession\.builder, and this is a session, which already runs"
+    ):
+        stagecrew.configure(SparkSession.__new__(SparkSession))
+
+
+@pytest.mark.parametrize("wrong", [None, "local", SparkSession.Builder, object()])
+def test_configure_refuses_anything_but_a_builder(wrong):
+    """The error names the type of the argument."""
+    with pytest.raises(ConfigurationError, match=r"takes SparkSession\.builder, not \w+"):
+        stagecrew.configure(wrong)
+
+
+def connect_object(name: str) -> Any:
+    """Creates an object of Spark Connect without importing its modules, which need further packages."""
+    return type(name, (), {"__module__": "pyspark.sql.connect.session"})()
+
+
+def test_connect_is_refused():
+    """A builder and a session of Spark Connect give an error that says what to change."""
+    for call in (stagecrew.configure, stagecrew.crew):
+        with pytest.raises(UnsupportedSession, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
+            call(connect_object("SparkSession"))
+
+
+@pytest.mark.parametrize(
+    ("option", "variable"),
+    [
+        (("spark.remote", "sc://localhost"), None),
+        (("spark.api.mode", "CONNECT"), None),
+        (None, ("SPARK_REMOTE", "sc://localhost")),
+        (None, ("SPARK_CONNECT_MODE_ENABLED", "1")),
+        (None, ("SPARK_API_MODE", "connect")),
+        (None, ("SPARK_CONNECT_MODE", "1")),
+    ],
+)
+def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, option, variable):
+    """Its start is refused, for each setting with which Spark uses Connect."""
+    if option:
+        builder.config(*option)
+    if variable:
+        monkeypatch.setenv(*variable)
+    for name in ("getOrCreate", "create"):
+        monkeypatch.setattr(builder, name, lambda: pytest.fail("Spark must not start"))
+        with pytest.raises(UnsupportedSession, match="Spark Connect"):
+            getattr(stagecrew.configure(builder), name)()
+
+
+@pytest.mark.parametrize("version", ["4.2.9", "4.30.0", "4.4.0", "3.5.1"])
+def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
+    """The error names both versions and what to install."""
+    monkeypatch.setattr(pyspark, "__version__", version)
+    with pytest.raises(
+        UnsupportedSpark, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
+    ):
+        stagecrew.configure(builder)
+
+
+def test_a_running_context_without_the_plugin(builder, monkeypatch):
+    """`getOrCreate` refuses: Spark would ignore the plugin."""
+    running = SimpleNamespace(_jvm=None, _jsc=None)
+    monkeypatch.setattr(builder, "getOrCreate", lambda: pytest.fail("Spark must not start"))
+    configured = stagecrew.configure(builder)
+    with monkeypatch.context() as patched:
+        patched.setattr(pyspark.SparkContext, "_active_spark_context", running)
+        with pytest.raises(NotActive, match=r"a SparkContext already runs without stagecrew.*Stop this session"):
+            configured.getOrCreate()
+
+
+def test_is_active_and_crew_without_a_session():
+    """An object that is no session is not active, and the error of `crew` names it."""
+    assert not stagecrew.is_active(None)
+    assert not stagecrew.is_active(object())
+    with pytest.raises(ConfigurationError, match=r"stagecrew\.crew takes a SparkSession, not NoneType"):
+        stagecrew.crew(None)
+
+
+# -- listeners
+
+
+def test_checked_returns_its_listeners():
+    """`checked` accepts any iterable, and keeps its order."""
+    listeners = [Pool(), pool("a"), stagecrew.LoggingContext()]
+    assert registration.checked(iter(listeners)) == tuple(listeners)
+    assert registration.checked(()) == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (Pool, r"^Pool is a class; register an instance: listeners=\[Pool\(\.\.\.\)\]"),
+        (pool, r"^pool is a resource that was not called; register listeners=\[pool\(\.\.\.\)\]"),
+        ("m:orders", r"^'m:orders' is no stagecrew\.Listener; subclass Listener, or decorate a generator with"),
+        (None, r"^None is no stagecrew\.Listener"),
+        (int, r"^<class 'int'> is no stagecrew\.Listener"),
+    ],
+)
+def test_anything_but_listeners_is_refused(wrong, text, builder):
+    """The errors of `checked` and `configure` say what to write instead, also if valid listeners come first."""
+    with pytest.raises(ListenerError, match=text):
+        registration.checked([Pool(), wrong])
+    with pytest.raises(ListenerError, match=text):
+        stagecrew.configure(builder, listeners=[Pool(), wrong])
+
+
+@pytest.mark.parametrize(
+    ("listener", "texts"),
+    [
+        (
+            Pool(lock=threading.Lock()),
+            ["listener 'Pool'", "its attribute 'lock' is a lock", "Create such objects in open()"],
+        ),
+        (Pool(threading.Lock()), ["listener 'Pool'", "its attribute 'dsn' is a lock"]),
+        (pool(threading.Lock()), ["listener 'pool'", "its argument 1 is a lock"]),
+        (pool("a-password", lock=threading.Lock()), ["listener 'pool'", "its argument 'lock' is a lock"]),
+    ],
+)
+def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
+    """The error names the listener and its attribute or argument, and no value. Python's own error is the cause."""
+    for call in (
+        lambda: registration.pickled([Pool(), listener]),
+        lambda: stagecrew.configure(builder, listeners=[listener]),
+    ):
+        with pytest.raises(ListenerNotPicklable) as raised:
+            call()
+        for text in texts:
+            assert text in str(raised.value)
+        assert "a-password" not in str(raised.value)
+        assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_named_listener_that_cannot_be_pickled():
+    """The error has the name of the listener."""
+    listener = Pool(threading.Lock())
+    listener.name = "orders"
+    with pytest.raises(ListenerNotPicklable, match="listener 'orders' cannot be pickled"):
+        registration.pickled([listener])
+
+
+def test_a_listener_that_cannot_be_pickled_for_an_unknown_reason():
+    """If no attribute is the reason, the error contains only Python's own message."""
+
+    class Refuses(Listener):
+        def __getstate__(self):
+            raise RuntimeError("not today")
+
+    with pytest.raises(
+        ListenerNotPicklable, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"
+    ):
+        registration.pickled([Refuses()])
+
+
+# -- refusals of the plugin when Spark starts
+
+
+class JavaError:
+    """An exception of the JVM, as py4j shows it."""
+
+    def __init__(self, message: str | None, cause: JavaError | None = None, of: str = "java.lang.Exception") -> None:
+        self.getMessage, self.getCause = lambda: message, lambda: cause
+        self.getClass = lambda: SimpleNamespace(getName=lambda: of)
+
+
+def refused(java: JavaError | None, text: str = "py4j's text") -> Exception:
+    """Returns the error that a user sees."""
+    error = RuntimeError(text)
+    error.java_exception = java
+    return session_builder._as_our_error(error)
+
+
+def test_refusals_of_the_plugin():
+    """The innermost message of stagecrew becomes a stagecrew error. All other errors stay as they are."""
+    ours = refused(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
+    assert type(ours) is ConfigurationError
+    assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
+    assert type(refused(JavaError("this stagecrew is built for Spark 4.3"))) is UnsupportedSpark
+    assert str(refused(JavaError("port in use"))) == "py4j's text"
+    assert str(refused(JavaError(None))) == "py4j's text"
+    assert type(refused(None, "stagecrew is unhappy")) is ConfigurationError
+
+
+def test_a_missing_class_is_not_a_refusal():
+    """The Java class decides: the message is only the missing name, which may contain "stagecrew"."""
+    missing = JavaError("com.example.stagecrew.Mine", of="java.lang.ClassNotFoundException")
+    assert str(refused(missing)) == "py4j's text"
+    assert str(refused(JavaError("outer", missing))) == "py4j's text"
+    assert type(refused(JavaError("stagecrew says: ClassNotFoundException"))) is ConfigurationError
+
+
+def test_a_refusal_in_a_later_session():
+    """After a first session, PySpark raises Java exceptions as its own errors. They are recognized too."""
+    error = RuntimeError("pyspark's text")
+    error._origin = JavaError("outer", JavaError("stagecrew refuses"))
+    assert str(session_builder._as_our_error(error)) == "stagecrew refuses"
+
+
+@pytest.mark.parametrize(("text", "same"), [("port in use", True), ("stagecrew refuses", False)])
+def test_an_error_is_never_its_own_cause(builder, jvm, monkeypatch, text, same):
+    """Other errors are raised unchanged. A refusal has the original error as its cause."""
+    original = RuntimeError(text)
+    monkeypatch.setattr(builder, "getOrCreate", lambda: (_ for _ in ()).throw(original))
+    with pytest.raises((RuntimeError, ConfigurationError)) as raised:
+        stagecrew.configure(builder).getOrCreate()
+    assert (raised.value is original) == same
+    assert raised.value.__cause__ is (None if same else original)
+
+
+def test_listeners_of_a_running_application_cannot_change():
+    """The listeners that it has are accepted, also as new equal objects. Others are named with what to do."""
+    crew = Crew.__new__(Crew)
+    crew._registered = (pool("a"),)
+    crew.application = types.SimpleNamespace(coordinators={"counter": None})
+    crew.already_has((pool("a"),), ["counter"])
+    crew.already_has((), ())
+    with pytest.raises(
+        ConfigurationError, match=r"it does not have: pool, Pool\. Stop the session first, or use a topology"
+    ):
+        crew.already_has((pool("a"), pool("b"), Pool()), ())
+    with pytest.raises(ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"):
+        crew.already_has((), ["counter", "other"])

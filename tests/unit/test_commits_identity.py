@@ -1,0 +1,170 @@
+"""Sinks' arguments and identities: a commit id cannot be used for two sinks."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+
+import fsspec
+import pyarrow.dataset
+import pyarrow.fs
+import pytest
+
+from stagecrew.errors import OperatorMisused
+from stagecrew.operators.commit_log import MemoryCommitLog
+from stagecrew.operators.commits import commit
+from stagecrew.operators.sinks import DatabaseSink, IcebergSink, ObjectSink, ParquetSink
+from support.commit_trials import SCHEMA, Driver, SinkWrapper, Tasks
+from support.local_sinks import iceberg, sqlite
+
+
+def test_object_stores_of_fsspec_are_recognized():
+    """They cannot rename folders, so ParquetSink refuses them."""
+
+    class Store(fsspec.AbstractFileSystem):
+        protocol = ("s3", "s3a")
+
+    through = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(Store()))
+    with pytest.raises(OperatorMisused, match="use ObjectSink there"):
+        ParquetSink("bucket/t", filesystem=through)
+
+
+def test_invalid_arguments_of_sinks_are_refused(tmp_path):
+    """Each error names the accepted values."""
+    with pytest.raises(OperatorMisused, match="mode is 'create' or 'append', not 'overwrite'"):
+        ParquetSink(tmp_path, mode="overwrite")
+    with pytest.raises(OperatorMisused, match="sqlite:///file or postgresql"):
+        DatabaseSink("mysql://x", "t")
+    with pytest.raises(OperatorMisused, match="a table is a name"):
+        DatabaseSink("sqlite:///x", "t; DROP TABLE t")
+
+
+def test_a_database_sink_does_not_show_its_password():
+    """No text of the sink contains it."""
+    sink = DatabaseSink("postgresql://user:secret@host/db", "t")
+    assert "secret" not in repr(sink)
+    assert "secret" not in str(sink)
+    assert sink.identity == "<table t of postgresql> in host=host dbname=db"
+
+
+def test_a_commit_id_cannot_be_used_for_two_tables(tmp_path):
+    """The commit log refuses it. Without the log, a table does not find the other table's commit."""
+    (tmp_path / "one").mkdir()
+    trial = sqlite(tmp_path / "one")
+    trial.drive(Driver(), Tasks(1), "c")
+    with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
+        database.execute('CREATE TABLE other (id INTEGER, "text" TEXT)')
+    other = DatabaseSink(f"sqlite:///{tmp_path}/one/data.db", "other")
+    with pytest.raises(
+        OperatorMisused, match="commit 'c' is known for <table target of sqlite> in .*data.db, not for <table other"
+    ):
+        commit(other, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+    report = commit(other, MemoryCommitLog(), "c", SCHEMA, lambda staging: Tasks(1).run(other, staging))
+    assert not report.repeated
+    with contextlib.closing(sqlite3.connect(tmp_path / "one" / "data.db")) as database:
+        assert database.execute("SELECT count(*) FROM other").fetchone() == (40,)
+
+
+def s3_at(endpoint):
+    return pyarrow.fs.S3FileSystem(
+        access_key="very-secret", secret_key="very-secret", endpoint_override=endpoint, region="us-east-1"
+    )
+
+
+def webhdfs_at(host):
+    files = fsspec.filesystem("webhdfs", host=host, port=1, user="me", password="very-secret", skip_instance_cache=True)
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(files))
+
+
+def iceberg_at(catalog="default", **properties):
+    return IcebergSink("db.target", catalog, properties)
+
+
+SECRET = "://me:very-secret@"
+
+
+@pytest.mark.parametrize(
+    "sinks",
+    [
+        lambda: [ObjectSink("bucket/t", s3_at(f"http{SECRET}{host}:9?password=very-secret")) for host in "ab"],
+        lambda: [
+            ObjectSink(f"s3{SECRET}bucket/t?endpoint_override=http%3A%2F%2F{host}&region=us-east-1") for host in "ab"
+        ],
+        lambda: [ObjectSink("bucket/t", s3_at("")), ObjectSink("bucket/t", s3_at("a"))],
+        lambda: [ParquetSink("/t", mode, webhdfs_at(host)) for host in "ab" for mode in ("create", "append")],
+        lambda: [iceberg_at(name, uri="sqlite:///c.db", **{"s3.secret-access-key": "very-secret"}) for name in "ab"],
+        lambda: [iceberg_at(uri=f"postgresql+psycopg2{SECRET}{host}/c?password=very-secret") for host in "ab"],
+        lambda: [iceberg_at(uri="https://c", warehouse=name, token="very-secret") for name in "ab"],
+        lambda: [
+            DatabaseSink(f"postgresql{SECRET}{address}", "t")
+            for address in (
+                "a/db",
+                "b/db",
+                "a/other",
+                "a:1/db",
+                "a/db?options=-csearch_path%3Dx&sslpassword=very-secret",
+            )
+        ],
+        lambda: [
+            DatabaseSink("postgresql:///?" + query, "t") for query in ("host=a&password=very-secret", "service=x")
+        ],
+    ],
+    ids=["s3", "s3-uri", "aws", "webhdfs", "names", "catalogues", "warehouses", "postgresql", "queries"],
+)
+def test_the_identity_of_a_sink_includes_its_server(sinks):
+    """Sinks with the same name in another store, catalogue or server are different. An identity contains no secret."""
+    identities = [sink.identity for sink in sinks()]
+    assert len(set(identities)) == len(identities) > 1
+    assert identities == [sink.identity for sink in sinks()]
+    assert "very-secret" not in f"{identities} {[repr(sink) for sink in sinks()]}"
+
+
+def test_a_commit_id_cannot_be_used_in_two_catalogues(tmp_path):
+    """The table's name and the commit log are the same, but the commit is not found done in the second catalogue."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    one, two = iceberg(tmp_path / "one"), iceberg(tmp_path / "two")
+    one.drive(Driver(), Tasks(1), "c")
+    two.commit_log = one.commit_log
+    with pytest.raises(OperatorMisused, match="commit 'c' is known for .*/one/catalog.db.*, not for .*/two/catalog.db"):
+        two.drive(Driver(), Tasks(1), "c")
+    assert two.visible() == []
+
+
+def test_a_relative_path_is_resolved_in_the_working_directory(tmp_path, monkeypatch):
+    """The same relative path in another working directory is another sink."""
+    commit_log, tasks = MemoryCommitLog(), Tasks(1)
+    for make in (
+        lambda: ParquetSink("t"),
+        lambda: ObjectSink("o"),
+        lambda: DatabaseSink("sqlite:///data.db", "target"),
+    ):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir(exist_ok=True)
+            if not (tmp_path / name / "data.db").exists():
+                sqlite(tmp_path / name)
+            monkeypatch.chdir(tmp_path / name)
+            sink = make()
+            with pytest.raises(OperatorMisused, match="is known for") if name == "two" else contextlib.nullcontext():
+                commit(
+                    sink, commit_log, type(sink).__name__, SCHEMA, lambda staging, sink=sink: tasks.run(sink, staging)
+                )
+
+
+def test_a_commit_id_cannot_be_used_for_two_sinks_without_identity(tmp_path):
+    """The commit is not found done in the second sink."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    commit_log = MemoryCommitLog()
+
+    class Anonymous(SinkWrapper):
+        def __getattr__(self, name):
+            if name == "identity":
+                raise AttributeError(name)
+            return getattr(self._sink, name)
+
+    one, two = (Anonymous(sqlite(tmp_path / name).make_sink()) for name in ("one", "two"))
+    commit(one, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(one, staging))
+    assert commit(one, commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
+    with pytest.raises(
+        OperatorMisused, match="commit 'c' is done, but not in this sink: give each sink ids of its own"
+    ):
+        commit(two, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(two, staging))

@@ -1,0 +1,135 @@
+"""Schemas and rows that the target of a commit does not accept, without Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sqlite3
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+import pytest
+
+from stagecrew.errors import CommitConflict, CommitFailed, CommitPending
+from stagecrew.operators.commit_log import MemoryCommitLog
+from stagecrew.operators.commits import commit
+from stagecrew.operators.sinks import DatabaseSink
+from support.commit_schedules import first_commits_of_two_schemas, mismatched_schemas
+from support.commit_trials import SCHEMA, Driver, Tasks
+from support.local_sinks import appended, iceberg, objects, sqlite
+
+
+@pytest.mark.parametrize("make", [appended, objects, sqlite, iceberg], ids=lambda make: make.__name__)
+def test_a_schema_that_does_not_fit_is_refused(make, tmp_path):
+    """The error names the columns, and no task runs."""
+    mismatched_schemas(make(tmp_path), {sqlite: "", iceberg: "long|int64"}.get(make, "int64"))
+
+
+def test_the_order_of_columns_does_not_matter(tmp_path):
+    """Neither does Arrow's memory layout of a column."""
+    trial = appended(tmp_path)
+    trial.drive(Driver(), Tasks(1), "first")
+    other, sink = pa.schema([("text", pa.large_string()), ("id", pa.int64())]), trial.make_sink()
+    batch = pa.record_batch({"text": ["a"], "id": [7]}, schema=other)
+    commit(sink, trial.commit_log, "c", other, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
+    assert (7, "a") in trial.visible()
+
+
+def test_text_in_an_integer_column_is_refused(tmp_path):
+    """SQLite would store it. The sink checks the types while it stages, and no row is left."""
+    trial = sqlite(tmp_path)
+    sink = trial.make_sink()
+
+    def stage(staging):
+        return [sink.stage(staging, 0, 1, iter([pa.record_batch({"id": ["one"], "text": ["a"]})]))]
+
+    with pytest.raises(
+        CommitFailed,
+        match="rows for table target could not be staged: IntegrityError: cannot store TEXT value in INTEGER",
+    ):
+        commit(sink, trial.commit_log, "c", SCHEMA, stage)
+    assert trial.visible() == []
+    assert trial.leftovers() == []
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
+def test_concurrent_first_commits_with_two_schemas_conflict(make, tmp_path, step):
+    """Both find an empty target. At most one succeeds. The other's error names the commit with another schema."""
+
+    def make_trial(number):
+        (tmp_path / str(number)).mkdir()
+        return make(tmp_path / str(number))
+
+    first_commits_of_two_schemas(make_trial, itertools.count(2, step))
+
+
+@pytest.mark.parametrize("make", [appended, objects], ids=lambda make: make.__name__)
+def test_a_first_commit_fails_while_another_one_with_another_schema_runs(make, tmp_path):
+    """The error names the running commit. After that commit has failed, the other schema is accepted."""
+    trial = make(tmp_path)
+    other_schema = pa.schema([("id", pa.int64())])
+
+    def run(staging):
+        with pytest.raises(
+            CommitFailed, match="does not fit commit 'one', which is about to make .*: text is missing. Select and cast"
+        ):
+            commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: [])
+        raise ValueError("given up")
+
+    with pytest.raises(ValueError, match="given up"):
+        commit(trial.make_sink(), trial.commit_log, "one", SCHEMA, run)
+    assert not commit(trial.make_sink(), trial.commit_log, "other", other_schema, lambda staging: []).repeated
+    assert trial.leftovers() == []
+
+
+def test_rows_that_the_table_refuses_are_a_conflict(tmp_path):
+    """The commit is refused after its decision and no staged row is left. A repeat tries again."""
+    path = tmp_path / "data.db"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute('CREATE TABLE target (id INTEGER PRIMARY KEY, "text" TEXT)')
+        database.execute("INSERT INTO target VALUES (7, 'there')")
+        database.commit()
+    sink, commit_log = DatabaseSink(f"sqlite:///{path}", "target"), MemoryCommitLog()
+    for _ in range(2):
+        with pytest.raises(CommitConflict, match="does not take the rows: IntegrityError"):
+            commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging))
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM target").fetchone() == (1,)
+        assert not database.execute("SELECT name FROM sqlite_master WHERE name LIKE 'stagecrew_stage%'").fetchall()
+        database.execute("DELETE FROM target")
+        database.commit()
+    assert commit(sink, commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
+
+
+@pytest.mark.parametrize("kind", ["view", "generated column"])
+def test_a_table_that_cannot_be_written_is_refused(tmp_path, kind):
+    """The error is raised before any task runs, and no file is left."""
+    trial = sqlite(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+        if kind == "view":
+            database.execute("CREATE VIEW other AS SELECT * FROM target")
+        else:
+            database.execute("CREATE TABLE other (id INTEGER, \"text\" TEXT AS ('text ' || id))")
+    sink = DatabaseSink(f"sqlite:///{tmp_path}/data.db", "other")
+    with pytest.raises(CommitFailed, match=f"table other cannot be written: OperationalError: cannot .* {kind}"):
+        commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
+    assert trial.leftovers() == []
+
+
+def test_lost_staged_rows_make_the_commit_pending(tmp_path):
+    """The sink counts the staged rows when it adds them. If there are fewer, it adds none."""
+    trial = sqlite(tmp_path)
+    sink = trial.make_sink()
+
+    def run_and_lose_a_row(staging):
+        messages = Tasks(1).run(sink, staging)
+        with contextlib.closing(sqlite3.connect(tmp_path / "data.db")) as database:
+            database.execute(f"DELETE FROM stagecrew_stage_{staging.run} WHERE id = 3")
+            database.commit()
+        return messages
+
+    with pytest.raises(CommitPending, match="10 rows were staged for table target, and 9 of them are there"):
+        commit(sink, trial.commit_log, "c", SCHEMA, run_and_lose_a_row, sleep=lambda _: None)
+    assert trial.visible() == []
