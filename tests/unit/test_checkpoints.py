@@ -109,7 +109,7 @@ def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
     coordinator = harness.coordinator
     coordinator.state = never = Future()
     with pytest.raises(
-        stagecrew.CheckpointFailed, match=r"not complete within 0 s: .* for the coordinators of 'operator'"
+        stagecrew.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
     ):
         harness.checkpoint()
     coordinator.send("a")

@@ -285,7 +285,7 @@ def test_a_step_that_runs_again_begins_without_state(stored, open_topology):
     assert job.step("two", second.bind) == ""
 
 
-def test_a_step_is_refused_by_another_thread_a_use_in_another_thread(stored, open_topology):
+def test_a_step_is_refused_beside_a_use_in_another_thread(stored, open_topology):
     """The other thread is outside of steps and uses the same topology. After it has ended, the step is accepted."""
     topology, job = open_topology(), stored.run()
     bound, go = threading.Event(), threading.Event()

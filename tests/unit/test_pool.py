@@ -39,11 +39,11 @@ def test_each_loop_runs_calls_in_order_one_at_a_time(pool):
     inside = dict.fromkeys(found, 0)
     overlaps, done = [], []
 
-    def call(number, caller, count):
+    def call(number, name, count):
         inside[number] += 1
         if inside[number] > 1:
             overlaps.append(number)
-        found[number].append((caller, count))
+        found[number].append((name, count))
         inside[number] -= 1
 
     loops = [Loop(str(number), done.append, lambda: None, pool=pool) for number in found]

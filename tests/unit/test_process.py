@@ -271,7 +271,7 @@ def test_a_kill_without_a_free_file_descriptor(executor, monkeypatch):
 def test_the_executor_refuses_a_topology(executor):
     """The executor's reason reaches the task, which ends like any other."""
     executor.say(encode("REFUSED", reason="this topology is closed"))
-    with pytest.raises(ChannelError, match="the executor refuses this process: this topology is closed"):
+    with pytest.raises(ChannelError, match="the executor refused this process: this topology is closed"):
         executor.worker.begin(TASK, ["a"], executor.output)
     executor.worker.end(None)
     assert executor.receive("END")["attempt"] == 5
