@@ -1,4 +1,4 @@
-# make setup | check | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
+# make setup | check | smoke | test | test-long | bench | demo | docs | compat      (setup installs their requirements)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -9,7 +9,7 @@ JAR_SOURCES := build.sbt project/build.properties $(shell find jvm-shim/src/main
 JAR := $(STAMPS)/jar
 unexport PYSPARK_PYTHON
 
-.PHONY: help setup jar check format test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
+.PHONY: help setup jar check format smoke test test-unit test-jvm test-spark test-long soak docs bench demo compat clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,10 @@ check: setup ## check format, lint, types and import layers, and run the unit te
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
+smoke: setup ## run the unit tests, and one local session from its start to its end: under three minutes
+	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
+	$(BIN)/pytest -q tests/spark/test_smoke.py
+
 test-unit: setup ## run the tests that need no Spark
 	$(BIN)/pytest -q tests/unit -m "not long" -n 2 --dist loadfile
 
@@ -61,7 +65,7 @@ $(STAMPS)/classes: $(STAMPS)/venv tests/archive_classes.py tests/compile_zip.py
 	@touch $@
 
 test-spark: setup $(STAMPS)/classes ## run the tests with real Spark
-	@rm -rf $(VENV)/lib/python3*/site-packages/pyspark/work  # local-cluster leaves the folders of its executors here
+	@rm -rf build/spark-home/work  # local-cluster leaves the folders of its executors here
 	$(BIN)/pytest -q tests -m "not long" --ignore=tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup ## run every test except the long seeded runs: under 20 minutes
@@ -99,4 +103,4 @@ compat: setup ## run PySpark's own tests from SPARK_SOURCE, with and without the
 	$(BIN)/python tests/compat/run.py $(SPARK_SOURCE)
 
 clean: ## delete everything that was built
-	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars
+	rm -rf $(STAMPS) build/peers build/spark-classes.jsa build/spark-home build/hdfs.jar site dist jvm-shim/target target python/stagecrew/jars

@@ -14,6 +14,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from support.sessions import PLAIN_JVM_OPTIONS
+from support.spark_home import use_spark_home
 
 #: Classes that the other JVMs of the tests load, and a local session does not.
 FURTHER = (
@@ -32,6 +33,7 @@ def main(path: str) -> None:
     archive = Path(path).resolve()
     archive.parent.mkdir(parents=True, exist_ok=True)
     archive.unlink(missing_ok=True)
+    use_spark_home()
     os.environ["PYSPARK_PYTHON"] = sys.executable
     os.environ["SPARK_SUBMIT_OPTS"] = f"{PLAIN_JVM_OPTIONS} -XX:ArchiveClassesAtExit={archive} -Xlog:disable"
     spark = (

@@ -1,4 +1,4 @@
-"""Adds compiled modules to the pyspark.zip of this environment.
+"""Adds compiled modules to the pyspark.zip of the tests' SPARK_HOME.
 
 Python caches no bytecode for modules that it imports from a zip, so each Python daemon of each test session would
 compile PySpark again. In a short session that is most of its work. `make` runs this script. Spark finds the same
@@ -9,15 +9,15 @@ import importlib.util
 import io
 import marshal
 import os
-import pathlib
 import zipfile
 
-import pyspark
+from support.spark_home import HOME, PYSPARK_ZIP, installed_pyspark, spark_home
 
 
 def main() -> None:
-    """Rewrites the archive, unless it already has compiled modules."""
-    path = pathlib.Path(pyspark.__file__).parent / "python" / "lib" / "pyspark.zip"
+    """Writes the archive, unless it already has compiled modules."""
+    spark_home()
+    path, source = HOME / PYSPARK_ZIP, installed_pyspark() / PYSPARK_ZIP
     with zipfile.ZipFile(path) as archive:
         if any(name.endswith(".pyc") for name in archive.namelist()):
             return
@@ -33,9 +33,10 @@ def main() -> None:
                 compiled = zipfile.ZipInfo(entry.filename + "c", entry.date_time)
                 compiled.compress_type = zipfile.ZIP_DEFLATED
                 archive.writestr(compiled, head + marshal.dumps(code))
-    beside = path.with_suffix(".new")
-    beside.write_bytes(out.getvalue())
-    os.replace(beside, path)
+    new = path.with_suffix(".new")
+    new.write_bytes(out.getvalue())
+    os.utime(new, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))  # by this, spark_home() knows the source
+    new.replace(path)
 
 
 if __name__ == "__main__":

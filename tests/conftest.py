@@ -27,17 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keeps Spark's own files of this run in one folder."""
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keeps Spark's own files of this run out of the checkout and out of site-packages."""
     from support.sessions import QUICK_JVM_OPTIONS
+    from support.spark_home import unchanged_installation, use_spark_home
 
     folder = tmp_path_factory.mktemp("spark")
     os.environ["STAGECREW_TEST_FOLDER"] = str(folder)
+    use_spark_home()
     os.environ["SPARK_SUBMIT_OPTS"] = QUICK_JVM_OPTIONS  # executors get the options from `session_builder`
     os.environ["SPARK_LAUNCHER_OPTS"] = QUICK_JVM_OPTIONS  # for the JVM that prints the command line of the next JVM
     # On a cluster, Spark runs the python3 of the PATH, also to plan data sources on the driver. This puts the
     # interpreter of the tests first.
     os.environ["PATH"] = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    with unchanged_installation():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ import pyarrow as pa
 import stagecrew
 from stagecrew.operators.sinks import ParquetSink
 from support.sessions import session_builder
+from support.spark_home import use_spark_home
 from support.waiting import eventually
 
 #: Number of samples in one part.
@@ -228,6 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("STAGECREW_TEST_FOLDER", folder)
+        use_spark_home()
         builder = session_builder("local-cluster[1,2,1024]")
         # With small limits, Spark's own history of finished jobs reaches its limit early.
         for kept in (

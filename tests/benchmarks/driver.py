@@ -334,7 +334,7 @@ class Driver:
         with around:
             wide._jdf.queryExecution().toRdd().count()
             seconds = time.perf_counter() - started
-        outputs = sum(spark_storage.outputs(self.spark).values())
+        outputs = sum(spark_storage.map_outputs(self.spark).values())
         return {"seconds": seconds, "disk": spark_storage.shuffle_bytes(self.spark, self.folder), "outputs": outputs}
 
     def supersteps(self, count, size):

@@ -50,6 +50,7 @@ from pages import pages  # noqa: E402 (in this folder)
 from stores import stores  # noqa: E402 (in this folder)
 
 from support.postgres import postgresql  # noqa: E402 (in tests/support)
+from support.spark_home import spark_home  # noqa: E402 (in tests/support)
 
 MASTER = "local-cluster[2,1,1024]"
 #: The Python that has Ray and Dask, which `make bench` installs.
@@ -90,6 +91,7 @@ class Driver:
 
     def __init__(self, *command: str) -> None:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))}
+        environment["SPARK_HOME"] = spark_home()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process)
         self._process = subprocess.Popen(
             [str(PEERS if command[0] == "peers.py" else sys.executable), str(HERE / command[0]), *command[1:]],

@@ -20,6 +20,7 @@ from playwright.sync_api import sync_playwright  # noqa: E402
 
 from stagecrew.recovery.specs import JobSpec  # noqa: E402
 from support.driver_processes import QUICK_CONF, campaigning_drivers, wait_until  # noqa: E402
+from support.spark_home import use_spark_home  # noqa: E402
 from support.web_pages import THEMES, checked_page, fetch_json, launch_browser, set_theme  # noqa: E402
 
 PAGES = {"overview": "", "topology": "topology/?id={enrich}", "processes": "processes/", "job": "jobs/"}
@@ -40,6 +41,7 @@ WITHOUT_FLOATING = """() => document.querySelectorAll('body *').forEach(e => {
 def take_screenshots(folder: Path) -> None:
     """Takes each page in each theme, as `tab-PAGE-THEME.png`."""
     os.environ.setdefault("TZ", "UTC")
+    use_spark_home()
     with (
         tempfile.TemporaryDirectory() as temporary,
         campaigning_drivers(f"sqlite://{temporary}/jobs.db", Path(temporary)) as drivers,

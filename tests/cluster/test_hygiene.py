@@ -585,7 +585,6 @@ def test_local_masters_use_the_drivers_interpreter(tmp_path, master):
     spark.stop()
     """,
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
-        SPARK_HOME=os.path.dirname(pyspark.__file__),  # otherwise spark-submit would ask the python3 of the PATH
     )
     assert f"RAN {sys.executable} {sys.executable}" in done.stdout, done.stderr[-3000:]
 

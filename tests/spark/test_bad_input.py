@@ -32,14 +32,14 @@ def test_a_custom_daemon_module_is_refused(sessions):
     """A user's own `spark.python.daemon.module` is refused with its name and the remedy."""
     text = error_of_configuration(sessions, spark__python__daemon__module="my.daemon")
     assert "spark.python.daemon.module=my.daemon" in text
-    assert "take this setting away" in text
+    assert "remove this setting" in text
 
 
 def test_running_without_a_daemon_is_refused(sessions):
     """`spark.python.use.daemon=false` is refused with the remedy."""
     text = error_of_configuration(sessions, spark__python__use__daemon="false")
     assert "spark.python.use.daemon=false" in text
-    assert "take this setting away" in text
+    assert "remove this setting" in text
 
 
 def test_unified_udf_execution_is_refused_at_the_start(sessions):

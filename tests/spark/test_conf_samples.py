@@ -9,10 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyspark
 import pytest
 
 import stagecrew
+from support.spark_home import spark_home
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "docs/examples"
@@ -26,7 +26,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_", "PYTHONPATH"))},
         "SPARK_CONF_DIR": str(ROOT / "conf"),
-        "SPARK_HOME": os.path.dirname(pyspark.__file__),
+        "SPARK_HOME": spark_home(),
         "SPARK_LOCAL_DIRS": str(temporary),
         "TMPDIR": str(temporary),
         "PYSPARK_PYTHON": sys.executable,
@@ -35,7 +35,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [
-            os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
+            os.path.join(spark_home(), "bin/spark-submit"),
             *("--master", "local[2]", "--jars", stagecrew.jar_path()),
             *(
                 "--conf",
@@ -93,7 +93,7 @@ def test_log_lines_of_a_task_name_their_topology(submitted):
 def test_the_samples_cause_no_warning(submitted):
     """Neither Spark nor stagecrew warns about a key of the samples, and log4j2 accepts its file."""
     _, done = submitted
-    assert "is no setting of stagecrew" not in done.stderr
+    assert "is not a setting of stagecrew" not in done.stderr
     assert not re.search(r"main (?:WARN|ERROR) ", done.stderr), done.stderr[:4000]
     assert " WARN stagecrew" not in done.stderr
 
@@ -117,7 +117,7 @@ def test_a_session_without_the_jar_names_the_plugin(tmp_path):
     shutil.copytree(ROOT / "conf", tmp_path / "conf")
     done = subprocess.run(
         [
-            os.path.join(os.path.dirname(pyspark.__file__), "bin/spark-submit"),
+            os.path.join(spark_home(), "bin/spark-submit"),
             "--master",
             "local[1]",
             str(EXAMPLES / "plain_job.py"),
@@ -126,7 +126,7 @@ def test_a_session_without_the_jar_names_the_plugin(tmp_path):
         env={
             **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
             "SPARK_CONF_DIR": str(tmp_path / "conf"),
-            "SPARK_HOME": os.path.dirname(pyspark.__file__),
+            "SPARK_HOME": spark_home(),
             "PYSPARK_PYTHON": sys.executable,
         },
         capture_output=True,

@@ -57,7 +57,7 @@ def assert_table(output: str, workers: int = 2) -> None:
     assert table_cells(output, "rows") == [f"{FLIGHTS:,}", f"{FLIGHTS:,}"]
     assert table_cells(output, "executor driver: pools opened / closed") == ["-", f"{with_} / {with_}"]
     assert all(float(seconds) > 0 for seconds in table_cells(output, "seconds"))
-    assert f"Both ways gave the same {FLIGHTS:,} rows" in output
+    assert f"Both enrichments returned the same {FLIGHTS:,} rows" in output
 
 
 def assert_rows_are_enriched(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from support.docs_blocks import blocks
 from support.sessions import QUICK_JVM_OPTIONS
+from support.spark_home import spark_home
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(600)
@@ -35,6 +36,7 @@ def outcomes(tmp_path_factory):
     temporary.mkdir()
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith(("SPARK_", "PYSPARK_"))},
+        "SPARK_HOME": spark_home(),
         "TMPDIR": str(temporary),
         "SPARK_LOCAL_DIRS": str(temporary),
         "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK_JVM_OPTIONS}",

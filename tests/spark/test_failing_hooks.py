@@ -312,7 +312,8 @@ def test_an_unusable_local_directory_fails_the_job_without_running_it(sessions, 
     """
     file = tmp_path / "local"
     file.write_text("a file in the place of the directory")
-    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path))  # a new session, whose executor has no channel yet
+    # A new one without samples of Python processes: its executor has no channel yet.
+    spark = sessions.get(LOCAL, spark__app__name=str(tmp_path), spark__stagecrew__processes__interval="0")
     utils = getattr(getattr(spark._jvm.org.apache.spark.util, "Utils$"), "MODULE$")
     conf = spark.sparkContext._jsc.sc().conf()
     assert not conf.contains("spark.local.dir")

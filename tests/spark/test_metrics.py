@@ -192,9 +192,9 @@ def test_timelines_are_recorded_only_where_they_are_shown(sessions: Sessions, tm
     with stagecrew.crew(spark).topology("timed", listeners=[Quiet()]) as topology:
         (jvm,) = spark.sparkContext.parallelize(range(1), 1).mapPartitions(executor_pid).collect()
         eventually(lambda: topology.report.opens == 1, what="the executor has reported its listener")
-        assert live_objects(jvm, "ExecutorCounts") >= 1
-        assert live_objects(jvm, "SampleLog") == 1
-        assert (live_objects(jvm, "SpanLog"), live_objects(jvm, "Span")) == (
+        assert live_objects(jvm, "executor.ExecutorCounts") >= 1
+        assert live_objects(jvm, "executor.SampleLog") == 1
+        assert (live_objects(jvm, "executor.SpanLog"), live_objects(jvm, "ui.Span")) == (
             (0, 0) if shown_in == "nowhere" else (1, 2)
         )
     assert topology.report.opens == topology.report.closes == 1

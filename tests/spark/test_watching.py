@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 import urllib.request
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
+import py4j
+import pyspark
 import pytest
 from click.testing import CliRunner
 from pyspark import cloudpickle
@@ -406,6 +409,43 @@ def test_topology_state_is_posted_only_with_an_event_log(
     spark.sparkContext._jsc.sc().listenerBus().waitUntilEmpty()
     assert bus.names.count("SparkListenerJobEnd") == 1
     assert ("StagecrewState" in bus.names) == with_event_log
+    sessions.stop()
+
+
+def test_an_executor_whose_interpreter_has_pyspark_only(sessions: Sessions, tmp_path: Path) -> None:
+    """Listeners of both scopes work without psutil; the page names the executor, its interpreter and the remedy."""
+    folder = tmp_path / "interpreter"
+    venv.create(folder, symlinks=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    for module in (pyspark, py4j):
+        (package,) = module.__path__
+        (site / Path(package).name).symlink_to(package)
+    conf = {"spark.ui.enabled": "true", "spark.ui.port": "0", "spark.stagecrew.processes.interval": "200ms"}
+    sessions.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYSPARK_PYTHON", str(folder / "bin" / "python"))
+        spark = sessions.get("local[2]", **conf)
+    journal = Journal(str(tmp_path / "journal"))
+    with stagecrew.crew(spark).topology("t", listeners=[Recorder(journal), executor_wide(journal.path)]) as topology:
+        numbers = spark.sparkContext.parallelize(range(4), 2)
+        absent = numbers.map(lambda _: __import__("importlib.util").util.find_spec("psutil") is None)
+        assert absent.collect() == [True] * 4
+
+        def problems() -> Any:
+            processes = fetch_json(spark, "/stagecrew/processes/json/")["processes"]
+            return [one["problem"] for one in processes if one["problem"]]
+
+        problem = eventually(problems, what="the page says that there are no samples")[0]
+        assert str(folder) in problem
+        assert "Install psutil for the Python of the executors" in problem
+        port = urlsplit(spark.sparkContext.uiWebUrl).port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/stagecrew/processes/") as response:
+            page = response.read().decode()
+        assert "Executor driver (host " in page
+        assert "Install psutil" in page
+    report = topology.report
+    assert report.opens == report.closes == len(journal.read(event="open")) >= 2
+    assert report.failures == 0
     sessions.stop()
 
 

@@ -11,10 +11,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyspark
-
 from support.processes import free_port, terminate
 from support.sessions import QUICK_JVM_OPTIONS
+from support.spark_home import spark_home
 from support.waiting import eventually
 
 
@@ -22,11 +21,12 @@ def start_spark_process(
     folder: Path, name: str, *arguments: str, jar: str = "", **variables: str
 ) -> subprocess.Popen[bytes]:
     """Starts a Spark process, with `jar` on its class path. Its output is written to `NAME.log` in the folder."""
-    jars = os.path.join(os.path.dirname(pyspark.__file__), "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
+    home = spark_home()
+    jars = os.path.join(home, "jars", "*") + (f"{os.pathsep}{jar}" if jar else "")
     environment = {
         **os.environ,
         "SPARK_LOCAL_IP": "127.0.0.1",
-        "SPARK_HOME": os.path.dirname(pyspark.__file__),
+        "SPARK_HOME": home,
         "SPARK_SCALA_VERSION": "2.13",
         **variables,
     }

@@ -94,7 +94,7 @@ def map_outputs(spark: SparkSession) -> dict[int, int]:
 def without_spark_events(spark: SparkSession) -> Iterator[None]:
     """The driver's crew receives no event of Spark during the body, as if the bus dropped them all."""
     bus = spark.sparkContext._jsc.sc().listenerBus()
-    (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.BusListener")]
+    (listener,) = [one for one in bus.listeners() if one.getClass().getName().endswith("stagecrew.driver.BusListener")]
     bus.removeListener(listener)
     try:
         yield

@@ -137,7 +137,7 @@ def test_the_executor_is_notified_before_and_after_a_hook(hook, milliseconds):
     assert channel.sent == [started, (kind, fields)]
     assert kind == "HOOK_DONE"
     assert 10_000 <= fields.pop("micros") < 10_000_000
-    assert fields == {"topology": "enrich-1", "listener": 3, "hook": hook, "outcome": "ok", "error": ""}
+    assert fields == {"topology": "enrich-1", "listener": 3, "hook": hook, "outcome": "ok", "error": "", "line": ""}
 
 
 def test_an_exception_of_open_is_raised_and_reported():

@@ -179,6 +179,7 @@ WORKER = """
 import json, pickle, sys
 from types import SimpleNamespace
 from stagecrew.listeners.resolution import resolving
+from stagecrew.wire.frames import Frame
 from stagecrew.worker.descriptions import described
 from stagecrew.worker.lifecycle import Lifecycle
 
@@ -189,7 +190,7 @@ hooks = SimpleNamespace(
 entries = [{"kind": "name", "index": i, "name": "", "target": target} for i, target in enumerate(targets)]
 lifecycle = Lifecycle(hooks)
 body = json.dumps({"name": "application", "listeners": entries})
-lifecycle.describe(described({"topology": "application", "body": body, "blobs": []}, lambda _: True))
+lifecycle.describe(described(Frame("OPEN", {"topology": "application", "body": body, "blobs": []}), lambda _: True))
 lifecycle.begin(["application"], None)
 with resolving(lifecycle.find):
     print(function())

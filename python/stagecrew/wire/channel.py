@@ -90,7 +90,7 @@ class Channel:
 
     def arrived(self, seconds: float | None = 0.0) -> list[Frame]:
         """The frames that have arrived; waits this long for the first. Raises `ChannelClosed`."""
-        self._read(seconds)
+        self._read(0.0 if self._arrived else seconds)
         frames, self._arrived = list(self._arrived), collections.deque()
         return frames
 

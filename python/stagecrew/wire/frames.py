@@ -38,7 +38,15 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "HOOK": (7, (("topology", "s"), ("listener", "q"), ("hook", "s"), ("timeout", "q"))),
     "HOOK_DONE": (
         8,
-        (("topology", "s"), ("listener", "q"), ("hook", "s"), ("outcome", "s"), ("micros", "q"), ("error", "s")),
+        (
+            ("topology", "s"),
+            ("listener", "q"),
+            ("hook", "s"),
+            ("outcome", "s"),
+            ("micros", "q"),
+            ("error", "s"),
+            ("line", "s"),  # the line of the error's text that says what happened
+        ),
     ),
     "CLOSE": (9, (("topology", "s"),)),
     "CLOSED": (10, (("topology", "s"),)),
@@ -46,6 +54,8 @@ KINDS: Final[dict[str, tuple[int, tuple[tuple[str, str], ...]]]] = {
     "OPENED": (12, (("topology", "s"), ("body", "s"), ("blobs", "l"))),
     "GOODBYE": (13, (("reason", "s"),)),
     "REFUSED": (14, (("reason", "s"),)),
+    "SAMPLES": (16, (("body", "s"),)),
+    "TOPOLOGY": (17, (("topology", "s"), ("body", "s"), ("blobs", "l"), ("opened", "s"), ("values", "l"))),
     # An executor and the driver.
     "ASK_DESCRIPTION": (32, (("executor", "s"), ("host", "s"), ("topology", "s"))),
     "ASK_EXECUTION": (33, (("executor", "s"), ("key", "s"))),

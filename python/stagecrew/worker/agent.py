@@ -1,15 +1,17 @@
-"""The agent: one process per executor, started when a listener of the executor's scope is to be opened there.
+"""The agent: one process per executor, started when an executor-scoped listener must open there.
 
-It owns these listeners, on its main thread, so that they live as long as the executor and not as one of its workers. It
-ends when its executor says so or is gone, and closes what is open then.
+It owns these listeners, on its main thread, so that they live as long as the executor, not as long as a worker. It ends
+when its executor closes the channel or is gone, and closes its open listeners.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import Any
 
@@ -20,29 +22,38 @@ from stagecrew.observability.error_summary import format_message_first
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Frame
 from stagecrew.worker import fork_safety
-from stagecrew.worker.descriptions import described
+from stagecrew.worker.descriptions import described, lifetime_of
 from stagecrew.worker.hooks import CalledHooks
 from stagecrew.worker.lifecycle import Described, Lifecycle
+from stagecrew.worker.sampling import FIRST_SAMPLE, Sampler, configured
 
 __all__ = ["Agent", "main"]
 
 
 class _AskedToEnd(BaseException):
-    """A signal asked the agent to end. No `Exception`: an `open` that goes on after any of these must not go on after it."""
+    """A signal asked the agent to end.
+
+    It is no `Exception`, so an `open` that ignores exceptions does not ignore it.
+    """
 
 
 class Agent:
-    """Obeys its executor until that is gone, or SIGTERM asks it to end."""
+    """Serves its executor until that is gone, or SIGTERM asks it to end."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._hooks = CalledHooks(channel)
         self._lifecycle = Lifecycle(self._hooks)
         self._ends, self._interruptible = False, True
+        self._sampler = Sampler("agent")
+        seconds, _ = configured() or (None, "")
+        #: The seconds between two samples of this process, None if it takes none; and when the next one is due.
+        self._interval: float | None = seconds
+        self._due = time.monotonic() + min(FIRST_SAMPLE, seconds or 0)
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: everything is the parent's."""
+        """In a child that user code forked: everything belongs to the parent."""
         fork_safety.default_signals([signal.SIGTERM], self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
@@ -53,12 +64,9 @@ class Agent:
         try:
             signal.signal(signal.SIGTERM, self._signalled)
             while not self._ends:
-                frame = self._channel.next()
-                if frame.kind == "OPEN":
-                    self._open(frame)
-                elif frame.kind == "CLOSE":
-                    for topology in self._lifecycle.close(frame["topology"]):
-                        self._channel.send("CLOSED", topology=topology)
+                for frame in self._channel.arrived(self._wait()):
+                    if not self._ends:
+                        self._obey(frame)
         except (ChannelError, _AskedToEnd):
             pass
         finally:
@@ -68,21 +76,36 @@ class Agent:
                 self._channel.send("GOODBYE", reason="the agent ends")
             self._channel.close()
 
+    def _obey(self, frame: Frame) -> None:
+        if frame.kind == "OPEN":
+            self._open(frame)
+        elif frame.kind == "CLOSE":
+            for topology in self._lifecycle.close(frame["topology"]):
+                self._channel.send("CLOSED", topology=topology)
+
+    def _wait(self) -> float | None:
+        """How long to wait for the executor. Samples this process if a sample is due."""
+        if self._interval is None:
+            return None
+        if (wait := self._due - time.monotonic()) > 0:
+            return wait
+        sample = None if self._sampler.problem else self._sampler.sample(os.getpid())
+        self._channel.write(self._sampler.frame([] if sample is None else [sample]))
+        self._due = time.monotonic() + self._interval
+        return self._interval
+
     def _signalled(self, _number: int, _frame: FrameType | None) -> None:
         self._ends = True
-        if self._interruptible and not self._lifecycle.closing:  # a close is not interrupted; then the agent ends
+        if self._interruptible and not self._lifecycle.closing:  # a close is not interrupted; the agent ends after it
             self._interruptible = False  # once
             raise _AskedToEnd
 
     def _open(self, frame: Frame) -> None:
-        """Opens the executor's listeners of one topology and answers, also for the others, what they are.
-
-        `lifetime` in the request chooses: the application's topology opens those of that lifetime, an execution its own.
-        """
+        """Opens the executor-scoped listeners of one topology, and tells the executor about all of its listeners."""
         blobs: list[bytes] = []
         body: dict[str, Any] = {"listeners": [], "error": None}
         try:
-            lifetime = json.loads(frame["body"]).get("lifetime")
+            lifetime = lifetime_of(frame["topology"])
 
             def mine(entry: dict[str, Any]) -> bool:
                 body["listeners"].append(
@@ -125,16 +148,16 @@ def _pickled(listener: Listener) -> bytes:
             return cloudpickle.dumps(opened_value(listener))  # type: ignore[no-any-return, no-untyped-call]
     except Exception as error:
         raise ListenerError(
-            f"what it opened cannot be pickled, so no worker can have a copy ({type(error).__name__}: {error}); yield a "
+            f"its opened value cannot be pickled, so workers cannot have a copy ({type(error).__name__}: {error}); yield a "
             f"port, a URL or a path from a @resource of the executor's scope"
         ) from error
 
 
 def main(arguments: list[str]) -> None:
-    """`python -m stagecrew.worker.agent PLACE [FOLDER ...]`: the executor's place file, and what to put on the path."""
+    """`python -m stagecrew.worker.agent PLACE [FOLDER ...]`: the executor's place file, and folders for the path."""
     place, *folders = arguments
     sys.path[1:1] = folders
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is the driver's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the driver's terminal is meant for the driver
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     Agent(Channel.connect(place, role="agent")).run()
 

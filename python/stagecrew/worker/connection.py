@@ -1,6 +1,6 @@
-"""A worker's connection to its executor for evaluations: one per process, shared by all that live there.
+"""A worker's connection to its executor for evaluations: one per process, shared by its evaluations.
 
-No thread reads it: whoever waits (for a reply, an event, or room to send) reads for all.
+It has no thread. A thread that waits for a reply, an event or room to send reads for all.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ T = TypeVar("T")
 
 
 class Receiver(Protocol):
-    """One evaluation, as the connection sees it."""
+    """One evaluation, for the connection."""
 
     id: int
 
     def took(self, frame: Frame) -> None:
-        """Something came for it; called with the connection's condition held."""
+        """Handles a frame. Called with the connection's condition held."""
 
 
 class Connection:
-    """This process's way to its executor, shared by its evaluations. Usable from any thread."""
+    """The connection of this process to its executor. Thread-safe."""
 
     def __init__(self, place: str) -> None:
         self._channel = Channel.connect(place, role="evaluations")
@@ -44,24 +44,24 @@ class Connection:
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: the connection is the parent's."""
+        """In a child that user code forked: the connection belongs to the parent."""
         global _current
         _current = None
         self.broken = "this process was forked from the task's; use the gateway in the task itself"
         self._channel.close()
 
     def add(self, gateway: Receiver) -> None:
-        """What comes for this evaluation goes to it."""
+        """Passes the frames of this evaluation to it from now on."""
         self._gateways[gateway.id] = gateway
 
     def remove(self, gateway: Receiver) -> None:
-        """It does not any more; its threads that wait look again."""
+        """Stops passing frames to the evaluation, and wakes its waiting threads."""
         with self.changed:
             self._gateways.pop(gateway.id, None)
             self.changed.notify_all()
 
     def send(self, frames: bytes) -> None:
-        """Sends frames. Raises `EvaluationEnded` when the executor is gone."""
+        """Sends frames. Raises `EvaluationEnded` if the executor is gone."""
         try:
             with self._sending:
                 self._channel.write(frames)
@@ -70,7 +70,7 @@ class Connection:
             raise EvaluationEnded(self.broken) from error
 
     def wait(self, found: Callable[[], T | None], seconds: float | None) -> T | None:
-        """What `found` answers as soon as it answers something, or None when the time is over. Reads meanwhile."""
+        """Reads until `found` returns something, and returns that. Returns None at the timeout."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
             with self.changed:

@@ -1,11 +1,14 @@
 """The entry of Spark's Python daemon with stagecrew: `python -m stagecrew.worker.daemon pyspark.worker`.
 
-Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It *is* pyspark's
-daemon, with two functions replaced. `worker`, which the forked worker calls once per task: around it the listeners of this
-process are closed; inside it, `setup_broadcasts` (the last thing before the user's function is read, where raising is a
-failure that Spark counts) is where a task begins, `handle_worker_exception` hides our frames when that raised, and `main` is
-where the task ends. And `kill`, by which Spark ends a worker that
-it does not need: one that has listeners is asked first.
+Spark starts it instead of `pyspark.daemon`, because the plugin sets `spark.python.daemon.module`. It is pyspark's
+daemon with these functions replaced:
+
+- `worker`, which a forked worker calls once per task. Listeners of the process close before and after it. Inside it, a
+  task begins in `setup_broadcasts`: that runs just before the user's function is read, and Spark counts an exception
+  there as a failure. `handle_worker_exception` hides our frames in such an exception. The task ends in `main`.
+- `kill`, which ends workers that Spark does not need. A worker with listeners is asked to end first
+  (`graceful_shutdown`).
+- `fork` and `poll`, between which the daemon samples its workers (`sampling`).
 
 Source: pyspark/daemon.py and pyspark/worker.py of Spark 4.3.
 """
@@ -22,7 +25,7 @@ from typing import Any, BinaryIO
 import pyspark.daemon
 
 from stagecrew.observability.error_summary import remove_own_frames
-from stagecrew.worker import graceful_shutdown
+from stagecrew.worker import graceful_shutdown, sampling
 from stagecrew.worker.process import CHAIN, PLACE, WorkerProcess, flush_standard_streams
 
 _original_worker = pyspark.daemon.worker
@@ -68,17 +71,17 @@ def _begin_task(output: BinaryIO) -> None:
 
 
 def _worker_module() -> str:
-    """What the original runs, as it chooses: any other `spark.python.worker.module` has no effect in a daemon."""
+    """The module that the original runs. Any other `spark.python.worker.module` has no effect in a daemon."""
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
     return asked if asked.startswith("pyspark") else "pyspark.worker"
 
 
 def _hook_pyspark() -> None:
-    """Wraps three functions of `pyspark.worker`; after the fork, as importing it may start threads."""
+    """Wraps three functions of `pyspark.worker`. It runs after the fork, because the import may start threads."""
     global _hooked
     if _hooked or _worker_module() != "pyspark.worker":
         return
-    # What the original does first thing: until then the daemon's own handlers would be in force.
+    # The original does this first. Until then the daemon's own handlers would be active.
     for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     import pyspark.worker
@@ -130,14 +133,14 @@ def _hook_pyspark() -> None:
 
 
 class _Jar(zipimport.zipimporter):
-    """Imports from our jar, whose list of files is read once.
+    """Imports from our jar, and reads its list of files once.
 
-    PySpark calls `importlib.invalidate_caches()` for each task, and Python's own importers then read that list again, each
-    folder of the jar its own: 4 milliseconds of every task. A jar does not change while a daemon runs.
+    PySpark calls `importlib.invalidate_caches()` for each task. Python's own importers then read the list again for
+    each folder of the jar, which takes 4 ms per task. The jar does not change while a daemon runs.
     """
 
     def invalidate_caches(self) -> None:
-        """Keeps what is known."""
+        """Keeps the list."""
 
 
 def _read_our_jar_once() -> None:
@@ -162,9 +165,10 @@ def _read_our_jar_once() -> None:
 
 if __name__ == "__main__":
     _read_our_jar_once()
-    # PySpark tells its own frames, between which ours lie, from the user's by this (pyspark/logger/worker_io.py).
+    # PySpark recognizes its own frames by this, and ours are between them (pyspark/logger/worker_io.py).
     if __spec__ is not None:
         __spec__.name = pyspark.daemon.__name__
     pyspark.daemon.worker = worker
     graceful_shutdown.install()
+    sampling.install()
     pyspark.daemon.manager()

@@ -1,4 +1,4 @@
-"""What an executor says of a topology, made into listeners: unpickled, or imported by name."""
+"""Makes listeners from what an executor sends about a topology: unpickles them, or imports them by name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 import json
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from stagecrew.errors import ListenerError, ListenerNotImportable
 from stagecrew.listeners.listener import Listener, listener_name
@@ -14,13 +14,19 @@ from stagecrew.listeners.resource import ResourceFactory
 from stagecrew.wire.frames import Frame
 from stagecrew.worker.lifecycle import Described, Registered
 
-__all__ = ["described", "named"]
+__all__ = ["described", "lifetime_of", "named"]
+
+#: The first part of the ids of executions' topologies.
+EXECUTION: Final = "execution-"
 
 
 def named(target: str, where: str = "on this executor") -> Listener:
-    """The listener that `module:name` names. Raises `ListenerNotImportable`, whose message says `where`.
+    """Imports the listener that `module:name` names.
 
-    A name of a `Listener` class or of a resource that needs no arguments is called.
+    A `Listener` class, and a resource that needs no arguments, are called.
+
+    Raises:
+        ListenerNotImportable: The name cannot be imported, or is no listener. The message says `where`.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
@@ -44,18 +50,53 @@ def named(target: str, where: str = "on this executor") -> Listener:
 
 
 def described(frame: Frame, mine: Callable[[dict[str, Any]], bool]) -> Described:
-    """The topology of a DESCRIPTION or OPEN frame; `mine` says which listeners are opened in this process."""
+    """The topology of a TOPOLOGY frame (to a worker) or an OPEN frame (to the agent).
+
+    Args:
+        frame: The description of the driver. A TOPOLOGY frame also has the answer of the executor's agent.
+        mine: Returns whether this process opens a listener, by its entry with its scope and its lifetime.
+    """
     body = json.loads(frame["body"])
-    # The agent is also sent those of the JVM, which are open there already.
-    python = [entry for entry in body["listeners"] if entry["kind"] != "jvm"]
-    registered = [_registered(entry, frame["blobs"], mine) for entry in python]
+    entries = [entry for entry in body["listeners"] if entry["kind"] != "jvm"]  # the JVM has opened the others
+    values: list[bytes] = []
+    if frame.kind == "TOPOLOGY":
+        entries = _with_opened(entries, frame)
+        values = frame["values"]
+    registered = [_registered(entry, frame["blobs"], values, mine) for entry in entries]
     return Described(frame["topology"], body["name"], tuple(registered))
 
 
-def _registered(entry: dict[str, Any], blobs: list[bytes], mine: Callable[[dict[str, Any]], bool]) -> Registered:
+def lifetime_of(topology: str) -> str | None:
+    """The lifetime of the listeners that open in this topology; None if all of its listeners do."""
+    if topology.startswith(EXECUTION):
+        return "execution"
+    return "application" if topology == "application" else None
+
+
+def _with_opened(entries: list[dict[str, Any]], frame: Frame) -> list[dict[str, Any]]:
+    """The entries that open in this topology, with the values or problems that the agent reported.
+
+    The topology of an execution has all listeners of the application. The lifetime of a name is known to the agent
+    only.
+    """
+    opened = json.loads(frame["opened"])["listeners"] if frame["opened"] else []
+    said = {entry["index"]: entry for entry in opened}
+    wanted = lifetime_of(frame["topology"])
+    found = []
+    for entry in entries:
+        of = said.get(entry["index"], {})
+        lifetime = of.get("lifetime") or entry.get("lifetime") or "application"
+        if wanted in (None, lifetime):
+            found.append(entry | {"value": of.get("value"), "problem": of.get("problem")})
+    return found
+
+
+def _registered(
+    entry: dict[str, Any], blobs: list[bytes], values: list[bytes], mine: Callable[[dict[str, Any]], bool]
+) -> Registered:
     listener = _load(entry, blobs)
     owned = listener if mine({**entry, "scope": listener.scope.value, "lifetime": listener.lifetime.value}) else None
-    value = _value(entry, blobs) if owned is None else None
+    value = _value(entry, values) if owned is None else None
     return Registered(
         index=entry["index"],
         name=entry["name"] or listener_name(listener),
@@ -80,12 +121,12 @@ def _load(entry: dict[str, Any], blobs: list[bytes]) -> Listener:
         ) from error
 
 
-def _value(entry: dict[str, Any], blobs: list[bytes]) -> Callable[[], Any]:
+def _value(entry: dict[str, Any], values: list[bytes]) -> Callable[[], Any]:
     at, problem = entry.get("value"), entry.get("problem")
 
     def value() -> Any:
         if at is None:
             raise LookupError(problem or "its executor has not opened it")
-        return pickle.loads(blobs[at])
+        return pickle.loads(values[at])
 
     return value

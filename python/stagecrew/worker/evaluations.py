@@ -1,6 +1,7 @@
 """The task's side of an operator: calls of bound functions, and their gateway to the coordinator.
 
-An evaluation is one call of a bound function. A coordinator's events wait in the executor's mailbox until they are asked for.
+An evaluation is one call of a bound function. A coordinator's events wait in the executor's mailbox until they are
+asked for.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Bound:
 class TaskGateway:
     """A task's way to its coordinator. Usable from several threads of the task.
 
-    `subtask` is the partition of the bound dataset that the evaluation works on; None for `bind`, and of an empty partition.
+    `subtask` is the partition of the bound dataset that the evaluation works on; None for `bind`, and of an empty
+    partition.
     """
 
     def __init__(self, connection: Connection, bound: Bound, subtask: int | None, context: Any) -> None:
@@ -110,11 +112,11 @@ class TaskGateway:
     def send(self, event: Any) -> None:
         """Sends an event to the coordinator. It returns at once, unless as much is unhandled as may be.
 
-        Those of one thread are handled in order, once each, before the evaluation is over. What is sent in a hurry travels
-        together, at most a millisecond later.
+        Those of one thread are handled in order, once each, before the evaluation is over. What is sent in a hurry
+        travels together, at most a millisecond later.
 
-        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationEnded`, and `RequestTimeout` when the coordinator has not
-        handled anything of what was sent before within `spark.stagecrew.request.timeout`.
+        Raises `EventNotPicklable`, `EventTooLarge`, `EvaluationEnded`, and `RequestTimeout` when the coordinator has
+        not handled anything of what was sent before within `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
         while True:
@@ -141,8 +143,9 @@ class TaskGateway:
         """Asks the coordinator, behind what was sent before, and answers its reply.
 
         Raises `RequestFailed` from the coordinator's exception, `RequestTimeout` after `timeout` seconds (default
-        `spark.stagecrew.request.timeout`), which count for the wait for room too: its text says whether it was sent, and if it
-        was, the coordinator may still have handled it; `EvaluationEnded`, `EventNotPicklable` and `EventTooLarge`.
+        `spark.stagecrew.request.timeout`), which count for the wait for room too: its text says whether it was sent,
+        and if it was, the coordinator may still have handled it; `EvaluationEnded`, `EventNotPicklable` and
+        `EventTooLarge`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
@@ -335,7 +338,10 @@ class TaskGateway:
         return payload
 
     def _taken(self) -> tuple[bytes, bytes | None]:
-        """The oldest event that is here, and the frame that asks for more behind the last. Holding the connection's condition."""
+        """The oldest event that is here, and the frame that asks for more behind the last.
+
+        Holding the connection's condition.
+        """
         if self._events[0] == END:  # it stays, for all who receive
             return END, None
         payload = self._events.popleft()
@@ -344,7 +350,10 @@ class TaskGateway:
         return payload, self._wanting()
 
     def _wanting(self) -> bytes | None:
-        """The frame that asks for more, when none is here and little is on its way. Holding the connection's condition."""
+        """The frame that asks for more, when none is here and little is on its way.
+
+        Holding the connection's condition.
+        """
         if self._events or (self._wanted > _WANT // 2 and self._wanted_bytes > _WANT_BYTES // 2):
             return None
         more, size = _WANT - self._wanted, _WANT_BYTES - self._wanted_bytes

@@ -1,12 +1,12 @@
-"""What a child that user code forks does not inherit (multiprocessing forks by default up to Python 3.13).
+"""Separates a child that user code forks from its parent (multiprocessing forks by default up to Python 3.13).
 
-The channel is its parent's: while a child held it too, the executor would not see that the parent is gone. So are the
-signal handlers and the listeners, which the parent closes.
+The channel belongs to the parent: while a child held it too, the executor would not see that the parent is gone. The
+signal handlers and the listeners, which the parent closes, belong to the parent too.
 """
 
 from __future__ import annotations
 
-# What `signal.signal` calls: its enums would cost more than all the rest.
+# `signal.signal` calls this module, and its enums would cost more than the rest.
 import _signal  # type: ignore[import-not-found]
 import os
 import weakref
@@ -17,10 +17,10 @@ __all__ = ["default_signals", "forget_in_children"]
 
 
 class Forgets(Protocol):
-    """Something of this process alone."""
+    """An object that belongs to one process."""
 
     def forked(self) -> None:
-        """In a child that was forked: lets go of what is the parent's."""
+        """Releases the parent's resources in a forked child."""
 
 
 _held: Final[weakref.WeakSet[Forgets]] = weakref.WeakSet()
@@ -30,7 +30,7 @@ _registered = False
 def forget_in_children(holder: Forgets) -> None:
     """Calls `holder.forked()` in each child that this process forks from now on.
 
-    Not before the process is forked itself that `holder` belongs to: the daemon's own forks are Spark's.
+    Call it in the process that `holder` belongs to, not in the daemon, whose own forks are Spark's.
     """
     global _registered
     _held.add(holder)
@@ -40,7 +40,7 @@ def forget_in_children(holder: Forgets) -> None:
 
 
 def default_signals(numbers: Iterable[int], ours: Callable[..., Any]) -> None:
-    """Those that `ours` handles are as in any process; handlers of the user stay."""
+    """Resets signals that `ours` handles to their defaults. The user's handlers stay."""
     for number in numbers:
         if _signal.getsignal(number) == ours:
             _signal.signal(number, _signal.SIG_DFL)

@@ -1,12 +1,12 @@
-"""How the daemon ends a worker that Spark does not need any more, so that its listeners close.
+"""How the daemon ends workers that Spark does not need any more, so that their listeners close.
 
-Spark's daemon kills with SIGKILL: an idle worker beyond `spark.python.factory.idleWorkerMaxPoolSize`, and one whose task was
-killed and did not end. A worker that catches SIGTERM, as each with open listeners does, gets that first, and SIGKILL when it
-is still there after `SECONDS`; one that is idle or closing has said how long its closes may take, and has at least that
-long. One that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
+Spark's daemon kills with SIGKILL: an idle worker beyond `spark.python.factory.idleWorkerMaxPoolSize`, and a worker
+whose task was killed and did not end. A worker with open listeners catches SIGTERM. It gets SIGTERM first, and SIGKILL
+if it still runs after `SECONDS`. A worker that is idle or closing has set how long its closes may take, and has at
+least that long. A worker that does not catch SIGTERM gets SIGKILL at once, as without stagecrew.
 
-The daemon has one thread and must have no other before it forks: the second signal is sent by a timer's handler. Nothing
-else in it uses a timer.
+The daemon has one thread and must have no other before it forks, so the handler of a timer sends the second signal.
+Nothing else in the daemon uses a timer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Final
 
 __all__ = ["SECONDS", "forget", "install", "needs"]
 
-#: How long a worker that was asked has when it runs a task.
+#: How long a worker that runs a task may take after SIGTERM, in seconds.
 SECONDS: Final = 5.0
-#: How often the daemon looks whether one that was asked is due, once `SECONDS` are over for the first.
+#: How often the daemon checks for workers that are due, after the first `SECONDS`.
 _INTERVAL: Final = 0.5
 
-#: Of each worker that was asked: when, its pid, and when that process started (a pid may be used again).
+#: The workers that got SIGTERM: the time, the pid, and the start time of the process, because pids are reused.
 _asked: list[tuple[float, int, str]] = []
-#: By pid: how many seconds that worker needs to close what it has open. Memory that the daemon shares with the workers that
-#: it forks; only the pages of pids that were written are taken.
+#: By pid: how many seconds a worker needs to close its listeners. The daemon shares this memory with its workers. Only
+#: pages with written entries take memory.
 _needed: memoryview | None = None
 
 
 def install() -> None:
-    """Lets Spark's daemon end its workers by `_kill`. In the daemon only, before its loop."""
+    """Makes Spark's daemon end its workers with `_kill`. In the daemon only, before its loop."""
     global _needed
     import pyspark.daemon
 
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def forget() -> None:
-    """In a forked worker, before each task: the daemon's timer and handler are not the worker's, and it has `SECONDS`."""
+    """In a forked worker, before each task: removes the daemon's timer, and resets the time to `SECONDS`."""
     needs(0)
     if _asked or signal.getsignal(signal.SIGALRM) is _later:
         _asked.clear()
@@ -54,7 +54,7 @@ def forget() -> None:
 
 
 def needs(seconds: float) -> None:
-    """In a forked worker: says how long it takes at most to end from now on, once it is asked."""
+    """In a forked worker: sets how long it may take to end after SIGTERM from now on."""
     pid = os.getpid()
     if _needed is not None and pid < len(_needed):
         _needed[pid] = min(math.ceil(seconds), 0xFFFF)
@@ -77,7 +77,7 @@ def _kill(pid: int, number: int) -> None:
     os.kill(pid, signal.SIGTERM)
     if all(entry[1:] != (pid, started) for entry in _asked):
         _asked.append((time.monotonic(), pid, started))
-    # Not when it runs: it would begin anew, and never end while workers are killed again and again.
+    # A running timer is not restarted: it would never fire while workers are killed again and again.
     if signal.getsignal(signal.SIGALRM) is not _later or signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0):
         signal.signal(signal.SIGALRM, _later)
         signal.setitimer(signal.ITIMER_REAL, SECONDS, _INTERVAL)
@@ -102,7 +102,8 @@ def _grace(pid: int) -> float:
 
 
 def _takes_sigterm(pid: int) -> bool:
-    # Blocked: a worker with listeners whose handlers Spark resets at this moment gets it right behind.
+    # Blocked counts too: Spark resets the handlers of a worker with listeners at this moment, and it gets SIGTERM
+    # after.
     taken = 0
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:

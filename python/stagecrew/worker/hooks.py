@@ -1,7 +1,7 @@
-"""How user code is called in a worker and in the agent: bounded in time, counted, and told to the executor.
+"""Calls user code in a worker and in the agent: with a timeout, counted, and reported to the executor.
 
-A hook that exceeds its timeout is interrupted by a timer signal, which raises `HookTimeout` in it. The executor is told
-before each hook and after, and ends the process when a hook ignores the signal (it sits in C code).
+A timer signal interrupts a hook that exceeds its timeout, and raises `HookTimeout` in it. The executor gets a frame
+before and after each hook. It kills the process if a hook ignores the signal, for example in C code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from stagecrew.errors import ChannelError, HookTimeout
 from stagecrew.listeners.listener import Listener, ListenerContext, Scope
-from stagecrew.observability.error_summary import remove_own_frames, shorten_error
+from stagecrew.observability.error_summary import error_line, remove_own_frames, shorten_error
 from stagecrew.wire.channel import Channel
 from stagecrew.worker import fork_safety
 from stagecrew.worker.lifecycle import Described, Leave, Registered
@@ -27,28 +27,28 @@ __all__ = ["CalledHooks"]
 
 _log = logging.getLogger("stagecrew")
 
-#: The error text of a hook that is sent to the driver is cut at this many characters.
+#: The maximum length of a hook's error text that is sent to the driver.
 ERROR_LENGTH = 8000
 
 
 class CalledHooks:
-    """Calls listeners of one process and tells its executor."""
+    """Calls the listeners of one process, and reports to its executor."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         welcome = channel.welcome
         self._open_timeout: float = welcome["openTimeout"]
         self._close_timeout: float = welcome["closeTimeout"]
-        #: What the timer of the current hook calls.
+        #: The handler of the current hook's timer.
         self._interrupt: Callable[[int, FrameType | None], None] | None = None
 
     def forked(self) -> None:
-        """In a child that a hook forked: the timer is the parent's, and its handler with it."""
+        """In a child that a hook forked: the timer and its handler belong to the parent."""
         if self._interrupt is not None:
             fork_safety.default_signals([signal.SIGALRM], self._interrupt)
 
     def context(self, topology: Described, scope: Scope) -> ListenerContext:
-        """What a listener of this topology is told."""
+        """The context of a listener of this topology."""
         welcome = self._channel.welcome
         return ListenerContext(
             application=welcome["application"],
@@ -92,15 +92,15 @@ class CalledHooks:
         entered: list[Any] = []
         try:
             manager = self._listener(registered).decorate(task)
-            # `map`, not a call: behind a call of C code (a lock's) Python runs signal handlers, before this is booked.
+            # `map`, not a call: after a call of C code (a lock's) Python runs signal handlers before this is booked.
             entered.extend(map(type(manager).__enter__, (manager,)))
             return functools.partial(self._leave, manager, topology, registered)
         except BaseException as error:
-            # A generator that was interrupted behind its `yield`, before its manager answered, is entered too.
+            # A generator that was interrupted after its `yield`, before its manager returned, is entered too.
             generator = manager.gen if isinstance(manager, contextlib._GeneratorContextManager) else None
             if entered or getattr(generator, "gi_suspended", False):
                 self._leave(manager, topology, registered, error)
-            self._failed_decoration(topology, registered, error)  # without the note: it has the listener beside it
+            self._failed_decoration(topology, registered, error)  # without the note: the report names the listener
             error.add_note(f"raised by {self._what('decorate', topology, registered)}")
             raise
 
@@ -138,7 +138,7 @@ class CalledHooks:
         remaining = interval = 0.0
         started = time.monotonic()
         self._interrupt = interrupt
-        # No context manager: whatever another signal raises, and where, the timer does not outlive its hook.
+        # No context manager: the timer must not outlive its hook, wherever another signal raises an exception.
         try:
             signal.signal(signal.SIGALRM, interrupt)
             remaining, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -146,10 +146,10 @@ class CalledHooks:
         finally:
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            finally:  # also when the timer went off in this very moment
+            finally:  # also if the timer fires at this moment
                 signal.signal(signal.SIGALRM, before)
                 self._interrupt = None
-            if remaining:  # somebody else's timer: it goes on, less the time that the hook took
+            if remaining:  # another timer: it continues, less the time that the hook took
                 signal.setitimer(signal.ITIMER_REAL, max(0.001, remaining - (time.monotonic() - started)), interval)
 
     def _done(
@@ -164,6 +164,7 @@ class CalledHooks:
         if error is not None:
             remove_own_frames(error)
         text = "" if error is None else "".join(traceback.format_exception(error))
+        text = shorten_error(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8")
         self._tell(
             "HOOK_DONE",
             topology=topology.id,
@@ -171,14 +172,15 @@ class CalledHooks:
             hook=hook,
             outcome=outcome,
             micros=int((time.monotonic() - started) * 1e6),
-            error=shorten_error(text, ERROR_LENGTH).encode("utf-8", "replace").decode("utf-8"),
+            error=text,
+            line=error_line(text),
         )
 
     def _failed_decoration(self, topology: Described, registered: Registered, error: BaseException) -> None:
         self._done("decorate", topology, registered, "failed", time.monotonic(), error)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        # An executor that is gone must not keep a listener from being closed.
+        # A listener closes also if the executor is gone.
         with contextlib.suppress(ChannelError):
             self._channel.send(kind, **fields)
 

@@ -60,29 +60,29 @@ class Described:
 
 
 class State(enum.Enum):
-    """Of one listener in one process."""
+    """The state of one listener in one process."""
 
     NEW = "new"
     OPEN = "open"
-    #: Its open failed and it is not required: tasks go on without it.
+    #: Its open failed and it is not required: tasks run without it.
     OFF = "off"
 
 
 class Hooks(Protocol):
-    """How user code is called. Implementations bound it in time, count it and tell the executor."""
+    """Calls user code. Implementations enforce timeouts, count calls, and report to the executor."""
 
     def open(self, topology: Described, registered: Registered) -> None:
-        """Calls `open`; raises what it raised."""
+        """Calls `open`, and raises its exception."""
 
     def close(self, topology: Described, registered: Registered) -> None:
-        """Calls `close`; never raises."""
+        """Calls `close`. Never raises."""
 
     def enter(self, topology: Described, registered: Registered, task: Any) -> Leave:
-        """Enters `decorate`; raises what it raised. What it answers leaves the decoration and never raises."""
+        """Enters `decorate`, and raises its exception. The result leaves the decoration, and never raises."""
 
 
 class Lifecycle:
-    """The truth about what is open in this process. Not thread-safe: one thread owns it."""
+    """The listeners that are open in this process. Not thread-safe: one thread owns it."""
 
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
@@ -94,7 +94,7 @@ class Lifecycle:
         self._leaves: list[Leave] = []
         self._due: list[str] = []
         self._disowned: list[object] = []
-        #: Set while a listener closes, from before that is booked: a signal that asks the process to end then only notes it.
+        #: Set while a listener closes, from before that is booked. A signal that asks the process to end is noted then.
         self.closing = False
 
     @property
@@ -125,18 +125,21 @@ class Lifecycle:
         return self._states.get((topology, index)) is State.OPEN
 
     def describe(self, topology: Described) -> None:
-        """Adds a topology; one that is known already stays as it is."""
+        """Adds a topology. A known topology does not change."""
         self._topologies.setdefault(topology.id, topology)
 
     def open(self, topology: str) -> None:
-        """Opens what is not open of one topology. Raises what the first failing required listener raised."""
+        """Opens the listeners of one topology that are not open.
+
+        Raises the exception of the first required one that fails.
+        """
         described = self._topologies[topology]
         for registered in described.listeners:
             key = (topology, registered.index)
             if registered.listener is None or self._states.get(key, State.NEW) is not State.NEW:
                 continue
             try:
-                # Booked before the call: whatever ends the open, also a signal, this listener will be closed.
+                # Booked before the call: the listener closes however the open ends, also by a signal.
                 self._opened.append(key)
                 self._hooks.open(described, registered)
             except BaseException as error:
@@ -150,7 +153,7 @@ class Lifecycle:
     def begin(self, chain: Sequence[str], task: Any) -> None:
         """A task of these topologies (outermost first, all known) begins: opens and decorates, or raises.
 
-        When it raises, everything that this call decorated has been left with that exception.
+        If it raises, it has left every decoration of this call with that exception.
         """
         if self._running:
             self.end(None)
@@ -172,9 +175,9 @@ class Lifecycle:
             raise
 
     def end(self, error: BaseException | None) -> None:
-        """The task has ended with this exception or none; a second call does nothing."""
+        """The task has ended with this exception, or None. A second call does nothing."""
         try:
-            with contextlib.ExitStack() as every:  # one that is interrupted does not keep the others from being left
+            with contextlib.ExitStack() as every:  # an interrupted one does not prevent the others
                 leaves, self._leaves = self._leaves, []
                 for leave in leaves:
                     every.callback(leave, error)
@@ -182,16 +185,16 @@ class Lifecycle:
             self._current, self._running = (), False
 
     def close(self, topology: str) -> list[str]:
-        """The topology has ended. Closes it, or does so at the next `close_due` when the current task uses it.
+        """The topology has ended: closes it, or leaves it to the next `close_due` if the current task uses it.
 
-        Answers the ids that are closed now.
+        Returns the ids of the topologies that are closed now.
         """
         if topology not in self._due:
             self._due.append(topology)
         return self.close_due()
 
     def close_due(self) -> list[str]:
-        """Closes what has ended and is not in use."""
+        """Closes topologies that have ended and are not in use. Returns their ids."""
         done = [topology for topology in self._due if topology not in self._current]
         try:
             self._close_all_of(lambda key: key[0] in done)
@@ -202,7 +205,7 @@ class Lifecycle:
         return done
 
     def close_all(self) -> list[str]:
-        """The process ends: closes everything, innermost first. Answers the ids that were known."""
+        """The process ends: closes everything, innermost first. Returns the ids of all known topologies."""
         known = list(self._topologies)
         try:
             self.end(None)
@@ -216,16 +219,20 @@ class Lifecycle:
         return known
 
     def disown(self) -> None:
-        """In a forked child: what is open is the parent's to leave and to close; `find` goes on answering it."""
-        # Held for ever: a generator that is dropped runs its `finally`.
+        """In a forked child: the parent leaves decorations and closes listeners. `find` still returns their values."""
+        # Held until the process ends: a dropped generator would run its `finally`.
         self._disowned += [*self._leaves, *self._topologies.values()]
         self._opened, self._leaves, self._due = [], [], []
 
     def find(self, identity: Identity) -> Any:
-        """The value that a listener of the current task's topologies opened. Raises `NotRegisteredError`, or another `LookupError`.
+        """The opened value of a listener of the current task's topologies.
 
-        The very listener comes first, then one that the configuration registers by the same name, then one that only looks
-        the same (two functions of one name); among these the innermost comes first.
+        The same listener comes first, then one that the configuration registers by the same name, then one that only
+        has the same code (two functions of one name). Among these the innermost comes first.
+
+        Raises:
+            NotRegisteredError: No such listener is registered in these topologies.
+            LookupError: It is registered, but not open.
         """
         inside = [
             (self._topologies[topology], registered)
@@ -259,7 +266,7 @@ class Lifecycle:
         raise LookupError(f"it is not open yet: listeners open in the order registered (topology {described.name!r})")
 
     def _close_all_of(self, chosen: Callable[[tuple[str, int]], bool]) -> None:
-        with contextlib.ExitStack() as every:  # one that is interrupted does not keep the others from being closed
+        with contextlib.ExitStack() as every:  # an interrupted one does not prevent the others
             for key in self._opened:
                 if chosen(key):
                     every.callback(self._close_one, key)

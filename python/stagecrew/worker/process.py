@@ -1,11 +1,12 @@
-"""One Python worker with listeners: joins the lifecycle, the channel to the executor and the signals.
+"""A Python worker with listeners: it connects the lifecycle, the channel to the executor, and the signals.
 
-Everything happens on the worker's main thread. How it hooks into PySpark is in `daemon.py`.
+Everything happens on the worker's main thread. `daemon.py` hooks it into PySpark.
 """
 
 from __future__ import annotations
 
-# What `signal.signal` and `signal.pthread_sigmask` call: their enums would cost each task 60 microseconds, half of all.
+# `signal.signal` and `signal.pthread_sigmask` call this module. Their enums would cost 60 us per task, half of the
+# total.
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
@@ -39,24 +40,27 @@ _ENDING: Final = (int(signal.SIGTERM), int(signal.SIGHUP))
 
 
 class WorkerProcess:
-    """What this worker has open. Made at the first task that has listeners; until then the worker is Spark's alone."""
+    """The listeners of this worker. It is created at the first task that has listeners."""
 
     def __init__(self, place: str) -> None:
         self._channel = Channel.connect(place, role="worker")
         self._hooks = CalledHooks(self._channel)
         self._lifecycle = Lifecycle(self._hooks)
         self._attempt: int | None = None
-        #: What a signal that asks the process to end does now: "raise" in a task, "leave" when idle, else "note".
+        #: The effect of a signal that asks the process to end: "raise" in a task, "leave" while idle, else "note".
         self._on_signal = "note"
         self._noted: int | None = None
         self._output: BinaryIO | None = None
-        #: Spark's stream of a task that was killed; it ends when the task has.
+        #: Spark's stream of a killed task. It is closed when the task has ended.
         self._cut: socket.socket | None = None
         self._resolving = contextlib.ExitStack()
         fork_safety.forget_in_children(self)
 
     def forked(self) -> None:
-        """In a child that user code forked: `get()` answers what was open before, and all else is the parent's."""
+        """In a child that user code forked: `get()` still returns opened values.
+
+        Everything else belongs to the parent.
+        """
         fork_safety.default_signals(_ENDING, self._signalled)
         self._hooks.forked()
         self._lifecycle.disown()
@@ -71,21 +75,21 @@ class WorkerProcess:
     # -- a task
 
     def begin(self, context: Any, chain: list[str], output: BinaryIO) -> None:
-        """A task begins that writes here: opens and decorates, or raises what a listener raised."""
+        """A task begins, whose output this is: opens and decorates, or raises the exception of a listener."""
         self._attempt = context.taskAttemptId()
         self._output = output
         self._take_signals("raise")
         self._resolving.enter_context(resolving(self._lifecycle.find))
         self._channel.send("BEGIN", attempt=self._attempt)
-        self._raise_noted()  # while Spark's worker read the task
+        self._raise_noted()  # noted while Spark's worker read the task
         for topology in chain:
             if not self._lifecycle.knows(topology):
                 self._describe(topology)
         self._lifecycle.begin(chain, self._task(context, chain[-1]))
-        self._raise_noted()  # while the close of a listener ran whose open had failed
+        self._raise_noted()  # noted during the close of a listener whose open failed
 
     def begin_without_listeners(self, output: BinaryIO) -> None:
-        """A task without listeners begins, between those of topologies that are open: it can be ended as politely."""
+        """A task without listeners begins while listeners are open: it can be asked to end as well."""
         if self.anything_open:
             self._resolving.enter_context(resolving(self._lifecycle.find))  # it says which topologies have a listener
             self._output = output
@@ -93,7 +97,7 @@ class WorkerProcess:
             self._raise_noted()
 
     def end(self, error: BaseException | None) -> None:
-        """The task has ended with this exception or none; a second call does nothing."""
+        """The task has ended with this exception, or None. A second call does nothing."""
         self._on_signal = "note"
         self._output = None
         try:
@@ -116,7 +120,7 @@ class WorkerProcess:
 
     def _describe(self, topology: str) -> None:
         self._channel.send("DESCRIBE", topology=topology)
-        frame = self._channel.wait_for("DESCRIPTION", topology=topology)
+        frame = self._channel.wait_for("TOPOLOGY", topology=topology)
         self._lifecycle.describe(described(frame, lambda entry: entry["scope"] == "worker"))
 
     def _task(self, context: Any, topology: str) -> Task:
@@ -136,13 +140,13 @@ class WorkerProcess:
     # -- between tasks
 
     def wait_for_task(self, task_socket: socket.socket) -> None:
-        """Waits until a task arrives on Spark's socket, closing what ends meanwhile.
+        """Waits until a task arrives on Spark's socket, and closes topologies that end meanwhile.
 
-        At the end of Spark's stream (the worker is not needed any more) everything is closed before this returns.
+        At the end of Spark's stream the worker is not needed any more: everything is closed before this returns.
         """
         with self._leaving_on_signal():
             graceful_shutdown.needs(self._time_to_close())
-            self._obey()  # what was read already, while the task waited for a description, is not seen by poll
+            self._obey()  # poll does not see frames that were read while the task waited for a description
             if not self.anything_open and self._channel.fileno() < 0:
                 return
             poller = select.poll()
@@ -159,7 +163,7 @@ class WorkerProcess:
             if _ended(task_socket):
                 self.leave("the worker is not needed any more")
                 return
-        # Spark's worker() resets these signals first thing: held until our handlers are back.
+        # Spark's worker() resets these signals first. They are held until our handlers are set again.
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _ENDING)
 
     def resumed(self) -> None:
@@ -169,7 +173,7 @@ class WorkerProcess:
         _signal.pthread_sigmask(_signal.SIG_UNBLOCK, _ENDING)
 
     def leave(self, reason: str) -> None:
-        """The process ends, or lost its executor: closes everything. A second call does nothing."""
+        """The process ends, or has lost its executor: closes everything. A second call does nothing."""
         self._on_signal = "note"
         graceful_shutdown.needs(self._time_to_close())
         self._lifecycle.close_all()
@@ -178,7 +182,7 @@ class WorkerProcess:
         self._channel.close()
 
     def _time_to_close(self) -> float:
-        # Each close is bounded here and by the executor.
+        # Each close has a timeout here and at the executor.
         return float(self._channel.welcome["closeTimeout"]) * self._lifecycle.open_count + 1
 
     def _obey(self) -> None:
@@ -204,7 +208,7 @@ class WorkerProcess:
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if self._lifecycle.closing or self._on_signal == "note":
-            self._noted = number  # a close is not interrupted; then the process ends
+            self._noted = number  # a close is not interrupted; the process ends after it
         elif self._on_signal == "raise":
             self._raise(number)
         else:
@@ -238,15 +242,16 @@ class WorkerProcess:
 def _ended(task_socket: socket.socket) -> bool:
     try:
         return task_socket.recv(1, socket.MSG_PEEK) == b""
-    except OSError:  # reset: Spark has dropped the task without reading all of its output
+    except OSError:  # reset: Spark dropped the task without reading all output
         return True
 
 
 def _cut(output: BinaryIO) -> socket.socket | None:
-    """What is written to Spark from now on goes nowhere. Answers the stream itself, to be ended when the task has.
+    """Discards further output to Spark. Returns the stream itself, which the caller closes when the task has ended.
 
-    So Spark reads an end, as it does when a signal kills a process, and tells by it that its own signal has worked, as for
-    `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala); an exception would be the user's function's.
+    Then Spark reads the end of the stream, as if the signal had killed the process, and knows that its own signal has
+    worked, as for `spark.sql.execution.pyspark.udf.killOnIdleTimeout` (PythonRunner.scala). An exception would look
+    like one of the user's function.
     """
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         stream = socket.socket(fileno=os.dup(output.fileno()))
@@ -256,7 +261,7 @@ def _cut(output: BinaryIO) -> socket.socket | None:
 
 
 def flush_standard_streams() -> None:
-    """What listeners printed while closing is seen: Spark leaves a worker through `os._exit`."""
+    """Flushes the output of listeners that closed: Spark ends a worker with `os._exit`."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

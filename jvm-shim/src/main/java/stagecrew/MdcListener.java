@@ -7,8 +7,8 @@ import org.slf4j.MDC;
 
 /**
  * Gives the log records of a task's thread the keys {@code stagecrew.application}, {@code stagecrew.topology}, {@code
- * stagecrew.stage}, {@code stagecrew.partition} and {@code stagecrew.attempt}: {@code %X{stagecrew.topology}} in a log4j2
- * pattern. Register it with {@code spark.stagecrew.jvmListeners=stagecrew.MdcListener}.
+ * stagecrew.stage}, {@code stagecrew.partition} and {@code stagecrew.attempt}: {@code %X{stagecrew.topology}} in a
+ * log4j2 pattern. Register it with {@code spark.stagecrew.jvmListeners=stagecrew.MdcListener}.
  *
  * <p>Inside a nested topology the inner one's listener, if it has one, is seen; helper threads of a task have no keys.
  */

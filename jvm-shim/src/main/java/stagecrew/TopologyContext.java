@@ -2,12 +2,12 @@ package stagecrew;
 
 import java.util.Map;
 
-/** What a {@link TopologyListener} is told about where it runs. */
+/** Where a {@link TopologyListener} runs. */
 public interface TopologyContext {
   /** The id of the Spark application. */
   String application();
 
-  /** The name that the user gave the topology; {@code application} for the application's own. */
+  /** The name of the topology; {@code application} for the topology of the whole application. */
   String topology();
 
   /** The generated id of the topology. */
@@ -19,6 +19,6 @@ public interface TopologyContext {
   /** The host of the executor. */
   String host();
 
-  /** The executor's Spark configuration, without the keys that {@code spark.redaction.regex} hides. */
+  /** The executor's Spark configuration, without the keys that match {@code spark.redaction.regex}. */
   Map<String, String> configuration();
 }

@@ -6,10 +6,10 @@ import org.apache.spark.TaskContext;
  * A listener of the lifecycle of topologies in the JVM of an executor.
  *
  * <p>{@code open} runs before the first task of the topology on the executor, at most once until {@code close}; tasks
- * that start meanwhile wait for it and share its outcome. If it throws, no task body runs: the attempt ends, {@code close}
- * is called once, a later attempt may open again, and at the retry limit the job is cancelled with the cause. {@code
- * close} runs when the topology has ended and none of its tasks is live on the executor. It does <em>not</em> run in an
- * executor that is killed with SIGKILL.
+ * that start meanwhile wait for it and share its outcome. If it throws, no task body runs: the attempt ends, {@code
+ * close} is called once, a later attempt may open again, and at the retry limit the job is cancelled with the cause.
+ * {@code close} runs when the topology has ended and none of its tasks is live on the executor. It does <em>not</em>
+ * run in an executor that is killed with SIGKILL.
  *
  * <p>Implementations need a public constructor without parameters. Each topology and executor has its own instance.
  *
@@ -19,12 +19,12 @@ public interface TopologyListener {
   /** Called before the first task. */
   default void open(TopologyContext context) throws Exception {}
 
-  /** Called after the last task, also when {@code open} threw. What it throws is logged and counted. */
+  /** Called after the last task, also if {@code open} threw an exception. Its own exceptions are logged and counted. */
   default void close(TopologyContext context) throws Exception {}
 
   /**
-   * Called in the thread of each task before its body. What it returns is closed in the same thread when the attempt has
-   * ended, however it ended; null for nothing. What {@code close} of it throws is logged and counted.
+   * Called in the thread of each task before its body. Its result, if it is not null, is closed in the same thread when
+   * the attempt has ended, however it ended. Exceptions of that {@code close} are logged and counted.
    */
   default AutoCloseable decorate(TopologyContext context, TaskContext task) throws Exception {
     return null;

@@ -1,7 +1,8 @@
 package stagecrew
 
 import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, SparkPlugin}
-import org.apache.spark.stagecrew.{DriverShim, ExecutorShim}
+import org.apache.spark.stagecrew.driver.DriverShim
+import org.apache.spark.stagecrew.executor.ExecutorShim
 
 /** The class that `spark.plugins` names. */
 final class StagecrewPlugin extends SparkPlugin {

@@ -2,10 +2,14 @@ package org.apache.spark.stagecrew
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import org.apache.spark.scheduler._
+import org.apache.spark.stagecrew.spark.SparkUi
+import org.apache.spark.stagecrew.ui.{History, HistoryListener, KeptState, PageHead, Snapshot}
+import org.apache.spark.stagecrew.wire.Json
 
-/** What `stagecrew report` has spark-submit run: reads an event log as the History Server does, and prints the tab's JSON. */
+/** The main class that `stagecrew report` runs with spark-submit: it reads an event log as the History Server does,
+  * and prints the JSON of the tab. */
 object Report {
-  /** In front of the line with what was found, or with what is wrong (python/stagecrew/observability/event_log.py). */
+  /** The beginning of the line with the JSON, or with the error (python/stagecrew/observability/event_log.py). */
   private val Found = "stagecrew-report: "
   private val Wrong = "stagecrew-report-error: "
 
@@ -16,22 +20,23 @@ object Report {
     new java.io.PrintStream(new java.io.FileOutputStream(java.io.FileDescriptor.out), true, "UTF-8").println(line)
   }
 
-  /** What a log says, with what it says of the application, and what is to be said of it. */
+  /** The content of a log, with its application and its notes. */
   private[stagecrew] def of(log: String): ObjectNode = {
-    val kept = SparkInternals.keptInMemory(classOf[KeptState])
+    val kept = SparkUi.keptInMemory(classOf[KeptState])
     val application = new Application
-    SparkInternals.replay(log, Seq(new HistoryListener(kept, Int.MaxValue), application), application.wanted)
+    SparkUi.replay(log, Seq(new HistoryListener(kept, Int.MaxValue), application), application.wanted)
     val shown = History.of(kept.all)
     val node = shown.snapshot.json
     node.set[ObjectNode]("application", application.json)
     val names = shown.snapshot.topologies.map(topology => topology.id -> topology.name).toMap
-    val notes = shown.notes.toSeq.sortBy(_._1).flatMap { case (id, texts) => texts.map(text => names.get(id).fold(text)(name => s"$name: $text")) }
-    node.set[ObjectNode]("notes", Json.arr(notes))
-    node
+    val notes = shown.notes.toSeq.sortBy(_._1).flatMap { case (id, texts) =>
+      texts.map(text => names.get(id).fold(text)(name => s"$name: $text")) }
+    node.setAll[ObjectNode](Json.tree(PageHead(Snapshot.Version, notes)))
   }
 
-  /** The events that are read; a line with another is not even parsed. */
-  private val Read = Seq(classOf[StagecrewState].getName, "SparkListenerApplicationStart", "SparkListenerApplicationEnd")
+  /** The events that are read. Lines with other events are not parsed. */
+  private val Read =
+    Seq(classOf[StagecrewState].getName, "SparkListenerApplicationStart", "SparkListenerApplicationEnd")
 
   private final class Application extends SparkListener {
     val json: ObjectNode = Json.obj().put("id", "").put("name", "").put("spark", "").put("started", 0L).put("ended", 0L)
@@ -40,9 +45,10 @@ object Report {
       json.put("id", event.appId.getOrElse("")).put("name", event.appName).put("started", event.time)
     override def onApplicationEnd(event: SparkListenerApplicationEnd): Unit = json.put("ended", event.time)
 
-    /** Spark's buses hand on no SparkListenerLogStart: its line is read here. */
+    /** Spark's buses do not pass SparkListenerLogStart on: its line is read here. */
     def wanted(line: String): Boolean = {
-      if (line.contains("SparkListenerLogStart")) Log.contained("the version in an event log")(json.put("spark", Json.parse(line).path("Spark Version").asText))
+      if (line.contains("SparkListenerLogStart"))
+        Log.contained("the version in an event log")(json.put("spark", Json.parse(line).path("Spark Version").asText))
       Read.exists(line.contains)
     }
   }

@@ -3,8 +3,9 @@ package org.apache.spark.stagecrew
 import java.util.{LinkedHashMap => JLinkedHashMap, Map => JMap}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
+import org.apache.spark.stagecrew.partitions.TrackedShuffleDataIO
 
-/** The values of stagecrew's configuration keys. `conf.py` documents the same keys; a test compares both. */
+/** The values of stagecrew's configuration keys. `conf.py` documents the same keys; a test compares them. */
 final class Settings(conf: SparkConf) {
   import Settings._
 
@@ -16,26 +17,24 @@ final class Settings(conf: SparkConf) {
   val channelTimeoutMs: Long = time(ChannelTimeout)
   val maxFrame: Int = math.min(conf.getSizeAsBytes(MaxFrame, defaults(MaxFrame)), Int.MaxValue - 16L).toInt
   val reportIntervalMs: Long = time(ReportInterval)
-  val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval)) match {
-    case negative if negative < 0 =>
-      throw new IllegalArgumentException(s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it is a time, or 0 for never")
-    case ms => ms
-  }
-  val mailboxEvents: Int = positive(MailboxEvents, conf.getInt(MailboxEvents, defaults(MailboxEvents).toInt))
+  val processesIntervalMs: Long = conf.getTimeAsMs(ProcessesInterval, defaults(ProcessesInterval))
+  if (processesIntervalMs < 0) throw new IllegalArgumentException(
+    s"$ProcessesInterval=${conf.get(ProcessesInterval)}: it must be a time, or 0 for no samples")
+  val mailboxEvents: Int = number(MailboxEvents)
   val mailboxBytes: Long = positive(MailboxBytes, conf.getSizeAsBytes(MailboxBytes, defaults(MailboxBytes)))
-  val retainedTopologies: Int = positive(RetainedTopologies, conf.getInt(RetainedTopologies, defaults(RetainedTopologies).toInt))
-
-  val retainedDeadExecutors: Int =
-    positive(RetainedDeadExecutors, conf.getInt(RetainedDeadExecutors, defaults(RetainedDeadExecutors).toInt))
-
+  val retainedTopologies: Int = number(RetainedTopologies)
+  val retainedDeadExecutors: Int = number(RetainedDeadExecutors)
   val eventLogIntervalMs: Long = time(EventLogInterval)
-  val eventLogMaxEvents: Int = positive(EventLogMaxEvents, conf.getInt(EventLogMaxEvents, defaults(EventLogMaxEvents).toInt))
+  val eventLogMaxEvents: Int = number(EventLogMaxEvents)
 
   private def time(key: String): Long = positive(key, conf.getTimeAsMs(key, defaults(key)))
+  private def number(key: String): Int = positive(key, conf.getInt(key, defaults(key).toInt).toLong).toInt
 
-  private def positive[T](key: String, value: T)(implicit numeric: Numeric[T]): T =
-    if (numeric.gt(value, numeric.zero)) value
-    else throw new IllegalArgumentException(s"$key=${conf.get(key, defaults(key))}: it has to be more than nothing; take it away for ${defaults(key)}")
+  private def positive(key: String, value: Long): Long = {
+    if (value <= 0) throw new IllegalArgumentException(
+      s"$key=${conf.get(key, defaults(key))}: it must be positive; remove it to use the default, ${defaults(key)}")
+    value
+  }
 
   private def names(key: String): Seq[String] =
     conf.get(key, defaults(key)).split(",").map(_.trim).filter(_.nonEmpty).toSeq
@@ -43,52 +42,37 @@ final class Settings(conf: SparkConf) {
 
 object Settings {
   val Prefix = "spark.stagecrew."
-  val Listeners = "spark.stagecrew.listeners"
-  val JvmListeners = "spark.stagecrew.jvmListeners"
-  val OpenTimeout = "spark.stagecrew.open.timeout"
-  val CloseTimeout = "spark.stagecrew.close.timeout"
-  val ShutdownTimeout = "spark.stagecrew.shutdown.timeout"
-  val ChannelTimeout = "spark.stagecrew.channel.timeout"
-  val MaxFrame = "spark.stagecrew.channel.maxFrame"
-  val ReportInterval = "spark.stagecrew.report.interval"
-  val RetainedTopologies = "spark.stagecrew.ui.retainedTopologies"
-  val RetainedDeadExecutors = "spark.stagecrew.ui.retainedDeadExecutors"
-  val EventLogInterval = "spark.stagecrew.eventLog.interval"
-  val EventLogMaxEvents = "spark.stagecrew.eventLog.maxEvents"
 
-  val ProcessesInterval = "spark.stagecrew.processes.interval"
-  val ShuffleDelegate = TrackedShuffleDataIO.DelegateKey
-  val MailboxEvents = "spark.stagecrew.mailbox.events"
-  val MailboxBytes = "spark.stagecrew.mailbox.bytes"
-  val AckTimeout = "spark.stagecrew.ack.timeout"
-  val RequestTimeout = "spark.stagecrew.request.timeout"
-  val MaxEvent = "spark.stagecrew.event.maxSize"
+  private var defaults = Map.empty[String, String]
 
-  private val defaults = Map(
-    Listeners -> "",
-    JvmListeners -> "",
-    OpenTimeout -> "60s",
-    CloseTimeout -> "10s",
-    ShutdownTimeout -> "5s",
-    ChannelTimeout -> "10s",
-    MaxFrame -> "64m",
-    ReportInterval -> "1s",
-    RetainedTopologies -> "1000",
-    RetainedDeadExecutors -> "100",
-    ProcessesInterval -> "10s",
-    EventLogInterval -> "10s",
-    EventLogMaxEvents -> "100",
-    ShuffleDelegate -> TrackedShuffleDataIO.LocalDisk,
-    MailboxEvents -> "100000",
-    MailboxBytes -> "64m",
-    AckTimeout -> "30s",
-    RequestTimeout -> "60s",
-    MaxEvent -> "16m")
+  private def key(name: String, default: String): String = {
+    defaults += Prefix + name -> default
+    Prefix + name
+  }
+
+  val Listeners: String = key("listeners", "")
+  val JvmListeners: String = key("jvmListeners", "")
+  val OpenTimeout: String = key("open.timeout", "60s")
+  val CloseTimeout: String = key("close.timeout", "10s")
+  val ShutdownTimeout: String = key("shutdown.timeout", "5s")
+  val ChannelTimeout: String = key("channel.timeout", "10s")
+  val MaxFrame: String = key("channel.maxFrame", "64m")
+  val ReportInterval: String = key("report.interval", "1s")
+  val RetainedTopologies: String = key("ui.retainedTopologies", "1000")
+  val RetainedDeadExecutors: String = key("ui.retainedDeadExecutors", "100")
+  val ProcessesInterval: String = key("processes.interval", "10s")
+  val EventLogInterval: String = key("eventLog.interval", "10s")
+  val EventLogMaxEvents: String = key("eventLog.maxEvents", "100")
+  val ShuffleDelegate: String = key("shuffle.delegate", TrackedShuffleDataIO.LocalDisk)
+  val MailboxEvents: String = key("mailbox.events", "100000")
+  val MailboxBytes: String = key("mailbox.bytes", "64m")
+  Seq("ack.timeout" -> "30s", "request.timeout" -> "60s", "event.maxSize" -> "16m") // read by Python only
+    .foreach { case (name, default) => key(name, default) }
 
   /** Every key with its default, for the test that compares them with `conf.py`. */
   def known: JMap[String, String] = new JLinkedHashMap(defaults.asJava)
 
-  /** Keys that begin as ours do and are none: likely misspelt. */
+  /** Keys with our prefix that do not exist: they are probably misspelt. */
   def unknown(conf: SparkConf): Seq[String] =
     conf.getAll.toSeq.map(_._1).filter(key => key.startsWith(Prefix) && !defaults.contains(key)).sorted
 }

@@ -2,22 +2,23 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.{OperatorBook, Topology}
+import org.apache.spark.stagecrew.ui.{OperatorView, TopologyView}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
-class WatchedSuite extends AnyFunSuite {
+class ApplicationStatsSuite extends AnyFunSuite {
   import Views._
 
   private def view(name: String, failed: Long, state: String = "active", live: Long = 1): OperatorView =
     operator(name).copy(state = state, failed = failed, live = live)
 
   private def told(book: OperatorBook, sequence: Long, views: OperatorView*): Unit = {
-    val node = Json.obj()
-    views.foreach(one => node.set[com.fasterxml.jackson.databind.node.ObjectNode](one.name, one.json))
-    book.took(sequence, node)
+    book.record(sequence, views.map(one => one.name -> one))
   }
 
   private def names(book: OperatorBook): Vector[String] = book.views.map(_.name)
 
-  test("of a coordinator the last word counts, whatever comes twice or late") {
+  test("the last frame of a coordinator counts; repeated and late frames change nothing") {
     val book = new OperatorBook
     told(book, 2, view("a", 5))
     told(book, 1, view("a", 3), view("b", 1))
@@ -25,7 +26,7 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(one => one.name -> one.failed) == Vector("a" -> 5L, "b" -> 1L) && book.forgotten == 0)
   }
 
-  test("of many uses those that are over are the first that are not listed, and their sums and number are") {
+  test("idle uses leave the list first, and stay in the sums and in the number") {
     val book = new OperatorBook(limit = 3)
     told(book, 1, view("old", 1), view("over", 10, "closed", live = 0), view("leaving", 5, "closed"), view("new", 100))
     assert(names(book) == Vector("old", "leaving", "new", Topology.Forgotten) && book.forgotten == 1)
@@ -39,7 +40,7 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(_.failed).sum == 1118)
   }
 
-  test("the book is bounded, and its sums are those of all that there were") {
+  test("the book is bounded, and its sums cover all uses") {
     val random = new Random(7)
     val book = new OperatorBook(limit = 5, remembered = 10)
     val failed = (1 to 200).map { i =>
@@ -51,13 +52,14 @@ class WatchedSuite extends AnyFunSuite {
     assert(book.views.map(_.failed).sum == failed.sum && book.forgotten == 195)
   }
 
-  test("more uses than are listed: pages and JSON have the number and the failures of all") {
-    val topology = new Topology(Description("a", "a", None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+  test("pages and JSON have the number and the failures of all uses, listed or not") {
+    val topology = new Topology(Description("a", "a", None, Vector.empty)(), "named")
     (1 to OperatorBook.Limit + 100).foreach(i => told(topology.operators, i.toLong, view(s"o$i", 1, "closed", live = 0)))
     val row = rows(page("", shown(topology.view)), "topologies").head
     assert((row(8), row(9)) == (("600", "600")))
     val html = page("topology", shown(topology.view), "id" -> "a")
     assert(html.text.contains("Coordinators (600)") && html.text.contains("100, whose counts"))
-    assert(TopologyView.of(topology.view.json) == topology.view && topology.view.json.get("forgottenOperators").asInt == 100)
+    val json = Json.tree(topology.view)
+    assert(Json.as[TopologyView](json) == topology.view && json.get("forgottenOperators").asInt == 100)
   }
 }

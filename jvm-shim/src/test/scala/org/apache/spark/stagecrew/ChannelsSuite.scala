@@ -11,6 +11,7 @@ import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.wire.{Channels, Frame, FrameException, Frames, Json, Link, LinkHandler}
 
 /** The executor's channels with real sockets: whatever arrives, the others are served. */
 class ChannelsSuite extends AnyFunSuite {
@@ -106,7 +107,7 @@ class ChannelsSuite extends AnyFunSuite {
     stillServes(channels, token, good)
   }
 
-  test("the place file is for this user only, and says where and how") {
+  test("only this user can read the place file, which has the port and the token") {
     withChannels { (channels, _, token) =>
       assert(PosixFilePermissions.toString(Files.getPosixFilePermissions(channels.place)) == "rw-------")
       val place = Json.parse(Files.readString(channels.place))
@@ -117,7 +118,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("a wrong token is refused, and none of a prefix or an empty one does") {
+  test("a wrong token, a prefix of the token and an empty token are refused") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       Seq("", "x", token.drop(1), token + "0", token.toUpperCase + "x").foreach { wrong =>
@@ -130,7 +131,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("another version is told why it is refused") {
+  test("another version is refused with the reason") {
     withChannels { (channels, echo, token) =>
       val other = new Client(channels.port)
       other.send(hello(token, "0.9"))
@@ -140,7 +141,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("silence is refused at the deadline, and a trickle of bytes does not renew it") {
+  test("a silent connection is refused at the deadline, and a trickle of bytes does not extend it") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val silent = new Client(channels.port)
@@ -167,7 +168,7 @@ class ChannelsSuite extends AnyFunSuite {
     refusedAtOnce("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n".getBytes)
   }
 
-  test("a first frame that is too long is refused at once, whatever the token") {
+  test("a first frame that is too long is refused at once, with any token") {
     refusedAtOnce(ByteBuffer.allocate(4).putInt(Channels.MaxHello + 1).array)
     refusedAtOnce(ByteBuffer.allocate(4).putInt(-1).array)
   }
@@ -176,7 +177,7 @@ class ChannelsSuite extends AnyFunSuite {
     refusedAtOnce(Frames.encode("BEGIN", 7L))
   }
 
-  test("a first frame that is cut short is refused when its other side stops sending, else at the deadline") {
+  test("a truncated first frame is refused at the end of the stream, or at the deadline") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val message = hello(token)
@@ -193,7 +194,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("a known link that sends an oversized frame, garbage or what its handler refuses is closed alone") {
+  test("a link that sends an oversized frame, garbage or a refused frame is closed, and no other link") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val bad = Seq(ByteBuffer.allocate(4).putInt(65537).array, ByteBuffer.allocate(8).putInt(4).put(77.toByte).array,
@@ -209,7 +210,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("more strangers than allowed are turned away, and leave room again when they have gone") {
+  test("more unauthenticated connections than the limit are refused, and closed ones do not count") {
     withChannels { (channels, _, token) =>
       val good = known(channels.port, token)
       val strangers = Vector.fill(Channels.MaxStrangers + 20)(new Client(channels.port))
@@ -219,7 +220,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("500 connections of random bytes leave the port open, and another link is served meanwhile") {
+  test("500 connections with random bytes do not disturb the port or another link") {
     withChannels { (channels, echo, token) =>
       val good = known(channels.port, token)
       val done = new CountDownLatch(1)
@@ -255,7 +256,7 @@ class ChannelsSuite extends AnyFunSuite {
     }
   }
 
-  test("after close the port, the place file, every link and every thread are gone") {
+  test("close ends the port, the place file, every link and every thread") {
     var port = 0
     var place: Path = null
     var links = Seq.empty[Client]
@@ -271,7 +272,7 @@ class ChannelsSuite extends AnyFunSuite {
     eventually(assert(threads.isEmpty))
   }
 
-  test("frames are handled in their order") {
+  test("frames are handled in order") {
     withChannels { (channels, echo, token) =>
       val link = known(channels.port, token)
       link.send(Seq("END", "BEGIN", "END", "BEGIN").map(kind => Frames.encode(kind, 1L)).reduce(_ ++ _))

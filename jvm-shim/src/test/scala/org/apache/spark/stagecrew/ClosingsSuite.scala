@@ -6,6 +6,11 @@ import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
+import org.apache.spark.stagecrew.executor.{Agent, Closings, Ledger, Loop, Processes, TopologyTable}
+import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Taken}
+import org.apache.spark.stagecrew.spark.Reply
+import org.apache.spark.stagecrew.wire.{Description, Entry, Link}
 
 /** How a topology is closed on an executor: in order, once, bounded; with the links' answers made by hand. */
 class ClosingsSuite extends AnyFunSuite {
@@ -71,7 +76,7 @@ class ClosingsSuite extends AnyFunSuite {
     def timeIsOver(): Unit = { due.foreach(_.apply()); due.clear() }
   }
 
-  test("attempts are waited for, then workers close, then the agent") {
+  test("a close waits for attempts, then for workers, then for the agent") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.table.begin(1, Seq("t"))
@@ -88,7 +93,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.closed == Seq("t"))
   }
 
-  test("partitions are released behind attempts and listeners, and waited for") {
+  test("partitions are released after attempts and listeners, and the close waits for them") {
     val f = new Fixture
     val worker = f.link()
     f.releasing = new CompletableFuture[Taken]()
@@ -103,7 +108,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.closed == Seq("t"))
   }
 
-  test("partitions that take too long are named, and a release that fails does not hold up the close") {
+  test("a slow release of partitions is named, and a failed one does not stop the close") {
     val f = new Fixture
     f.releasing = new CompletableFuture[Taken]()
     f.end()
@@ -114,7 +119,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.closed == Seq("t"))
   }
 
-  test("a busy worker is asked and not waited for") {
+  test("a busy worker is asked to close, and the close does not wait for it") {
     val f = new Fixture
     val worker = f.link()
     f.processes.began(worker, 7, Set("u"))
@@ -126,7 +131,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.ledger.of("t").deferred.isEmpty)
   }
 
-  test("a worker that still leaves a task of the topology, which is over for Spark, is waited for and named") {
+  test("the close waits for a worker that still leaves a task of the topology, and names it") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.processes.began(worker, 7, Set("t"))
@@ -141,7 +146,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.closed == Seq("t"))
   }
 
-  test("a worker that begins a task after it was asked is not waited for") {
+  test("the close does not wait for a worker that begins a task after it was asked") {
     val f = new Fixture
     val worker = f.link()
     f.end()
@@ -153,7 +158,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent.size == 1)
   }
 
-  test("a process that is gone is not waited for, and counts as lost") {
+  test("the close does not wait for a lost process, which is counted") {
     val f = new Fixture
     val (gone, stays) = (f.link(), f.link())
     f.end()
@@ -165,7 +170,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.ledger.of("t").lostProcesses == 1)
   }
 
-  test("when the time is over it is said who has not closed, once; the close goes on") {
+  test("at the timeout the reply names what has not closed, once, and the close continues") {
     val f = new Fixture
     val worker = f.link()
     f.end()
@@ -178,7 +183,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.sent.size == 1)
   }
 
-  test("attempts that still run when the time is over are named, not the workers that they keep") {
+  test("at the timeout the reply names running attempts, not their workers") {
     val f = new Fixture
     f.link()
     f.table.begin(3, Seq("t"))
@@ -187,18 +192,18 @@ class ClosingsSuite extends AnyFunSuite {
     assert(f.replies == Seq(Seq("attempt 3 on executor 1 still runs")))
   }
 
-  test("a latch falls when all is closed, also when nothing was open") {
+  test("a latch opens when everything is closed, also if nothing was open") {
     val f = new Fixture
     val latch = f.closings.latch("t")
     f.end()
     assert(latch.getCount == 0)
   }
 
-  test("an open that is under way is waited for, and then closed") {
+  test("the close waits for an open in progress, and then closes it") {
     ClosingsSuite.closes.set(0)
     val f = new Fixture
     val jvm = Entry(0, "jvm", "l", classOf[ClosingsSuite.Counting].getName, Some("jvm"), Some("application"), required = true, None)
-    val description = Description("t", "t", None, Vector(jvm), PythonCommand("python3", Map.empty, Nil))
+    val description = Description("t", "t", None, Vector(jvm))()
     f.hold = true
     val waiting = new Thread(() => try { f.sides.opened(description); () } catch { case _: InterruptedException => () })
     waiting.start()
@@ -215,7 +220,7 @@ class ClosingsSuite extends AnyFunSuite {
     assert(ClosingsSuite.closes.get == 1)
   }
 
-  test("when the executor ends, attempts that go on do not keep the others from closing") {
+  test("when the executor ends, running attempts do not prevent closes") {
     val f = new Fixture
     val (worker, agent) = (f.link(), f.link("agent"))
     f.table.begin(3, Seq("t"))

@@ -3,13 +3,15 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.partitions.DatasetUsage
+import org.apache.spark.stagecrew.wire.Description
 
 /** Who uses what, and whose it is when a topology ends. */
-class InventorySuite extends AnyFunSuite with OneInstancePerTest {
+class DatasetUsageSuite extends AnyFunSuite with OneInstancePerTest {
   private val inventory = new DatasetUsage
   private val application = Description.Application
 
-  test("what only one topology used goes with it") {
+  test("a dataset that only one topology used is released with it") {
     inventory.use("a", Seq(1, 2))
     inventory.use("b", Seq(3))
     assert(inventory.end("a") == (Seq(1, 2), Map.empty))
@@ -18,7 +20,7 @@ class InventorySuite extends AnyFunSuite with OneInstancePerTest {
     assert(inventory.isEmpty)
   }
 
-  test("what another uses is that one's, a topology before the application") {
+  test("a dataset passes to another user: to a topology rather than to the application") {
     inventory.use("a", Seq(1, 2, 3))
     inventory.use(application, Seq(1, 2))
     inventory.use("b", Seq(2))
@@ -28,7 +30,7 @@ class InventorySuite extends AnyFunSuite with OneInstancePerTest {
     assert(inventory.isEmpty)
   }
 
-  test("what is no longer registered is nobody's") {
+  test("a dataset that is no longer registered has no user") {
     inventory.use("a", Seq(1, 2))
     inventory.prune(_ == 2)
     assert(inventory.heir(1).isEmpty)
@@ -37,7 +39,7 @@ class InventorySuite extends AnyFunSuite with OneInstancePerTest {
     assert(inventory.isEmpty)
   }
 
-  test("in 2,000 random orders everything is released by its last user, once, and never while somebody uses it") {
+  test("in 2,000 random orders each dataset is released by its last user, once") {
     (0 until 2000).foreach { seed =>
       val random = new Random(seed)
       val inventory = new DatasetUsage

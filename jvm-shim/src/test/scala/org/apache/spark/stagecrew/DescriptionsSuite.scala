@@ -1,11 +1,12 @@
 package org.apache.spark.stagecrew
 
-import java.util.concurrent.{CountDownLatch, TimeUnit}
+import java.util.concurrent.{CountDownLatch, Executors, TimeUnit}
 import java.util.concurrent.atomic.AtomicInteger
-import org.apache.spark.SparkConf
 import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
+import org.apache.spark.stagecrew.executor.{Descriptions, ExecutorCrew, TopologyTable}
+import org.apache.spark.stagecrew.wire.{Description, Frame, Frames}
 
 /** What an executor asks the driver, and remembers. */
 class DescriptionsSuite extends AnyFunSuite {
@@ -13,20 +14,21 @@ class DescriptionsSuite extends AnyFunSuite {
     val table = new TopologyTable
     val asks = new AtomicInteger
     @volatile var answer: Frame => Array[Byte] = frame => described(frame.text("topology"))
-    val descriptions = new Descriptions("1", () => "host", new Settings(new SparkConf(false)), table, { bytes =>
+    private val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("descriptions"))
+    val descriptions = new Descriptions("1", () => "host", table, pool, { bytes =>
       asks.incrementAndGet()
       answer(Frames.decodeMessage(bytes))
     })
   }
 
   private def described(id: String): Array[Byte] = {
-    val (body, blobs) = Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)).encoded
-    Frames.encode("DESCRIPTION", id, body, blobs)
+    val description = Description(id, id, None, Vector.empty)()
+    Frames.encode("DESCRIPTION", id, description.body, description.blobs)
   }
 
   private def ended(id: String): Array[Byte] = Frames.encode("DESCRIPTION", id, "", Vector.empty)
 
-  test("a topology is asked for once") {
+  test("an executor asks about a topology once") {
     val f = new Fixture
     (1 to 3).foreach(_ => assert(f.descriptions.describe("t").map(_.id).contains("t")))
     assert(f.asks.get == 1)
@@ -35,7 +37,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.known("t").isEmpty && f.descriptions.ids.isEmpty)
   }
 
-  test("topologies that have ended leave nothing behind") {
+  test("ended topologies leave no state") {
     val f = new Fixture
     f.answer = frame => ended(frame.text("topology"))
     (1 to 1000).foreach(n => assert(f.descriptions.describe(s"t$n").isEmpty))
@@ -44,7 +46,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.asks.get == 1000)
   }
 
-  test("a driver that cannot be asked is asked again by the next") {
+  test("after a failed request the next task asks again") {
     val f = new Fixture
     f.answer = _ => throw new IllegalStateException("no answer")
     intercept[IllegalStateException](f.descriptions.describe("t"))
@@ -52,12 +54,12 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.describe("t").nonEmpty)
   }
 
-  test("one who waits for another's question does not end with it") {
+  test("a task that waits for the same answer outlives the task that asked") {
     val f = new Fixture
-    val asked = new CountDownLatch(1)
+    val (asked, answered) = (new CountDownLatch(1), new CountDownLatch(1))
     f.answer = frame => {
       asked.countDown()
-      if (f.asks.get == 1) Thread.sleep(60000)
+      answered.await(60, TimeUnit.SECONDS)
       described(frame.text("topology"))
     }
     val first = new Thread(() => try { f.descriptions.describe("t"); () } catch { case _: InterruptedException => () })
@@ -66,13 +68,16 @@ class DescriptionsSuite extends AnyFunSuite {
     @volatile var found = Option.empty[Description]
     val second = new Thread(() => found = f.descriptions.describe("t"))
     second.start()
-    eventually(timeout(Span(10, Seconds)))(assert(second.getState == Thread.State.TIMED_WAITING))
+    eventually(timeout(Span(10, Seconds)))(assert(second.getState == Thread.State.WAITING))
     first.interrupt() // its task was killed
+    first.join(10000)
+    assert(!first.isAlive && found.isEmpty)
+    answered.countDown()
     second.join(10000)
-    assert(found.map(_.id).contains("t"))
+    assert(found.map(_.id).contains("t") && f.asks.get == 1)
   }
 
-  test("the execution of a query is asked for anew when the one before has ended") {
+  test("the execution of a query is asked for again when the last one has ended") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", s"execution-query-run${f.asks.get}")
     assert(f.descriptions.asked("query:q").contains("execution-query-run1"))
@@ -81,7 +86,7 @@ class DescriptionsSuite extends AnyFunSuite {
     assert(f.descriptions.asked("query:q").contains("execution-query-run2"))
   }
 
-  test("all stages of a job's execution are forgotten with it") {
+  test("an execution is forgotten with all stages of its job") {
     val f = new Fixture
     f.answer = _ => Frames.encode("EXECUTION", "execution-job-1")
     (1 to 5).foreach(stage => f.descriptions.asked(s"stage:$stage"))

@@ -5,6 +5,8 @@ import java.nio.ByteBuffer
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.executor.Evaluations
+import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
 class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
   private val driver = mutable.Buffer.empty[Frame]
@@ -64,7 +66,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     found
   }
 
-  test("the answer to its end is the last that an evaluation gets, and answers to what it asked before come through") {
+  test("the reply to its end is the last reply of an evaluation, and earlier requests get theirs") {
     // So too when the reply to a request is still being written while the worker, which has it, says that it finished.
     says(ready(1, 1), request(1, 1), request(1, 2), finish(1, 3))
     assert(kinds(driver) == List("READY", "REQUEST", "REQUEST", "FINISH"))
@@ -73,7 +75,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(worker.map(_.long("sequence")) == Seq(1, 2, 3))
   }
 
-  test("an attempt that is over ends its evaluations, and what they say after it is refused") {
+  test("the end of an attempt ends its evaluations, and later frames are refused") {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
     evaluations.attemptOver(1, Some("killed"))
@@ -86,13 +88,13 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(driver.map(_.text("outcome")) == Seq("abandoned"))
   }
 
-  test("an evaluation that Spark cuts short is told so: it may wait for an event, and nobody else would") {
+  test("an abandoned evaluation is told, because it may wait for an event") {
     says(ready(1, 1))
     evaluations.attemptOver(1, None)
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq(("ABORT", "Spark needed no more of its rows")))
   }
 
-  test("an attempt that is killed ends its evaluations at once, and those that it begins until it is over") {
+  test("a killed attempt ends its evaluations at once, also those that begin later") {
     says(ready(1, 1), ready(2, 2))
     kinds(driver)
     attempts.failures(1) = "killed"
@@ -108,19 +110,19 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(driver.map(_.kind) == Seq("READY", "ENDED") && driver.last.text("outcome") == "failed")
   }
 
-  test("an attempt that was asked to end before the executor's first evaluation began has that ended at once") {
+  test("an attempt that was killed before its first evaluation began ends that at once") {
     attempts.failures(1) = "killed"
     says(ready(1, 1))
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
-  test("one whose attempt was over before it was booked is told of as cut, and that to its task") {
+  test("an evaluation that is booked after its attempt has ended is abandoned on both sides") {
     says(ready(3, 99))
     assert(driver.last.text("outcome") == "abandoned")
     assert(kinds(driver) == List("READY", "ENDED") && kinds(worker) == List("ABORT"))
   }
 
-  test("one whose attempt had failed before it was booked failed: its worker may be dead before this thread reads what it said") {
+  test("an evaluation that is booked after its attempt has failed has failed") {
     attempts.failures(99) = "its attempt failed"
     says(ready(3, 99))
     assert(driver.map(_.kind) == Seq("READY", "ENDED"))
@@ -128,7 +130,7 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(kinds(worker) == List("ABORT"))
   }
 
-  test("the driver hears of a begin before it hears of its end, also where the attempt fails while the begin is being told") {
+  test("the driver gets a begin before its end, also if the attempt fails meanwhile") {
     meanwhile = Some(() => evaluations.attemptOver(1, Some("its attempt failed")))
     says(ready(3, 1))
     assert(driver.map(_.kind) == Seq("READY", "ENDED"))
@@ -136,20 +138,20 @@ class EvaluationsSuite extends AnyFunSuite with OneInstancePerTest {
     assert(kinds(worker) == List("ABORT"))
   }
 
-  test("when nothing reaches the driver's Python any more all end, and their tasks are told why") {
+  test("when the driver's Python is gone all evaluations end, with the reason") {
     says(ready(1, 1), ready(2, 2))
     arrives(Frames.encode("LOST", "driver", "it broke"))
     assert(worker.map(frame => (frame.kind, frame.text("reason"))) == Seq.fill(2)(("ABORT", "it broke")))
   }
 
-  test("with its link all evaluations of a worker are gone") {
+  test("the evaluations of a worker end with its link") {
     val link = says(ready(1, 1), ready(2, 1))
     kinds(driver)
     evaluations.gone(link)
     assert(driver.map(_.long("evaluation")).toSet == Set(1, 2) && kinds(driver).toSet == Set("ENDED"))
   }
 
-  test("events wait in the mailbox until they are asked for, and are acknowledged when they are in") {
+  test("events wait in the mailbox for credit, and are acknowledged when they are in it") {
     says(ready(1, 1))
     kinds(driver)
     arrives(Frames.encode("EVENTS", 1L, 1L, Vector(Array[Byte](1), Array[Byte](2))))

@@ -1,10 +1,19 @@
 package org.apache.spark.stagecrew
 
+import java.nio.file.{Files, Path}
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.collection.mutable
+import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkConf
 import org.apache.spark.util.JsonProtocol
 import org.apache.spark.util.kvstore.InMemoryStore
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.spark.{PageRequest, TypedStore}
+import org.apache.spark.stagecrew.ui.{EventLog, History, HistoryPlugin, KeptState, PageModel, ProcessView, RecoveryView}
+import org.apache.spark.stagecrew.ui.{Sample, Show, Snapshot, StepView, Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 class EventLogSuite extends AnyFunSuite {
   import Views._
@@ -16,7 +25,7 @@ class EventLogSuite extends AnyFunSuite {
     def of(id: String): Seq[StagecrewState] = posted.toSeq.filter(_.id == id)
   }
 
-  private def jobs(state: StagecrewState): Int = TopologyView.of(Json.parse(state.body)).jobs
+  private def jobs(state: StagecrewState): Int = Json.read[TopologyView](state.body).jobs
 
   /** What the History Server has after it has read these events as Spark writes them. */
   private def history(events: Seq[String], retained: Any = 1000): PageModel = {
@@ -42,7 +51,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("a").map(jobs) == Seq(2, 10, 16) && run.of("a").map(_.number) == Seq(1, 2, 3))
   }
 
-  test("what does not change is not stored again") {
+  test("unchanged state is not stored again") {
     val run = new Run()
     (1 to 5).foreach { _ =>
       run.now += 5000
@@ -51,7 +60,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind).sorted == Seq("application", "topology"))
   }
 
-  test("a topology is stored so often, that is said, and its end is stored still") {
+  test("a topology has a limit of events, which its page mentions, and its end is stored in any case") {
     val run = new Run()
     (1 to 20).foreach { i =>
       run.now += 5000
@@ -64,7 +73,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot.topologies.map(_.jobs) == Vector(21))
   }
 
-  test("that something is left out is said of what has ended only when it is so") {
+  test("the page of an ended topology mentions left out changes only if there are any") {
     val run = new Run(most = 2)
     run.log.tick(snapshot(topology("a"), topology("b"), topology("c")))
     run.now += 5000
@@ -84,7 +93,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).notes("b").exists(note => note.contains("left out") && note.contains(Settings.EventLogMaxEvents)))
   }
 
-  test("sums are as new as the topologies beside them, and what is older of an application that was killed says so") {
+  test("sums are as new as the topologies, and older parts of a killed application have a note") {
     val run = new Run(interval = 1000, most = 1)
     def all(application: String, a: String, opens: Int) = {
       val totals = Totals(opens = opens, openMicros = 1500L * opens, closeMicros = 2500000L * opens)
@@ -97,7 +106,7 @@ class EventLogSuite extends AnyFunSuite {
     }
     run.log.changed(all("active", "closed", 7))
     val killed = history(run.posted.map(written).toSeq)
-    assert(killed.snapshot.totals == killed.find("a").get.executors.map(_._2.totals).reduce(_ + _) && killed.snapshot.totals.opens == 7)
+    assert(killed.snapshot.totals == killed.find("a").get.executors.values.map(_.totals).reduce(_ + _) && killed.snapshot.totals.opens == 7)
     assert(page("", killed).text.contains("opens 7,"))
     assert(killed.notes("").exists(_.contains(Show.date(100000))) && killed.notes("").forall(note => !note.contains("its end")))
     run.log.changed(all("closed", "closed", 7))
@@ -112,10 +121,10 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(quiet.posted.map(written).toSeq).notes.values.flatten.isEmpty)
   }
 
-  test("sums of coordinators are as new as the topologies beside them, also of an application that was killed") {
+  test("sums of coordinators are as new as the topologies, also for a killed application") {
     val run = new Run(interval = 1000, most = 2)
     def all(state: String, events: Long, live: Long = 1) = {
-      val one = operator("splits").copy(eventsIn = events, live = live, progress = Vector.empty)
+      val one = operator("splits").copy(eventsIn = events, live = live, progress = VectorMap.empty)
       snapshot(topology("application", DriverCrew.ApplicationKind), topology("a", state = state).copy(operators = Vector(one)))
         .copy(coordinators = Some(one), processes = Vector(ProcessView("1", "h", 1, "worker", 1, 0, Vector(Sample(events, 1, 1, 1, 1)))))
     }
@@ -135,7 +144,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(older.map(written)).snapshot.coordinators.exists(_.eventsIn == 2))
   }
 
-  test("at the end all that has changed is stored, whatever is due") {
+  test("at the end all changes are stored, due or not") {
     val run = new Run(interval = 100000, most = 2)
     run.log.tick(snapshot(topology("a"), topology("b")))
     run.log.flush(snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
@@ -143,11 +152,11 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(run.posted.map(written).toSeq).snapshot == snapshot(topology("a").copy(jobs = 9), topology("b")).copy(totals = Totals(9, 2, 3, 4)))
   }
 
-  test("what is too large is stored with less: first without spans") {
+  test("a body that is too large is trimmed, first of its spans") {
     val run = new Run()
     run.log.changed(snapshot(busy("a", spans = 20000)))
     val state = run.of("a").head
-    val view = TopologyView.of(Json.parse(state.body))
+    val view = Json.read[TopologyView](state.body)
     assert(state.trimmed && state.body.length <= StagecrewState.MaxBytes)
     assert(view.spans == busy("a", 20000).spans.takeRight(500) && view.spansDropped == 19500 && view.operators == busy("a").operators)
     assert(history(Seq(written(state))).notes("a").exists(_.contains("too large")))
@@ -160,7 +169,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("").exists(state => state.trimmed && state.body.length <= StagecrewState.MaxBytes))
   }
 
-  test("of a topology the last event counts, and only so many closed ones are kept beside those that run") {
+  test("the last event of a topology counts, and the number of closed ones is limited") {
     val run = new Run()
     val all = topology("application", DriverCrew.ApplicationKind, "closed") +: topology("runs") +: (1 to 9).map(i => topology(s"t$i", state = "closed"))
     all.foreach(view => run.log.changed(snapshot(view)))
@@ -168,7 +177,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(history(events, retained = 2).snapshot.topologies.map(_.id).toSet == Set("application", "runs", "t8", "t9"))
   }
 
-  test("the page says how many topologies have closed, also of those that are not kept") {
+  test("the page counts all closed topologies, also those that are not kept") {
     val run = new Run()
     (1 to 7).foreach { i =>
       run.log.changed(snapshot(topology(s"t$i")))
@@ -188,7 +197,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.posted.map(_.kind) == Seq("application")) // nothing to store
   }
 
-  test("one that had not ended is shown as of its last event") {
+  test("a topology that had not ended has the time of its last event") {
     val run = new Run()
     run.log.changed(snapshot(topology("a"), topology("b", state = "closed")))
     val shown = history(run.posted.map(written).toSeq)
@@ -196,7 +205,7 @@ class EventLogSuite extends AnyFunSuite {
     assert(shown.until(shown.find("b").get) == 31000 && shown.notes("b").isEmpty)
   }
 
-  test("fields that are missing, unknown or null, kinds that are unknown and bodies that are none stop nothing") {
+  test("missing, unknown and null fields, unknown kinds and invalid bodies stop nothing") {
     val name = classOf[StagecrewState].getName
     val good = s"""{"Event":"$name","version":7,"kind":"topology","id":"a","time":5,"more":{"x":[1]},"body":"{\\"id\\":\\"a\\",\\"new\\":1}"}"""
     val shown = history(Seq(
@@ -212,27 +221,42 @@ class EventLogSuite extends AnyFunSuite {
     Tab.pages(() => shown).foreach(page => page.html(PageRequest("", Map("id" -> "a"))))
   }
 
-  test("a setting of the History Server that is wrong keeps nothing from being shown") {
+  test("an event log from before the first release is read, and each page of the History Server shows it") {
+    val log = Iterator.iterate(Path.of("").toAbsolutePath)(_.getParent).takeWhile(_ != null)
+      .map(_.resolve("tests/data/event-log-before-the-first-release/recorded")).find(Files.exists(_)).get
+    val lines = Files.readAllLines(log).asScala.toSeq.filter(_.contains(classOf[StagecrewState].getName))
+    val shown = history(lines)
+    assert(lines.nonEmpty && shown.snapshot.topologies.map(_.name) == Vector("application", "enrich"))
+    assert(rows(page("", shown), "listeners").map(row => (row(1), row(4), row(5))) == Seq(("pool", "4", "4")))
+    assert(rows(page("topology", shown, "id" -> shown.snapshot.topologies.last.id), "executors").nonEmpty)
+    Tab.pages(() => shown).foreach { page =>
+      val ask = PageRequest("", Map("id" -> shown.snapshot.topologies.last.id))
+      assert(page.html(ask).nonEmpty && Json.parse(page.json(ask)).get("version").asInt == 1)
+    }
+    assert(Json.as[Snapshot](Report.of(log.toString)).topologies == shown.snapshot.topologies)
+  }
+
+  test("a wrong setting of the History Server does not prevent its pages") {
     val run = new Run()
     run.log.changed(snapshot(topology("a")))
     assert(history(run.posted.map(written).toSeq, retained = "many").find("a").nonEmpty)
   }
 
-  test("without an event of ours there is nothing to show, and the Spark of a History Server finds the tab") {
+  test("a log without our events shows nothing, and the History Server finds the tab") {
     assert(history(Nil).snapshot == Snapshot(Vector.empty, Totals()))
     val found = java.util.ServiceLoader.load(classOf[org.apache.spark.status.AppHistoryServerPlugin])
     assert(scala.jdk.CollectionConverters.IterableHasAsScala(found).asScala.exists(_.isInstanceOf[HistoryPlugin]))
   }
 
-  test("the end of what is large in each of its parts is stored, with its sums, and its page says what is left out") {
-    val failing = ExecutorCounts((0 until 8).map(i => i -> ListenerCounts(s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toMap)
-    val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).toVector
+  test("the end of a topology with many large parts is stored with its sums, and its page has a note") {
+    val failing = ExecutorCounts((0 until 8).map(i => ListenerCounts(i, s"listener $i", "worker", 3, 2, 1, lastError = "e" * 500)).toVector)
+    val progress = (0 until 20).map(i => s"of source $i" -> "p" * 120).to(VectorMap)
     val all = Seq(
-      topology("executors").copy(executors = (1 to 50).map(i => s"$i" -> failing).toVector),
+      topology("executors").copy(executors = (1 to 50).map(i => s"$i" -> failing).to(VectorMap)),
       topology("operators").copy(operators = (1 to 100).map(i => operator(s"operator $i").copy(progress = progress)).toVector),
-      topology("both").copy(executors = (1 to 1000).map(i => s"$i" -> failing).toVector, askedBy = Vector.fill(1000)("x" * 1000),
+      topology("both").copy(executors = (1 to 1000).map(i => s"$i" -> failing).to(VectorMap), askedBy = Vector.fill(1000)("x" * 1000),
         lostExecutors = Vector.fill(1000)("\u0001" * 1000), unclosed = Vector.fill(1000)("u" * 1000), parent = Some("p" * 10000),
-        operators = (1 to 1000).map(i => operator(s"operator $i").copy(progress = Vector("\u0001" * 9000 -> "\u0001" * 9000))).toVector))
+        operators = (1 to 1000).map(i => operator(s"operator $i").copy(progress = VectorMap("\u0001" * 9000 -> "\u0001" * 9000))).toVector))
     all.foreach { begun =>
       val run = new Run()
       val ended = begun.copy(state = "closed", ended = 31000)
@@ -246,16 +270,16 @@ class EventLogSuite extends AnyFunSuite {
     }
   }
 
-  test("of the application something is stored, whatever its processes and its stored job say") {
+  test("the application is stored, however large its processes and its stored job are") {
     val run = new Run()
     val long = "\u0001" * 5000
     run.log.tick(Snapshot(Vector.empty, Totals(7), (1 to 100).map(i => ProcessView(long, long, i.toLong, long, 1, 0, Vector.empty)).toVector,
-      Some(RecoveryView((1 to 100).map(i => s"$i$long" -> long).toVector, Vector.fill(100)(StepView(long, "running", 1, 0))))))
+      Some(RecoveryView((1 to 100).map(i => s"$i$long" -> long).to(VectorMap), Vector.fill(100)(StepView(long, "running", 1, 0))))))
     assert(run.posted.map(_.trimmed) == Seq(true) && run.posted.head.body.length <= StagecrewState.MaxBytes)
     assert(history(run.posted.map(written).toSeq).snapshot.totals.opens == 7)
   }
 
-  test("a closed topology whose spans the driver no longer keeps is not stored again without them") {
+  test("a closed topology whose spans were dropped is not stored again") {
     val run = new Run()
     val ended = busy("a", spans = 100)
     run.log.changed(snapshot(ended))
@@ -271,15 +295,19 @@ class EventLogSuite extends AnyFunSuite {
     assert(run.of("a").map(jobs) == Seq(2, 9))
   }
 
-  test("of a Python traceback that is cut the end is stored, which says what happened; of a JVM's error the beginning") {
-    def stored(scope: String, error: String): String = {
+  test("the end of a long Python traceback is stored, and the beginning of a long JVM error") {
+    def stored(scope: String, error: String, line: String = ""): String = {
       val run = new Run()
-      run.log.changed(snapshot(topology("a", listeners = 200, error = error, scope = scope)))
+      val view = topology("a", listeners = 200, error = error, scope = scope)
+      run.log.changed(snapshot(view.copy(executors = view.executors.map { case (id, counts) =>
+        id -> counts.copy(listeners = counts.listeners.map(_.copy(lastErrorLine = line)))
+      })))
       assert(run.of("a").exists(_.trimmed))
       rows(page("", history(run.posted.map(written).toSeq)), "listeners").head.last
     }
     val frames = "  File \"x.py\", line 1, in open\n" * 250
-    assert(stored("worker", s"Traceback (most recent call last):\n${frames}ValueError: no pool\n") == "ValueError: no pool")
+    val text = s"Traceback (most recent call last):\n${frames}ValueError: no pool\n${"SELECT\n" * 200}"
+    assert(stored("worker", text, "ValueError: no pool") == "ValueError: no pool")
     assert(stored("jvm", "java.io.IOException: no pool\n" + "\tat x.Y\n" * 900) == "java.io.IOException: no pool")
   }
 }

@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.driver.Executions
 
 class ExecutionsSuite extends AnyFunSuite {
   private final class World {
@@ -42,7 +43,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!world.executions.hasStage(1) && !world.executions.hasStage(2))
   }
 
-  test("a job that is over by Spark's books owns no stage, though the bus never told of its end") {
+  test("a job that has ended in Spark's books owns no stage, even if its event was dropped") {
     val world = new World
     world.jobs ++= Seq(1, 2)
     world.executions.jobStarted(1, Seq(1))
@@ -54,7 +55,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(!world.executions.hasStage(1))
   }
 
-  test("a task that is faster than the event of its job is answered by the event, once") {
+  test("a task that is faster than the event of its job waits for the event") {
     val world = new World
     val (first, second) = (world.asked("stage:7"), world.asked("stage:7"))
     assert(first.isEmpty && second.isEmpty)
@@ -64,7 +65,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(first == Seq(Some("execution-job-3")) && second == first)
   }
 
-  test("when that event was dropped Spark's scheduler answers, and when it does not know there is none") {
+  test("without that event Spark's scheduler is asked, and without its answer the task has no execution") {
     val world = new World
     world.stages(7) = 4
     val (known, unknown) = (world.asked("stage:7"), world.asked("stage:8"))
@@ -73,7 +74,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(world.asked("nonsense") == Seq(None))
   }
 
-  test("a query that was started again has its new run, whenever the end of the old one is told") {
+  test("a restarted query has its new run, also if the end of the old run is reported late") {
     val world = new World
     world.executions.queryStarted("q", "run 1")
     world.executions.queryStarted("q", "run 2")
@@ -85,7 +86,7 @@ class ExecutionsSuite extends AnyFunSuite {
     assert(world.asked("query:q") == Seq(Some("execution-query-run 3")))
   }
 
-  test("a query may begin on the word of the bus, and runs no longer than Spark's books say") {
+  test("a query begins with its event, and runs as long as in Spark's books") {
     val world = new World
     world.executions.queryStarted("q", "r-1")
     assert(world.executions.mayBegin("execution-query-r-1") && !world.executions.runs("execution-query-r-1"))

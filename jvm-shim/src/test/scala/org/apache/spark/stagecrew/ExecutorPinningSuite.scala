@@ -3,14 +3,15 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.driver.ExecutorPinning
 
 /** Who is busy with the end of topologies, as Spark counts it, when events are dropped. */
-class BusySuite extends AnyFunSuite with OneInstancePerTest {
+class ExecutorPinningSuite extends AnyFunSuite with OneInstancePerTest {
   private val running = mutable.HashMap.empty[String, Int].withDefaultValue(0)
   private var dropped = false
   private val busy: ExecutorPinning = new ExecutorPinning((executor, begins) => running(executor) += (if (begins) 1 else -1), () => if (!dropped) busy.tell())
 
-  test("an executor is busy from the begin of a topology's end there to its answer, with each topology") {
+  test("an executor is pinned while a topology closes there, for each topology") {
     busy.begins("a", Seq("1", "2"))
     busy.begins("b", Seq("2"))
     assert(running == Map("1" -> 1, "2" -> 2))
@@ -22,7 +23,7 @@ class BusySuite extends AnyFunSuite with OneInstancePerTest {
     assert(running == Map("1" -> 0, "2" -> 0))
   }
 
-  test("an event that is dropped is made up for by the next, or by a reminder") {
+  test("the next event, or a reminder, makes up for a dropped event") {
     busy.begins("a", Seq("1"))
     dropped = true
     busy.ends("a", "1")

@@ -7,6 +7,7 @@ import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.wire.{Frame, FrameException, Frames}
 
 /** The wire format against the vectors that Python made. */
 class FramesSuite extends AnyFunSuite {
@@ -49,7 +50,7 @@ class FramesSuite extends AnyFunSuite {
   private def stream(data: Array[Byte]) = new DataInputStream(new ByteArrayInputStream(data))
 
   test("every kind of frame has vectors, and is encoded as Python encodes it, byte for byte") {
-    assert(vectors.map(_.kind).distinct.size == 41)
+    assert(vectors.map(_.kind).distinct.size == 43)
     vectors.foreach { vector =>
       assert(Frames.encode(vector.kind, vector.fields.map(_._3): _*).toSeq == vector.frame.toSeq, vector.kind)
     }
@@ -62,7 +63,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("a frame that is cut at any byte is refused") {
+  test("a frame that is truncated at any byte is refused") {
     small.foreach { vector =>
       (4 until vector.frame.length).foreach { end =>
         intercept[FrameException](Frames.decode(ByteBuffer.wrap(vector.frame.slice(4, end))))
@@ -100,7 +101,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("a count or a length that says more than there is is refused before memory is taken for it") {
+  test("a count or a length beyond the frame is refused before memory is allocated") {
     val head = Frames.encode("DESCRIPTION", "", "", Vector.empty).drop(4).dropRight(4)
     Seq(1, 1 << 28, Int.MaxValue, -1).foreach { n =>
       intercept[FrameException](Frames.decode(ByteBuffer.wrap(head ++ ByteBuffer.allocate(4).putInt(n).array)))
@@ -108,7 +109,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("garbage is decoded or refused, and nothing else") {
+  test("garbage is decoded, or refused with a FrameException") {
     val random = new Random(20260721)
     (1 to 20000).foreach { _ =>
       val vector = small(random.nextInt(small.size)).frame.drop(4)
@@ -121,7 +122,7 @@ class FramesSuite extends AnyFunSuite {
     }
   }
 
-  test("values of a wrong type or number are refused, and a frame never shows its values") {
+  test("values of a wrong type or number are refused, and the text of a frame has no values") {
     intercept[FrameException](Frames.encode("NOTHING"))
     intercept[FrameException](Frames.encode("BEGIN"))
     intercept[FrameException](Frames.encode("BEGIN", "7"))

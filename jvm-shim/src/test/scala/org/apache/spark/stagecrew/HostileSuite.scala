@@ -1,7 +1,11 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.xml.Elem
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, RecoveryView, Show, Snapshot, Span, StepView, Tab}
+import org.apache.spark.stagecrew.ui.TopologyView
 
 /** What users supply is text, however it looks and however long it is. */
 class HostileSuite extends AnyFunSuite {
@@ -12,12 +16,12 @@ class HostileSuite extends AnyFunSuite {
   private val Texts = Seq(Hostile, "</td></tr></table><script>alert(2)</script>", "' onmouseover='alert(3)", "]]><!-- -->", Reversed, Long, "\uD83D\uDE00" * 5000, "a\u0000b\u001Bc")
 
   private def everywhere(text: String): PageModel = {
-    val counts = ExecutorCounts(Map(0 -> ListenerCounts(text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
-    val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), Vector(text -> counts), Vector(text), Vector(text),
+    val counts = ExecutorCounts(Vector(ListenerCounts(0, text, text, 1, 1, 1, 0, 1, 1, s"Traceback\n$text")))
+    val view = TopologyView(s"$text-0123", text, text, Some(text), text, 1000, 0, 1, Vector(text), VectorMap(text -> counts), Vector(text), Vector(text),
       Vector(operator(text, text -> 1L).copy(kind = text, state = text, waitsFor = text, lastError = text)),
       Vector(Span(text, text, text, 1000, 2000, failed = true)))
     PageModel(Snapshot(Vector(view), Totals(), Vector(ProcessView(text, text, 1, text, 1, 0, Vector.empty)),
-      Some(RecoveryView(Vector(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
+      Some(RecoveryView(VectorMap(text -> text), Vector(StepView(text, text, 1, 0))))), 61000)
   }
 
   private def pages(shown: PageModel): Seq[Elem] =
@@ -35,7 +39,7 @@ class HostileSuite extends AnyFunSuite {
     assert(pages(everywhere(Hostile)).head.toString.contains("&lt;script&gt;alert(1)"))
   }
 
-  test("a text of 10,000 characters is cut in its cell, and its title has more, up to a bound") {
+  test("a long text is cut in its cell, and less in its title") {
     val html = pages(everywhere(Long))
     html.foreach(one => (one \\ "td").foreach(cell => assert(cell.text.length <= 2 * Show.Length, cell.text)))
     html.foreach(one => assert((one \\ "@title").map(_.text.length).forall(_ <= Show.TitleLength)))
@@ -43,19 +47,19 @@ class HostileSuite extends AnyFunSuite {
     html.foreach(one => assert((one \\ "@href").forall(_.text.length < 200)))
   }
 
-  test("no pair of surrogates is torn, wherever a text is cut") {
+  test("a cut never splits a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.cut("a" + "\uD83D\uDE00" * 5, length)
       assert(cut.length <= length && !cut.dropRight(1).lastOption.exists(_.isHighSurrogate))
     }
   }
 
-  test("a text that turns its direction does not turn what stands beside it") {
+  test("a right-to-left text does not change its surroundings") {
     val cells = (pages(everywhere(Reversed)).head \\ "td").filter(_.text.contains(Reversed))
     assert(cells.nonEmpty && cells.forall(cell => (cell \\ "bdi").exists(_.text.contains(Reversed))))
   }
 
-  test("no pair of surrogates is torn where a text's end is kept") {
+  test("the end of a text never begins with half a surrogate pair") {
     (1 to 6).foreach { length =>
       val cut = Show.end("\uD83D\uDE00" * 5 + "a", length)
       assert(cut.length <= length && !cut.drop(1).headOption.exists(_.isLowSurrogate) && (length == 1 || cut.endsWith("a")))

@@ -9,6 +9,9 @@ import org.apache.spark.status.AppStatusStore
 import org.apache.spark.ui.SparkUI
 import org.apache.spark.util.kvstore.InMemoryStore
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.Totals
+import org.apache.spark.stagecrew.spark.SparkUi
+import org.apache.spark.stagecrew.ui.{PageModel, Snapshot, Tab}
 
 /** As an authentication filter of a user's would: who asks stands in a header. */
 class HeaderUser extends Filter {
@@ -28,7 +31,7 @@ class HttpSuite extends AnyFunSuite {
       f: ((String, Option[String], String) => HttpResponse[String]) => T): T = {
     val conf = new SparkConf(false).set("spark.ui.port", "0").set("spark.app.name", "suite").setAll(settings)
     val ui = SparkUI.create(None, new AppStatusStore(new InMemoryStore), conf, new SecurityManager(conf), "suite", "", 0L)
-    SparkInternals.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
+    SparkUi.attachTab(ui, Tab.Prefix, Tab.pages(() => shown))
     ui.bind()
     try {
       ui.attachAllHandlers()
@@ -42,7 +45,7 @@ class HttpSuite extends AnyFunSuite {
     } finally ui.stop()
   }
 
-  test("who may not see the UI is denied each page and its JSON, and who may is not") {
+  test("a user without permission gets no page and no JSON, a user with permission does") {
     serving(shown(busy("t1")), "spark.ui.filters" -> classOf[HeaderUser].getName, "spark.acls.enable" -> "true", "spark.ui.view.acls" -> "alice") { ask =>
       Paths.foreach { path =>
         assert(ask(path, Some("mallory"), "GET").statusCode == 403, path)
@@ -52,13 +55,13 @@ class HttpSuite extends AnyFunSuite {
     }
   }
 
-  test("the pages are read-only: anything but GET is refused") {
+  test("the pages are read-only: methods other than GET are refused") {
     serving(shown(busy("t1"))) { ask =>
       for (path <- Paths; method <- Seq("POST", "PUT", "DELETE", "TRACE")) assert(ask(path, None, method).statusCode == 405, s"$method $path")
     }
   }
 
-  test("what is not known is answered with 400, and none of it as markup") {
+  test("unknown parameters return 400, and never markup") {
     serving(shown(busy("t1"))) { ask =>
       Seq("topology/", "topology/?id=echo%3Cscript%3E", "topology/json/?id=echo", "?topologies.sort=echo", "?topologies.page=echo",
         "topology/?id=t1&listeners.desc=echo").foreach { path =>
@@ -70,7 +73,7 @@ class HttpSuite extends AnyFunSuite {
     }
   }
 
-  test("pages over 1,000 topologies are there in under a second, with a page of rows") {
+  test("pages over 1,000 topologies take less than a second, and show one page of rows") {
     val many = PageModel(Snapshot((1 to 1000).map(i => busy(s"t$i")).toVector, Totals()), 61000)
     serving(many) { ask =>
       Seq("", "?topologies.sort=Duration", "topology/?id=t1").foreach { path =>

@@ -7,6 +7,9 @@ import org.scalatest.BeforeAndAfterEach
 import org.scalatest.funsuite.AnyFunSuite
 import scala.jdk.CollectionConverters._
 import stagecrew.{TopologyContext, TopologyListener}
+import org.apache.spark.stagecrew.executor.{ExecutorCrew, Ledger, ListenerCounts}
+import org.apache.spark.stagecrew.listeners.{JvmListeners, OpenFailedException, Where}
+import org.apache.spark.stagecrew.wire.Entry
 
 object JvmListenersSuite {
   val said = new ConcurrentLinkedQueue[String]()
@@ -83,7 +86,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
 
   private def heard: Seq[String] = said.asScala.toSeq
 
-  private def counts(index: Int): ListenerCounts = ledger.of("t").listeners(index)
+  private def counts(index: Int): ListenerCounts = ledger.of("t").listeners.find(_.index == index).get
 
   test("opened in order, entered in order, left and closed in reverse") {
     val three = listeners(classOf[A], classOf[B], classOf[C])
@@ -103,7 +106,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(heard == Seq("open a", "close a") && counts(0).closes == 1)
   }
 
-  test("an open that fails closes itself and what was opened before it, in reverse, and opens nothing more") {
+  test("a failed open closes itself and the opened listeners, in reverse, and opens no others") {
     val three = listeners(classOf[A], classOf[FailingOpen], classOf[C])
     val failed = intercept[OpenFailedException](three.open())
     assert(failed.listener == "FailingOpen" && failed.getCause.getMessage == "no pool")
@@ -111,10 +114,10 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(heard == Seq("open a", "open failing", "close failing", "close a"))
     assert(counts(1).opens == 1 && counts(1).closes == 1 && counts(1).failures == 1)
     assert(counts(1).lastError.contains("no pool"))
-    assert(!ledger.of("t").listeners.contains(2))
+    assert(!ledger.of("t").listeners.exists(_.index == 2))
   }
 
-  test("a close that fails is counted, and does not stop the others") {
+  test("a failed close is counted, and does not stop the others") {
     val three = listeners(classOf[A], classOf[FailingClose], classOf[C])
     three.open()
     three.close()
@@ -122,7 +125,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).closes == 1 && counts(1).failures == 1 && counts(1).lastError.contains("no close"))
   }
 
-  test("an open that hangs is interrupted at its time-out, closed, and named") {
+  test("a hanging open is interrupted at its timeout, closed, and named") {
     val hanging = listeners(classOf[A], classOf[Hanging])
     val failed = intercept[OpenFailedException](hanging.open())
     assert(failed.getMessage.contains("Hanging") && failed.getMessage.contains("1000 ms"))
@@ -140,7 +143,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(seen == Seq(1, 0) && counts(0).closes == 1)
   }
 
-  test("a close that hangs is interrupted at its time-out, and the others are closed") {
+  test("a hanging close is interrupted at its timeout, and the others close") {
     val hanging = listeners(classOf[A], classOf[HangingClose])
     hanging.open()
     hanging.close()
@@ -149,7 +152,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).closes == 1 && counts(1).failures == 1)
   }
 
-  test("a hook that fails or is interrupted has taken its time, in the sums as in the timeline") {
+  test("the time of a failed or interrupted hook is in the sums and in the timeline") {
     val timed = scala.collection.mutable.Map.empty[String, Long]
     ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
     intercept[OpenFailedException](listeners(classOf[A], classOf[Hanging]).open())
@@ -161,7 +164,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(0).closeMicros >= 1000000 && timed("close") == ledger.of("t").totals.closeMicros)
   }
 
-  test("a decorate that fails leaves what was entered, and names its listener") {
+  test("a failed decorate leaves the entered ones, and names its listener") {
     val three = listeners(classOf[A], classOf[FailingDecorate], classOf[C])
     three.open()
     val failed = intercept[OpenFailedException](three.decorate(null))
@@ -170,7 +173,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).failures == 1)
   }
 
-  test("a decoration that fails at its end is counted, and the outer ones are left") {
+  test("a decoration that fails at its end is counted, and the outer ones are still left") {
     val two = listeners(classOf[A], classOf[FailingLeave])
     two.open()
     two.leave(two.decorate(null))
@@ -178,7 +181,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(1).failures == 1)
   }
 
-  test("a listener need not define anything, and may answer no scope") {
+  test("a listener needs no methods, and may return no scope") {
     val plain = listeners(classOf[Plain])
     plain.open()
     assert(plain.decorate(null).isEmpty)
@@ -186,7 +189,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(counts(0).opens == 1 && counts(0).closes == 1 && counts(0).failures == 0)
   }
 
-  test("a class that is missing, is no listener or needs arguments is refused by name, with what to do") {
+  test("a class that is missing, no listener, or needs arguments is refused by name, with the remedy") {
     Seq(classOf[NoListener].getName, classOf[NoConstructor].getName, "no.such.Listener").foreach { name =>
       val entry = Entry(0, "jvm", name, name, Some("jvm"), Some("application"), required = true, None)
       val failed = intercept[OpenFailedException](new JvmListeners(Vector(entry), where, settings, ledger, pool).open())
@@ -194,7 +197,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     }
   }
 
-  test("what was opened is closed when a later listener cannot be created") {
+  test("opened listeners close when a later one cannot be created") {
     val entries = listeners(classOf[A])
     entries.open()
     entries.close()
@@ -204,7 +207,7 @@ class JvmListenersSuite extends AnyFunSuite with BeforeAndAfterEach {
     assert(heard == Seq("open a", "close a"))
   }
 
-  test("of what a listener threw so much is kept") {
+  test("the text of a listener's exception is limited") {
     val one = listeners(classOf[LongError])
     intercept[OpenFailedException](one.open())
     assert(counts(0).lastError.length == ListenerCounts.ErrorLength && counts(0).lastError.startsWith("java.lang.IllegalStateException: xx"))

@@ -2,20 +2,19 @@ package org.apache.spark.stagecrew
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import org.scalatest.funsuite.AnyFunSuite
-import scala.jdk.CollectionConverters._
 import scala.util.Random
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ExecutorReport, Ledger, PartitionCounts, Totals}
+import org.apache.spark.stagecrew.wire.Json
 
 class LedgerSuite extends AnyFunSuite {
   private def opened(ledger: Ledger, topology: String): Unit =
     ledger.listener(topology, 0, "pool", "worker")(c => c.copy(opens = c.opens + 1))
 
-  private def topologiesIn(body: String): Map[String, ExecutorCounts] =
-    Json.parse(body).get("topologies").properties.asScala
-      .map(e => e.getKey -> ExecutorCounts.of(e.getValue.asInstanceOf[ObjectNode])).toMap
+  private def sent(report: ExecutorReport): ExecutorReport = Json.read[ExecutorReport](Json.write(report))
+  private def topologiesIn(report: ExecutorReport): Map[String, ExecutorCounts] = sent(report).topologies
+  private def totalsIn(report: ExecutorReport): Totals = sent(report).totals
 
-  private def totalsIn(body: String): Totals = Totals.of(Json.parse(body).get("totals").asInstanceOf[ObjectNode])
-
-  test("a report carries the counts themselves of what changed, and nothing when nothing did") {
+  test("a report has the complete counts of changed topologies, and does not exist without changes") {
     val ledger = new Ledger
     assert(ledger.report().isEmpty)
     opened(ledger, "a")
@@ -30,7 +29,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(next)("a").listeners(0).opens == 2)
   }
 
-  test("counts survive the way to the driver") {
+  test("counts are the same on the driver") {
     val ledger = new Ledger
     ledger.listener("a", 3, "\"<&", "executor")(_.copy(opens = 1, closes = 2, failures = 3, lost = 4, openMicros = 5,
       closeMicros = Long.MaxValue, lastError = "line\n\u00e4\u20ac"))
@@ -38,7 +37,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(ledger.report().get._2) == Map("a" -> ledger.of("a")))
   }
 
-  test("what was not delivered is said again, and not forgotten before it is known to have arrived") {
+  test("an undelivered report is repeated, and its topologies are kept until it has arrived") {
     val ledger = new Ledger
     opened(ledger, "a")
     opened(ledger, "b")
@@ -52,7 +51,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(ledger.report().isEmpty)
   }
 
-  test("a full report of one topology takes it off the next one") {
+  test("a full report of a topology removes it from the next report") {
     val ledger = new Ledger
     opened(ledger, "a")
     val (first, body) = ledger.full("a")
@@ -62,7 +61,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(topologiesIn(ledger.full("unknown")._2).isEmpty)
   }
 
-  test("a topology whose last counts were not reported is not forgotten") {
+  test("a topology is not forgotten before its last counts are reported") {
     val ledger = new Ledger
     opened(ledger, "a")
     ledger.forget("a")
@@ -72,7 +71,7 @@ class LedgerSuite extends AnyFunSuite {
     assert(ledger.of("a") == ExecutorCounts())
   }
 
-  test("totals are the sum of everything that was counted, never go down, and stand in each report") {
+  test("totals are sums of all counts, never decrease, and are in each report") {
     val random = new Random(7)
     val ledger = new Ledger
     var expected = Totals()
@@ -96,12 +95,12 @@ class LedgerSuite extends AnyFunSuite {
     assert(totalsIn(ledger.full("0")._2) == expected)
   }
 
-  test("counts survive JSON, and those that an older stagecrew stored, without what could not be deleted, can be read") {
-    val counts = ExecutorCounts(stored = Stored(1, 2, 3, 4, 5), released = 6, releasedBytes = 7, releaseFailures = 8)
-    assert(ExecutorCounts.of(counts.json) == counts)
-    assert((counts + counts).releaseFailures == 16)
-    val older = counts.json
+  test("counts survive JSON, also those of an older version without releaseFailures") {
+    val counts = ExecutorCounts(partitions = PartitionCounts(1, 2, 3, 4, 5, 6, 7, 8))
+    assert(Json.as[ExecutorCounts](Json.tree(counts)) == counts)
+    assert((counts + counts).partitions.releaseFailures == 16)
+    val older = Json.tree(counts)
     older.get("partitions").asInstanceOf[ObjectNode].remove("releaseFailures")
-    assert(ExecutorCounts.of(older) == counts.copy(releaseFailures = 0))
+    assert(Json.as[ExecutorCounts](older) == counts.copy(partitions = counts.partitions.copy(releaseFailures = 0)))
   }
 }

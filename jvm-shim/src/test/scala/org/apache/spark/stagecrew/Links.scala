@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import java.io.{ByteArrayInputStream, ByteArrayOutputStream, DataInputStream, OutputStream}
 import java.net.Socket
+import org.apache.spark.stagecrew.wire.{Frame, Frames, Link}
 
 /** Links without a process behind them. */
 object Links {

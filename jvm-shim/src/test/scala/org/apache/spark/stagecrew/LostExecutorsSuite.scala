@@ -2,18 +2,24 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.{Topology, TotalsBook}
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, SpanReport, Totals}
+import org.apache.spark.stagecrew.ui.TopologyView
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 /** With dynamic allocation executors come and go for as long as an application runs. */
 class LostExecutorsSuite extends AnyFunSuite {
-  private def topology() = new Topology(Description("t", "t", None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+  private def topology() = new Topology(Description("t", "t", None, Vector.empty)(), "named", retainedLost = 3)
 
   private def counts(random: Random): ExecutorCounts = {
     def some() = random.nextInt(100).toLong
-    ExecutorCounts((0 until random.nextInt(4)).map(i => i -> ListenerCounts(s"l$i", "worker", some(), some(), some(), some(), some(), some(),
-      if (random.nextBoolean()) s"error ${some()}" else "")).toMap, some(), some(), Set("gone with it"), Stored(), some(), some())
+    val listeners = (0 until random.nextInt(4)).map(i => ListenerCounts(i, s"l$i", "worker", some(), some(), some(), some(), some(),
+      some(), if (random.nextBoolean()) s"error ${some()}" else ""))
+    ExecutorCounts(listeners.toVector, some(), some(), Set("gone with it"),
+      PartitionCounts(released = some(), releasedBytes = some()))
   }
 
-  test("a topology lists so many of the executors that it lost, and what happened on the others stays in its sums") {
+  test("a topology lists its last lost executors, and sums up the others") {
     val random = new Random(7)
     (1 to 20).foreach { _ =>
       val (of, every) = (topology(), (1 to 50).map(i => s"$i" -> counts(random)))
@@ -22,43 +28,43 @@ class LostExecutorsSuite extends AnyFunSuite {
         of.executors += id
         of.holders += id
         of.counts(id) = 1L -> one
-        of.spans.took(id, 1, Json.parse("""{"total": 2, "slots": []}"""))
+        of.spans.record(id, 1, SpanReport(2, Vector.empty))
       }
-      lost.foreach { case (id, _) => of.lost(id, retained = 3) }
+      lost.foreach { case (id, _) => of.lost(id) }
       of.changed()
       val view = of.view
       val listed = every.drop(42).map(_._1)
       assert(view.lostExecutors == Vector("43", "44", "45") && view.askedBy == listed && view.forgottenExecutors == 42)
-      assert(view.executors.map(_._1) == listed :+ Topology.Forgotten && of.holders.toSeq == listed && of.counts.size == 8)
-      assert(view.executors.map(_._2.totals).reduce(_ + _) == every.map(_._2.totals).reduce(_ + _))
-      assert(view.executors.map(_._2.processes).sum == every.map(_._2.processes).sum && view.spansDropped == 100)
+      assert(view.executors.keys.toSeq == listed :+ Topology.Forgotten && of.holders.toSeq == listed && of.counts.size == 8)
+      assert(view.executors.values.map(_.totals).reduce(_ + _) == every.map(_._2.totals).reduce(_ + _))
+      assert(view.executors.values.toSeq.map(_.processes).sum == every.map(_._2.processes).sum && view.spansDropped == 100)
       (0 until 4).foreach { index => // listener by listener
-        def sum(all: Seq[(String, ExecutorCounts)]) = all.flatMap(_._2.listeners.get(index)).map(_.opens).sum
-        assert(sum(view.executors) == sum(every))
+        def sum(all: Seq[(String, ExecutorCounts)]) = all.flatMap(_._2.listeners.find(_.index == index)).map(_.opens).sum
+        assert(sum(view.executors.toSeq) == sum(every))
       }
       val folded = view.executors.last._2
-      assert(folded.deferred.isEmpty && folded.stored == Stored())
-      assert(TopologyView.of(Json.parse(Json.write(view.json))) == view)
+      assert(folded.deferred.isEmpty && folded.partitions.storing(PartitionCounts()) == folded.partitions)
+      assert(Json.read[TopologyView](Json.write(view)) == view)
       val page = Views.page("topology", Views.shown(view), "id" -> "t")
       assert(Views.rows(page, "executors").last.take(2) == Seq("forgotten", "lost") && page.text.contains("42, whose counts stand"))
       assert(Views.rows(Views.page("", Views.shown(view)), "topologies").head.slice(6, 8).contains("50"))
     }
   }
 
-  test("sums over all executors that there were never go down, and what comes late from a forgotten one changes nothing") {
+  test("sums over all executors never decrease, and a late report of a forgotten one changes nothing") {
     val random = new Random(3)
-    val book = new TotalsBook(retainedDead = 5)
+    val book = new TotalsBook(retainedLost = 5)
     var wanted = Totals()
     (1 to 500).foreach { i =>
       val totals = counts(random).totals
       wanted += totals
-      assert(book.took(s"$i", 2, totals) && book.took(s"$i", 1, Totals(opens = 1000000)) && book.sum == wanted)
-      book.lost(s"$i")
-      book.lost(s"$i")
+      assert(book.record(s"$i", 2, totals) && book.record(s"$i", 1, Totals(opens = 1000000)) && book.sum == wanted)
+      book.lose(s"$i")
+      book.lose(s"$i")
       assert(book.sum == wanted && book.size <= 5)
     }
-    assert(!book.took("1", 9, Totals(opens = 1000000)) && book.sum == wanted && book.size == 5)
+    assert(!book.record("1", 9, Totals(opens = 1000000)) && book.sum == wanted && book.size == 5)
     val late = counts(random).totals
-    assert(book.took("500", 3, late) && book.size == 5) // lost, but still known
+    assert(book.record("500", 3, late) && book.size == 5) // lost, but still known
   }
 }

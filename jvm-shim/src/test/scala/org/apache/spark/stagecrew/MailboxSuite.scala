@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.Mailbox
 
 /** What a coordinator sends, as it waits for an evaluation: in order, once, and bounded. */
 class MailboxSuite extends AnyFunSuite {
@@ -9,7 +10,7 @@ class MailboxSuite extends AnyFunSuite {
   private def taken(mailbox: Mailbox): Option[(Long, Seq[String])] =
     mailbox.take().map { case (first, found) => first -> found.map(new String(_)) }
 
-  test("nothing is handed out before it is asked for, and then no more than that, in order") {
+  test("events are taken in order, within the credit") {
     val mailbox = new Mailbox(10, 1000)
     assert(mailbox.offer(1, events("a", "b", "c")) == Mailbox.Accepted(3))
     assert(taken(mailbox).isEmpty)
@@ -21,7 +22,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(taken(mailbox).contains(4L -> Seq("d")))
   }
 
-  test("the last event may take more bytes than were asked for, and the next waits") {
+  test("the last event may exceed the credit of bytes, and the next one waits") {
     val mailbox = new Mailbox(10, 1000)
     mailbox.offer(1, events("aaaa", "bbbb", "cccc"))
     mailbox.want(10, 5)
@@ -32,7 +33,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(taken(mailbox).contains(3L -> Seq("cccc")))
   }
 
-  test("what comes twice, wholly or partly, is taken once and acknowledged again") {
+  test("repeated events are accepted once, and acknowledged again") {
     val mailbox = new Mailbox(10, 1000)
     mailbox.want(100, 1000)
     mailbox.offer(1, events("a", "b"))
@@ -41,14 +42,14 @@ class MailboxSuite extends AnyFunSuite {
     assert(taken(mailbox).contains(1L -> Seq("a", "b", "c")))
   }
 
-  test("after a gap nothing more is taken") {
+  test("after a gap all events are refused") {
     val mailbox = new Mailbox(10, 1000)
     mailbox.offer(1, events("a"))
     assert(mailbox.offer(3, events("c")) == Mailbox.Refused("events 2 to 2 were lost on their way"))
     assert(mailbox.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
   }
 
-  test("one that is full takes no more, by number or by bytes; a single event of any size fits an empty one") {
+  test("a full mailbox refuses events, by number or bytes; one event of any size fits an empty one") {
     val few = new Mailbox(2, 1000)
     few.offer(1, events("a", "b"))
     assert(few.offer(3, events("c")).asInstanceOf[Mailbox.Refused].reason.contains("2 events of 2 bytes wait"))
@@ -57,7 +58,7 @@ class MailboxSuite extends AnyFunSuite {
     assert(small.offer(2, events("b")).isInstanceOf[Mailbox.Refused])
   }
 
-  test("what was taken leaves room") {
+  test("taken events make room") {
     val mailbox = new Mailbox(2, 4)
     mailbox.want(100, 1000)
     (1 to 50).foreach { n =>

@@ -5,8 +5,9 @@ import org.scalatest.concurrent.Eventually
 import org.scalatest.funsuite.AnyFunSuite
 import org.scalatest.time.{Seconds, Span}
 import scala.collection.mutable
+import org.apache.spark.stagecrew.wire.NonBlockingWriter
 
-class OutletSuite extends AnyFunSuite with Eventually {
+class NonBlockingWriterSuite extends AnyFunSuite with Eventually {
   override implicit val patienceConfig: PatienceConfig = PatienceConfig(Span(10, Seconds))
 
   /** What was written, and by whom: each message is one byte here, but for those that are made large. */
@@ -33,7 +34,7 @@ class OutletSuite extends AnyFunSuite with Eventually {
 
   private def message(n: Int) = Array(n.toByte)
 
-  test("while little is unread it is written at once, by whoever puts it") {
+  test("while little is unread, put writes at once") {
     val socket = new Socket
     val outlet = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.AtOnce).foreach(n => outlet.put(message(n)))
@@ -42,7 +43,7 @@ class OutletSuite extends AnyFunSuite with Eventually {
     outlet.close()
   }
 
-  test("nobody who puts waits for a reader that does not read, and the order stays") {
+  test("put never waits for a slow reader, and the order is kept") {
     val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
     val outlet = new NonBlockingWriter(socket.write)
     (0 until 100).foreach(n => outlet.put(message(n)))
@@ -53,7 +54,7 @@ class OutletSuite extends AnyFunSuite with Eventually {
     outlet.close()
   }
 
-  test("what was read makes room to write at once again, and no sooner") {
+  test("put writes at once again when the reader has read, and not before") {
     val socket = new Socket
     val outlet = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))
@@ -83,7 +84,7 @@ class OutletSuite extends AnyFunSuite with Eventually {
     outlet.close()
   }
 
-  test("its thread ends with it, and what waited is dropped") {
+  test("close ends the thread, and drops the queue") {
     val socket = new Socket(blocksAfter = NonBlockingWriter.AtOnce)
     val outlet = new NonBlockingWriter(socket.write)
     (0 until NonBlockingWriter.AtOnce + 1).foreach(n => outlet.put(message(n)))

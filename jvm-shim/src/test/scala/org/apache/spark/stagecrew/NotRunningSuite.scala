@@ -5,6 +5,7 @@ import java.util.concurrent.atomic.AtomicInteger
 import org.scalatest.funsuite.AnyFunSuite
 import org.apache.spark.{SparkConf, SparkContext, SparkEnv, SparkException}
 import org.apache.spark.api.plugin.{DriverPlugin, ExecutorPlugin, PluginContext, SparkPlugin}
+import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc}
 
 /** Another plugin, that takes the name under which ours wants its endpoint: ours cannot start on the executor. */
 final class Squatter extends SparkPlugin {
@@ -14,7 +15,7 @@ final class Squatter extends SparkPlugin {
       val nobody = new Handler {
         def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = ()
       }
-      SparkInternals.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
+      Rpc.endpoint(s"stagecrew-${SparkEnv.get.executorId}", nobody)
       ()
     }
   }

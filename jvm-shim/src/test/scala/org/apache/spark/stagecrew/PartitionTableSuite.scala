@@ -3,6 +3,9 @@ package org.apache.spark.stagecrew
 import org.scalatest.OneInstancePerTest
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.executor.PartitionCounts
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, PartitionTable, Taken}
+import org.apache.spark.stagecrew.wire.Description
 
 /** The books of stored partitions: by hand, and in all short orders and many long ones beside a model of plain sets. */
 class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
@@ -13,47 +16,47 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     table.finished(attempt, Output(shuffle, attempt), bytes)
   }
 
-  test("what is set up is in progress until it is finished, given up, or its attempt is over") {
+  test("an output is in progress until it is finished, failed, or its attempt ends") {
     table.setUp(1, "a", Output(0, 1))
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
-    assert(table.stored("a") == Stored(inProgress = 3))
+    assert(table.stored("a") == PartitionCounts(inProgress = 3))
     assert(table.inventory.isEmpty)
     assert(table.finished(1, Output(0, 1), 10).isEmpty)
     table.failed(2, Output(0, 2))
     table.over(3)
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.inventory == Map("a" -> (Set(0), Set.empty)))
   }
 
-  test("an attempt that is over leaves what it finished, and cannot finish what it had set up") {
+  test("the end of an attempt keeps finished outputs, and forgets the others") {
     write(1, "a", 0)
     table.setUp(1, "a", Output(1, 1))
     table.over(1)
     assert(table.finished(1, Output(1, 1), 10).isEmpty)
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
   }
 
-  test("two attempts of one partition, as in speculation, are two outputs; one that is written again is one") {
+  test("two attempts of one partition are two outputs; a rewritten output is one") {
     write(1, "a", 0)
     write(2, "a", 0)
     write(2, "a", 0, bytes = 30)
-    assert(table.stored("a") == Stored(outputs = 2, outputBytes = 40))
+    assert(table.stored("a") == PartitionCounts(outputs = 2, outputBytes = 40))
   }
 
-  test("what is taken is all that is finished, and only it") {
+  test("take returns all finished outputs, and no others") {
     write(1, "a", 0)
     write(2, "a", 1)
     write(3, "b", 2)
     table.setUp(4, "a", Output(1, 4))
     table.end("a", Ending(outputs = true))
     assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L, Output(1, 2) -> 10L)))
-    assert(table.stored("a") == Stored(inProgress = 1))
-    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(inProgress = 1))
+    assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.take("a") == Taken())
   }
 
-  test("what finishes behind the end of its topology is its own thread's to delete") {
+  test("an output that finishes after the end of its topology is deleted by its own thread") {
     table.setUp(1, "a", Output(0, 1))
     table.end("a", Ending(outputs = true))
     assert(table.finished(1, Output(0, 1), 10).contains("a"))
@@ -61,7 +64,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what others use passes on, also when it finishes behind the end; to the application it is forgotten") {
+  test("used outputs pass to other topologies, also late ones; those of the application are forgotten") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.setUp(3, "a", Output(0, 3))
@@ -70,18 +73,18 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.finished(3, Output(0, 3), 10).isEmpty)
     assert(table.finished(4, Output(1, 4), 10).isEmpty)
     assert(table.take("a") == Taken())
-    assert(table.stored("b") == Stored(outputs = 2, outputBytes = 20))
+    assert(table.stored("b") == PartitionCounts(outputs = 2, outputBytes = 20))
     table.end("b", Ending(outputs = true))
     assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 3)))
     assert(table.isEmpty)
   }
 
-  test("what passes on is its heir's at once: it goes with it, also when it ends first, or what finishes comes later") {
+  test("an heir owns passed outputs at once, and they are released with it") {
     write(1, "a", 0)
     table.setUp(2, "a", Output(0, 2))
     table.setUp(3, "a", Output(0, 3))
     table.end("a", Ending(outputs = true, heirs = Map(0 -> Some("b")))) // its listeners close slowly
-    assert(table.stored("b") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("b") == PartitionCounts(outputs = 1, outputBytes = 10))
     assert(table.finished(2, Output(0, 2), 10).isEmpty)
     table.end("b", Ending(outputs = true))
     assert(table.take("b").outputs.keySet == Set(Output(0, 1), Output(0, 2)))
@@ -90,7 +93,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what passes on goes from heir to heir, in whatever order the ends are told") {
+  test("outputs pass from heir to heir, in any order of the ends") {
     for (order <- Seq("a", "b", "c").permutations) {
       val table = new PartitionTable
       table.setUp(1, "a", Output(0, 1))
@@ -105,28 +108,28 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     }
   }
 
-  test("what is booked for the application of shuffles that nobody uses goes with the end, and not what comes later") {
+  test("the application's outputs of unused shuffles are released at the end, later ones are not") {
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     table.end("a", Ending(outputs = true, unclaimed = Set(0)))
     write(3, Description.Application, 0) // of a job that began while its listeners closed
     assert(table.take("a") == Taken(Map(Output(0, 1) -> 10L)))
-    assert(table.stored(Description.Application) == Stored(outputs = 2, outputBytes = 20))
+    assert(table.stored(Description.Application) == PartitionCounts(outputs = 2, outputBytes = 20))
   }
 
-  test("what the driver has not ended stays booked when the executor ends, for the driver may be gone") {
+  test("a topology that the driver has not ended stays booked when the executor ends") {
     write(1, "a", 0)
     assert(table.take("a") == Taken())
     assert(table.abandon() == Seq(Output(0, 1)))
   }
 
-  test("blocks are those that were stored last, wherever; they are released only by a topology that says so") {
+  test("blocks are counted where they were stored last, and released only if the topology asks for it") {
     table.block("a", CachedBlock(1, 0), Some(5))
     table.block("a", CachedBlock(1, 0), Some(7))
     table.block("a", CachedBlock(2, 0), Some(1))
     table.block("a", CachedBlock(3, 0), Some(1))
     table.block("b", CachedBlock(2, 0), None)
-    assert(table.stored("a") == Stored(blocks = 2, blockBytes = 8))
+    assert(table.stored("a") == PartitionCounts(blocks = 2, blockBytes = 8))
     table.end("a", Ending(outputs = true, blocks = true, keptCaches = Set(3)))
     assert(table.take("a") == Taken(blocks = Map(CachedBlock(1, 0) -> 7L)))
     table.block("b", CachedBlock(4, 0), Some(5))
@@ -135,12 +138,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("what Spark has deleted itself is forgotten; unknown ids are ignored") {
+  test("datasets that Spark has deleted are forgotten, and unknown ids are ignored") {
     write(1, "a", 0)
     write(2, "a", 1)
     table.block("a", CachedBlock(1, 0), Some(5))
     table.forget(Seq(0, 77), Seq(1, 77))
-    assert(table.stored("a") == Stored(outputs = 1, outputBytes = 10))
+    assert(table.stored("a") == PartitionCounts(outputs = 1, outputBytes = 10))
     table.failed(9, Output(9, 9))
     table.over(9)
     assert(table.finished(9, Output(9, 9), 1).isEmpty)
@@ -149,14 +152,14 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("the first end of a topology is the one that counts, until it is taken") {
+  test("the first end of a topology counts, until it is taken") {
     write(1, "a", 0)
     table.end("a", Ending(outputs = true))
     table.end("a", Ending(outputs = false))
     assert(table.take("a").outputs.keySet == Set(Output(0, 1)))
   }
 
-  test("without a driver everything that is finished goes, and what finishes later") {
+  test("without a driver all finished outputs are deleted, also those that finish later") {
     write(1, "a", 0)
     table.setUp(2, "b", Output(0, 2))
     assert(table.abandon() == Seq(Output(0, 1)))
@@ -165,7 +168,7 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
     assert(table.isEmpty)
   }
 
-  test("the topologies that changed are told once") {
+  test("changed topologies are returned once") {
     write(1, "a", 0)
     assert(table.changed() == Set("a"))
     assert(table.changed().isEmpty)
@@ -228,10 +231,10 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
         gone.map { case ((_, block), bytes) => block -> bytes })
     }
 
-    def stored(topology: String): Stored = {
+    def stored(topology: String): PartitionCounts = {
       val mine = outputs.filter(_._1._1 == topology)
       val blocked = blocks.filter(_._1._1 == topology)
-      Stored(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
+      PartitionCounts(progress.count(_._2 == topology).toLong, mine.size.toLong, mine.values.sum, blocked.size.toLong, blocked.values.sum)
     }
   }
 
@@ -276,12 +279,12 @@ class PartitionTableSuite extends AnyFunSuite with OneInstancePerTest {
   }
   private lazy val every = operations
 
-  test("all orders of four operations do what plain sets do") {
+  test("all orders of four operations match a model of plain sets") {
     val n = every.size
     for (a <- 0 until n; b <- 0 until n; c <- 0 until n; d <- 0 until n) run(Seq(a, b, c, d))
   }
 
-  test("20,000 random orders of thirty operations do what plain sets do") {
+  test("20,000 random orders of thirty operations match a model of plain sets") {
     val random = new Random(5)
     (0 until 20000).foreach(_ => run(Seq.fill(30)(random.nextInt(every.size))))
   }

@@ -4,6 +4,9 @@ import java.util.concurrent.Executors
 import org.scalatest.{BeforeAndAfterEach, OneInstancePerTest}
 import org.scalatest.funsuite.AnyFunSuite
 import scala.collection.mutable
+import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
+import org.apache.spark.stagecrew.partitions.{CachedBlock, Ending, Output, Partitions, Taken}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 /** What an executor does with its table: deletes, counts, and tells. The disk is a list here. */
 class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAndAfterEach {
@@ -42,21 +45,21 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(partitions.release("a", Map.empty).get().outputs.keySet == Set(Output(0, 1), Output(1, 2)))
     assert(deleted.toSet == Set(Output(0, 1), Output(1, 2)))
     assert(partitions.release("a", Map.empty).get() == Taken())
-    assert(ledger.of("a").released == 2)
-    assert(ledger.of("a").releasedBytes == 20)
+    assert(ledger.of("a").partitions.released == 2)
+    assert(ledger.of("a").partitions.releasedBytes == 20)
     assert(partitions.isEmpty)
   }
 
-  test("what finishes behind the end is deleted by its own thread before its writer returns") {
+  test("an output that finishes after the end is deleted before its writer returns") {
     owners(1) = "a"
     val booking = partitions.setUp(1, Output(0, 1)).get
     partitions.end("a", Ending(outputs = true))
     booking.finished(Array(10))
     assert(deleted == Seq(Output(0, 1)))
-    assert(ledger.of("a").released == 1)
+    assert(ledger.of("a").partitions.released == 1)
   }
 
-  test("a file that cannot be deleted does not keep the others, and is counted as a failure, not as released") {
+  test("a file that cannot be deleted does not stop the others, and counts as a failure") {
     write(1, "a", 13, bytes = 1)
     write(2, "a", 1, bytes = 20)
     write(3, "a", 14, bytes = 300)
@@ -64,43 +67,43 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     partitions.release("a", Map.empty).get()
     assert(deleted == Seq(Output(1, 2)))
     assert(partitions.isEmpty)
-    val counts = ledger.of("a")
+    val counts = ledger.of("a").partitions
     assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 20, 2))
-    assert(counts.totals.released == 1 && counts.totals.releasedBytes == 20)
+    assert(ledger.of("a").totals.released == 1 && ledger.of("a").totals.releasedBytes == 20)
   }
 
-  test("what finishes after the end and cannot be deleted is counted as a failure") {
+  test("a late output that cannot be deleted counts as a failure") {
     owners(1) = "a"
     val booking = partitions.setUp(1, Output(14, 1)).get
     partitions.end("a", Ending(outputs = true))
     booking.finished(Array(10))
-    assert(ledger.of("a").released == 0 && ledger.of("a").releaseFailures == 1)
+    assert(ledger.of("a").partitions.released == 0 && ledger.of("a").partitions.releaseFailures == 1)
   }
 
-  test("cached blocks are counted when the driver has unpersisted their datasets: those that are gone as released, others as failures") {
+  test("after the driver has unpersisted datasets, gone blocks count as released, others as failures") {
     val blocks = Seq(CachedBlock(7, 0) -> 5L, CachedBlock(7, 1) -> 6L, CachedBlock(8, 0) -> 70L)
     owners(1) = "a"
     partitions.over(1, blocks.map { case (block, bytes) => block -> Some(bytes) })
     here ++= blocks.map(_._1)
     partitions.end("a", Ending(outputs = true, blocks = true))
     assert(partitions.release("a", Map.empty).get().caches == Set(7, 8))
-    assert(partitions.awaits("a") && ledger.of("a").released == 0)
+    assert(partitions.awaits("a") && ledger.of("a").partitions.released == 0)
     here -= CachedBlock(7, 0)
     partitions.unpersisted("a", Set(7)) // somebody uses the dataset 8 again
     partitions.unpersisted("a", Set(7))
-    val counts = ledger.of("a")
+    val counts = ledger.of("a").partitions
     assert((counts.released, counts.releasedBytes, counts.releaseFailures) == (1, 5, 1))
     assert(!partitions.awaits("a"))
   }
 
-  test("what came here from an executor that left goes too, but nothing that was written since the shuffle was released") {
+  test("outputs from an executor that left are deleted, newer outputs of the shuffle are not") {
     partitions.release("a", Map(4 -> 100L, 5 -> 99L, 6 -> 150L)).get()
     assert(deleted == Seq(Output(4, 99), Output(6, 99)))
     partitions.stale(Map(7 -> 100L, 8 -> 99L))
     partitions.awaitDeletions(10000)
     assert(deleted == Seq(Output(4, 99), Output(6, 99), Output(7, 99)))
     // The driver hears of it, so that Spark takes the executor for one that has nothing.
-    def found(): Option[Set[Int]] = partitions.inventory(always = false).map(body => Json.integers(Json.parse(body).get("found")).toSet)
+    def found(): Option[Set[Int]] = partitions.inventory(always = false).map(_.found.toSet)
     assert(found().contains(Set(4, 6, 7)))
     partitions.answered(heard = false)
     assert(found().contains(Set(4, 6, 7)))
@@ -108,7 +111,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(found().isEmpty)
   }
 
-  test("what tasks of a topology that had ended wrote goes when nobody uses the shuffle") {
+  test("outputs of tasks of an ended topology are deleted when nobody uses the shuffle") {
     write(1, Description.Application, 0)
     write(2, Description.Application, 1)
     write(3, "b", 0)
@@ -122,36 +125,36 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(partitions.isEmpty)
   }
 
-  test("an open that fails is not in progress any more") {
+  test("a failed writer has no output in progress") {
     owners(1) = "a"
     val booking = partitions.setUp(1, Output(0, 1)).get
     assertThrows[IllegalStateException](booking.unlessItFails(throw new IllegalStateException))
     assert(partitions.isEmpty)
   }
 
-  test("the ledger has what is stored, and is left alone when nothing changed") {
+  test("the ledger has the stored partitions, and does not change without a change") {
     write(1, "a", 0)
     partitions.over(1, Seq(CachedBlock(7, 0) -> Some(5L)))
     partitions.tell()
-    assert(ledger.of("a").stored == Stored(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
+    assert(ledger.of("a").partitions == PartitionCounts(outputs = 1, outputBytes = 10, blocks = 1, blockBytes = 5))
     val (number, _) = ledger.report().get
     ledger.delivered(number)
     partitions.tell()
     assert(ledger.report().isEmpty)
   }
 
-  test("an inventory is told when it changed, now and then, and again when it was not heard") {
+  test("an inventory is sent after changes, from time to time, and after a failure") {
     assert(partitions.inventory(always = false).isEmpty)
     write(1, "a", 0)
     val told = partitions.inventory(always = false).get
-    assert(told == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
+    assert(Json.write(told) == """{"topologies":{"a":{"shuffles":[0],"caches":[]}},"found":[]}""")
     assert(partitions.inventory(always = false).isEmpty)
     partitions.answered(heard = false)
     assert(partitions.inventory(always = false).contains(told))
     assert(Iterator.continually(partitions.inventory(always = false)).take(11).flatten.toSeq == Seq(told))
   }
 
-  test("without a driver all goes") {
+  test("without a driver everything is deleted") {
     write(1, "a", 0)
     owners(2) = "b"
     val booking = partitions.setUp(2, Output(0, 2)).get
@@ -162,7 +165,7 @@ class PartitionsSuite extends AnyFunSuite with OneInstancePerTest with BeforeAnd
     assert(deleted == Seq(Output(0, 1), Output(0, 2)))
   }
 
-  test("an executor that ends without a driver waits for its deletions, however many, and for no longer than it may") {
+  test("an executor that ends without a driver waits for its deletions, within the timeout") {
     (0L until 5000L).foreach(write(_, "a", 0))
     partitions.release("a", Map.empty).get() // the end of the executor: the driver had not ended the topology
     assert(deleted.isEmpty)

@@ -1,6 +1,8 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.{Ledger, ListenerCounts, Processes}
+import org.apache.spark.stagecrew.wire.{Json, Link}
 
 class ProcessesSuite extends AnyFunSuite {
   private final class Fixture {
@@ -21,24 +23,24 @@ class ProcessesSuite extends AnyFunSuite {
       processes.hookEnded(link, topology, index, hook, failed, 10, if (failed) "bad" else "")
     }
 
-    def counts(topology: String = "t", index: Int = 0): ListenerCounts = ledger.of(topology).listeners(index)
+    def counts(topology: String = "t", index: Int = 0): ListenerCounts = ledger.of(topology).listeners.find(_.index == index).get
   }
 
-  test("opens and closes are counted with their time, and nothing is lost of what was closed") {
+  test("opens and closes are counted with their time, and a closed listener is not lost") {
     val f = new Fixture
     val link = f.link()
     f.hook(link, "open")
-    assert(f.counts() == ListenerCounts("listener 0", "worker", opens = 1, openMicros = 10))
+    assert(f.counts() == ListenerCounts(0, "listener 0", "worker", opens = 1, openMicros = 10))
     f.hook(link, "decorate")
     f.hook(link, "close", failed = true)
     f.processes.disconnected(link)
     assert(f.counts() == ListenerCounts(
-      "listener 0", "worker", opens = 1, closes = 1, failures = 1, openMicros = 10, closeMicros = 10, lastError = "bad"))
+      0, "listener 0", "worker", opens = 1, closes = 1, failures = 1, openMicros = 10, closeMicros = 10, lastError = "bad"))
     assert(f.ledger.of("t").processes == 1)
     assert(f.ledger.of("t").lostProcesses == 0)
   }
 
-  test("what a process had open when it went is lost, per topology and listener, once") {
+  test("the open listeners of a lost process are lost, per topology and listener, once") {
     val f = new Fixture
     val (gone, stays) = (f.link(), f.link())
     Seq("t", "u").foreach(topology => (0 to 1).foreach(index => f.hook(gone, "open", topology, index)))
@@ -53,7 +55,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.all == Seq(stays))
   }
 
-  test("a process that goes in the middle of its open has lost it") {
+  test("a process that ends during an open has lost the listener") {
     val f = new Fixture
     val link = f.link()
     f.processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
@@ -62,7 +64,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.counts().opens == 1 && f.counts().lost == 1 && f.counts().openMicros == 0)
   }
 
-  test("a topology is deferred once while its process is busy, and no more when it has closed or gone") {
+  test("a topology is deferred while its process is busy, until it closes or is gone") {
     val f = new Fixture
     val (one, two) = (f.link(), f.link())
     Seq(one, two).foreach { link =>
@@ -77,7 +79,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.ledger.of("t").deferred.isEmpty)
   }
 
-  test("a hook is overdue from its time on, answered once, and counted as a failure that says so") {
+  test("an overdue hook is returned once, and counted as a failure") {
     val f = new Fixture
     val (late, quick) = (f.link(), f.link())
     f.processes.began(late, 7, Set("t"))
@@ -94,7 +96,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.unclosed(late, "t") == Seq("listener 0"))
   }
 
-  test("a hook whose process is ended has taken its time, in the sums as in the timeline") {
+  test("the time of a killed hook is in the sums and in the timeline") {
     val f = new Fixture
     val timed = scala.collection.mutable.Map.empty[String, Long]
     f.ledger.timed = (kind, micros) => timed(kind) = timed.getOrElse(kind, 0L) + micros
@@ -107,7 +109,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(timed == Map("open" -> 2000L, "close" -> 3000L))
   }
 
-  test("who is busy, who runs an attempt, and who is to be asked to close") {
+  test("busy links, links that run an attempt, and links that must close") {
     val f = new Fixture
     val (worker, idle, agent) = (f.link(), f.link(), f.link("agent"))
     f.processes.began(worker, 7, Set("u"))
@@ -125,7 +127,7 @@ class ProcessesSuite extends AnyFunSuite {
     assert(f.processes.running(7).isEmpty)
   }
 
-  test("a report does not grow with the processes that came and went") {
+  test("a report does not grow with the number of past processes") {
     val f = new Fixture
     (1 to 10000).foreach { n =>
       val link = f.link()
@@ -134,6 +136,6 @@ class ProcessesSuite extends AnyFunSuite {
       f.processes.disconnected(link)
     }
     assert(f.ledger.of("t").processes == 10000 && f.ledger.of("t").lostProcesses == 5000)
-    assert(f.ledger.report().get._2.length < 30000)
+    assert(Json.write(f.ledger.report().get._2).length < 30000)
   }
 }

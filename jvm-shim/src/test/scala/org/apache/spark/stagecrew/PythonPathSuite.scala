@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.PythonPath
 
 class PythonPathSuite extends AnyFunSuite {
   private def seen: Seq[Option[String]] =

@@ -1,62 +1,83 @@
 package org.apache.spark.stagecrew
 
-import org.scalatest.concurrent.Eventually._
 import org.scalatest.funsuite.AnyFunSuite
-import org.scalatest.time.SpanSugar._
+import org.apache.spark.stagecrew.executor.{ProcessBook, SampleLog, Samples}
+import org.apache.spark.stagecrew.ui.{PageModel, ProcessView, Sample}
+import org.apache.spark.stagecrew.wire.Json
 
 class SamplesSuite extends AnyFunSuite {
-  private def seen(pid: Long, cpu: Long, rss: Long = 7) = Sampler.Seen(pid, "worker", 500, cpu, Sampler.Now(rss, 2, 3))
+  private val daemon = new Object
 
-  private def reported(log: SampleLog, book: ProcessBook, arrives: Boolean = true): Unit = log.untold.foreach { case (node, told) =>
-    book.took(Json.parse(Json.write(node)))
-    if (arrives) told()
+  private def seen(pid: Long, cpu: Long = 0, rss: Long = 7) =
+    ProcessView("", "", pid, "worker", 500, 0, Vector(Sample(0, rss, cpu, 2, 3)))
+
+  private final class Fixture(ended: Int = ProcessBook.Ended) {
+    var now = 0L
+    val log = new SampleLog("1", () => "h", () => now)
+    val book = new ProcessBook(ended)
+
+    def sample(at: Long, seen: ProcessView*): Unit = {
+      now = at
+      log.record(daemon, seen.toVector)
+    }
+
+    def report(arrives: Boolean = true): Unit = log.untold.foreach { case (processes, told) =>
+      book.record(Json.read[Samples](Json.write(Samples(processes))).processes)
+      if (arrives) told()
+    }
   }
 
-  test("CPU is since the look before, at first since the process began; one that is gone has ended") {
-    val (log, book) = (new SampleLog("1", () => "h"), new ProcessBook)
-    log.took(1500, Seq(seen(7, 500)))
-    log.took(2500, Seq(seen(7, 750), seen(8, 100)))
-    reported(log, book)
-    reported(log, book)
-    log.took(3500, Seq(seen(8, 100)))
-    assert(log.now.map(_._2.cpu) == Seq(0))
-    reported(log, book)
-    assert(log.untold.isEmpty)
-    assert(book.views == Vector(
+  test("samples get the time at which they arrive; a process that is no longer sampled has ended") {
+    val f = new Fixture
+    f.sample(1500, seen(7, cpu = 500))
+    f.sample(2500, seen(7, cpu = 250), seen(8, cpu = 50))
+    f.report()
+    f.report()
+    f.sample(3500, seen(8))
+    assert(f.log.now.map(_.pid) == Seq(8))
+    f.report()
+    assert(f.log.untold.isEmpty)
+    assert(f.book.views == Vector(
       ProcessView("1", "h", 7, "worker", 500, 3500, Vector(Sample(1500, 7, 500, 2, 3), Sample(2500, 7, 250, 2, 3))),
       ProcessView("1", "h", 8, "worker", 500, 0, Vector(Sample(2500, 7, 50, 2, 3), Sample(3500, 7, 0, 2, 3)))))
   }
 
-  test("a report that is lost or comes twice changes nothing, and all is bounded") {
-    val (log, book) = (new SampleLog("1", () => "h"), new ProcessBook(ended = 2))
+  test("a report that is lost or repeated changes nothing, and everything is bounded") {
+    val f = new Fixture(ended = 2)
     (1 to 100).foreach { n =>
-      log.took(1000L * n, Seq(seen(7, n.toLong)))
-      if (n % 3 == 0) reported(log, book, arrives = n % 2 == 0)
+      f.sample(1000L * n, seen(7, n.toLong))
+      if (n % 3 == 0) f.report(arrives = n % 2 == 0)
     }
-    reported(log, book)
-    val only = book.views.head
-    assert(only.samples.map(_.time) == (41 to 100).map(_ * 1000L))
+    f.report()
+    assert(f.book.views.head.samples.map(_.time) == (41 to 100).map(_ * 1000L))
     (1 to 5).foreach { n =>
-      log.took(200000L + n, Seq(seen(n.toLong, 0)))
-      reported(log, book)
+      f.sample(200000L + n, seen(n.toLong))
+      f.report()
     }
-    assert(book.views.map(_.pid) == Vector(3, 4, 5) && book.views.map(_.ended > 0) == Vector(true, true, false))
-    book.lost("1", 300000)
-    assert(book.views.map(_.pid) == Vector(4, 5) && book.views.last.ended == 300000)
+    assert(f.book.views.map(_.pid) == Vector(3, 4, 5) && f.book.views.map(_.ended > 0) == Vector(true, true, false))
+    f.book.lost("1", 300000)
+    assert(f.book.views.map(_.pid) == Vector(4, 5) && f.book.views.last.ended == 300000)
   }
 
-  test("a process is looked at as /proc has it, and one that is gone is not there") {
-    val child = new ProcessBuilder("sleep", "60").start()
-    try {
-      eventually(timeout(30.seconds)) { // until it is `sleep`
-        val now = Sampler.seen(child.toHandle).get
-        assert(now.rss > 100000 && now.threads == 1 && now.files >= 3)
-      }
-      new Sampler(new SampleLog("1", () => "h"), () => None).look() // no Python here: nothing is found, nothing is thrown
-    } finally {
-      child.destroyForcibly()
-      child.waitFor()
-    }
-    assert(Sampler.seen(child.toHandle).isEmpty)
+  test("two sources are independent, and the processes of one that is gone have ended") {
+    val f = new Fixture
+    val agent = new Object
+    f.sample(1000, seen(7))
+    f.log.record(agent, Vector(seen(9).copy(role = "agent")))
+    assert(f.log.now.map(_.pid) == Seq(7, 9))
+    f.log.gone(daemon)
+    f.log.gone(daemon)
+    f.report()
+    assert(f.log.now.map(_.pid) == Seq(9))
+    assert(f.book.views.map(one => one.pid -> (one.ended > 0)) == Vector(7L -> true, 9L -> false))
+  }
+
+  test("the page names an executor that cannot sample, and the remedy") {
+    val problem = seen(70).copy(executor = "3", host = "h3", role = "daemon", problem = "install psutil")
+    val model = PageModel(Views.snapshot().copy(processes = Vector(problem)), 61000)
+    val page = Views.page("processes", model)
+    assert(page.text.contains("Executor 3 (host h3): install psutil") && page.text.contains("No Python process has been sampled"))
+    assert(!Views.page("", model).text.contains("running with"))
+    assert(Metrics.lastSamples(Vector(problem)).forall(_._1 != "worker"))
   }
 }

@@ -2,12 +2,15 @@ package org.apache.spark.stagecrew
 
 import org.apache.spark.SparkConf
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.jdk.CollectionConverters._
+import org.apache.spark.stagecrew.driver.DriverShim
+import org.apache.spark.stagecrew.wire.{Description, Entry, Frames}
 
 class SettingsSuite extends AnyFunSuite {
   private def conf(values: (String, String)*): SparkConf = new SparkConf(false).setAll(values)
 
-  test("the defaults are those that are known, and each is valid") {
+  test("every key has a valid default") {
     val settings = new Settings(conf())
     assert(settings.listeners.isEmpty && settings.jvmListeners.isEmpty)
     assert(settings.openTimeoutMs == 60000 && settings.closeTimeoutMs == 10000 && settings.shutdownTimeoutMs == 5000)
@@ -18,7 +21,7 @@ class SettingsSuite extends AnyFunSuite {
     assert(explicit.openTimeoutMs == settings.openTimeoutMs && explicit.maxFrame == settings.maxFrame)
   }
 
-  test("times and sizes have units, and lists may hold spaces and empty places") {
+  test("times and sizes have units, and lists may have spaces and empty entries") {
     val settings = new Settings(conf(Settings.OpenTimeout -> "1500ms", Settings.CloseTimeout -> "2min",
       Settings.MaxFrame -> "1k", Settings.Listeners -> " a:b , ,c:d,", Settings.JvmListeners -> "x.Y"))
     assert(settings.openTimeoutMs == 1500 && settings.closeTimeoutMs == 120000 && settings.maxFrame == 1024)
@@ -29,12 +32,12 @@ class SettingsSuite extends AnyFunSuite {
     assert(new Settings(conf(Settings.MaxFrame -> "5g")).maxFrame == Int.MaxValue - 16)
   }
 
-  test("a value that is none is refused") {
+  test("an invalid value is refused") {
     intercept[NumberFormatException](new Settings(conf(Settings.OpenTimeout -> "soon")))
     intercept[NumberFormatException](new Settings(conf(Settings.RetainedTopologies -> "many")))
   }
 
-  test("times and numbers that would stop something are refused, with the default") {
+  test("times and numbers that are not positive are refused, and the message has the default") {
     Seq(Settings.OpenTimeout, Settings.CloseTimeout, Settings.ShutdownTimeout, Settings.ChannelTimeout, Settings.ReportInterval,
       Settings.RetainedTopologies).foreach { key =>
       val refused = intercept[IllegalArgumentException](new Settings(conf(key -> "0")))
@@ -42,12 +45,12 @@ class SettingsSuite extends AnyFunSuite {
     }
   }
 
-  test("keys that begin as ours do and are none are found") {
+  test("unknown keys with our prefix are found") {
     val user = conf(Settings.OpenTimeout -> "1s", "spark.stagecrew.open.timeoutt" -> "1s", "spark.other" -> "x")
     assert(Settings.unknown(user) == Seq("spark.stagecrew.open.timeoutt"))
   }
 
-  test("what cannot work beside Spark's settings is refused with what to do") {
+  test("settings of Spark that cannot work are refused with the remedy") {
     Seq(DriverShim.DaemonModuleKey -> "mine.daemon", "spark.python.use.daemon" -> "false",
       "spark.sql.execution.udf.unified.execution.enabled" -> "true").foreach { case (key, value) =>
       val refused = intercept[IllegalArgumentException](DriverShim.configure(conf(key -> value)))
@@ -55,7 +58,7 @@ class SettingsSuite extends AnyFunSuite {
     }
   }
 
-  test("the plugin sets the daemon module, leaves the user's PYTHONPATH alone, and may be told twice") {
+  test("the plugin sets the daemon module, does not change the user's PYTHONPATH, and may run twice") {
     val user = conf("spark.executorEnv.PYTHONPATH" -> "mine")
     DriverShim.configure(user)
     assert(user.get(DriverShim.DaemonModuleKey) == DriverShim.DaemonModule)
@@ -66,7 +69,7 @@ class SettingsSuite extends AnyFunSuite {
     assert(!none.contains("spark.executorEnv.PYTHONPATH")) // it would replace what executors have of their own
   }
 
-  test("another Spark is refused by both versions") {
+  test("another Spark version is refused, and both versions are named") {
     Shim.checkSpark("4.3.0")
     Seq("4.2.1", "4.30.0", "5.0.0").foreach { version =>
       assert(intercept[IllegalStateException](Shim.checkSpark(version)).getMessage.contains(version))
@@ -79,21 +82,21 @@ class SettingsSuite extends AnyFunSuite {
     val description = DriverShim.application(user, new Settings(user))
     assert(description.listeners.map(l => (l.index, l.kind, l.name, l.target)) ==
       Vector((0, "jvm", "Mdc", "a.b.Mdc"), (1, "name", "orders", "pools:orders")))
-    assert(description.python == PythonCommand("python9", Map("X" -> "y"), Nil))
+    assert((description.executable, description.environment, description.files) == (("python9", Map("X" -> "y"), Nil)))
   }
 
-  test("a description survives the way to an executor, its pickled bytes untouched") {
+  test("a description is the same on an executor, with its pickled bytes") {
     val blob = Array.tabulate(256)(_.toByte)
     val entries = Vector(
       Entry(0, "jvm", "Mdc", "a.b.Mdc", Some("jvm"), Some("application"), required = true, None),
-      Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(blob)),
+      Entry(1, "pickle", "pool \"<\u20ac", "", Some("worker"), Some("execution"), required = false, Some(0)),
       Entry(2, "name", "orders", "pools:orders", None, None, required = true, None))
-    val sent = Description("id", "name", Some("parent"), entries, PythonCommand("python3", Map("A" -> "b"), Seq("x.zip")))
-    val (body, blobs) = sent.encoded
-    assert(!body.contains("AAEC") && blobs.map(_.toSeq) == Vector(blob.toSeq))
-    val got = Description.decode(body, blobs)
-    assert(got.copy(listeners = Vector.empty) == sent.copy(listeners = Vector.empty))
-    assert(got.listeners.map(_.copy(blob = None)) == entries.map(_.copy(blob = None)))
-    assert(got.listeners.map(_.blob.map(_.toSeq)) == entries.map(_.blob.map(_.toSeq)))
+    val sent = Description("id", "name", Some("parent"), entries, "python3", VectorMap("A" -> "b"), Vector("x.zip"))(Vector(blob))
+    val frame = Frames.encode("DESCRIPTION", "id", sent.body, sent.blobs)
+    assert(!sent.body.contains("AAEC"))
+    val got = Description.decode(Frames.decodeMessage(frame))
+    assert(got == sent && got.blobs.map(_.toSeq) == Vector(blob.toSeq))
+    val both = sent.and(got)
+    assert(both.listeners.map(_.index) == (0 to 5) && both.listeners.flatMap(_.blob) == Vector(0, 1) && both.blobs.size == 2)
   }
 }

@@ -2,15 +2,18 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.util.Random
+import org.apache.spark.stagecrew.driver.Topology
+import org.apache.spark.stagecrew.executor.{ExecutorReport, Ledger, Processes, SpanBook, SpanLog, SpanReport}
+import org.apache.spark.stagecrew.wire.{Description, Json}
 
 class SpansSuite extends AnyFunSuite {
   private def told(log: SpanLog, book: SpanBook, sequence: Long, executor: String = "1"): () => Unit = {
-    val (node, arrived) = log.untold
-    book.took(executor, sequence, Json.parse(Json.write(node)))
+    val (report, arrived) = log.untold
+    book.record(executor, sequence, Json.read[SpanReport](Json.write(report)))
     arrived
   }
 
-  test("the first are kept, the slowest of the rest, and all others are counted") {
+  test("the first spans and the slowest of the rest are kept, and all others are counted") {
     val random = new Random(11)
     (1 to 50).foreach { _ =>
       val (log, count) = (new SpanLog(first = 5, slowest = 3), random.nextInt(40))
@@ -27,35 +30,34 @@ class SpansSuite extends AnyFunSuite {
     }
   }
 
-  test("a report has what is not known to have arrived; what comes twice, late or in another order changes nothing") {
+  test("a report repeats spans until they have arrived; repeated and late reports change nothing") {
     val random = new Random(5)
     (1 to 30).foreach { _ =>
       val (log, book) = (new SpanLog(2, 2), new SpanBook)
-      var late = List.empty[(Long, String)]
+      var late = List.empty[(Long, SpanReport)]
       (1L to 60L).foreach { sequence =>
         log.add("task", s"$sequence", sequence, random.nextInt(1000).toLong, failed = false)
-        val (node, arrived) = log.untold
-        val body = Json.write(node)
+        val (body, arrived) = log.untold
         random.nextInt(4) match {
           case 0 => late ::= sequence -> body // it arrives, but nobody knows
           case 1 => ()
           case _ =>
-            book.took("1", sequence, Json.parse(body))
+            book.record("1", sequence, body)
             arrived()
         }
-        if (random.nextBoolean()) late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+        if (random.nextBoolean()) late.foreach { case (number, old) => book.record("1", number, old) }
       }
       told(log, book, 100)()
-      assert(log.untold._1.get("slots").isEmpty)
+      assert(log.untold._1.slots.isEmpty)
       assert(book.size == 4 && book.dropped == 56)
-      late.foreach { case (number, old) => book.took("1", number, Json.parse(old)) }
+      late.foreach { case (number, old) => book.record("1", number, old) }
       assert(book.size == 4 && book.dropped == 56)
     }
   }
 
-  test("the driver keeps so many of a topology, and of all: those that closed first lose theirs, and say how many") {
+  test("the driver limits spans per topology and in total: topologies that closed first lose theirs") {
     def topology(id: String, ended: Long, spans: Int) = {
-      val made = new Topology(Description(id, id, None, Vector.empty, PythonCommand("python3", Map.empty, Nil)), "named")
+      val made = new Topology(Description(id, id, None, Vector.empty)(), "named")
       if (ended > 0) { made.state = "closed"; made.ended = ended }
       val log = new SpanLog(100, 100)
       (0 until spans).foreach(n => log.add("task", "t", n.toLong, 1, failed = false))
@@ -74,7 +76,7 @@ class SpansSuite extends AnyFunSuite {
     assert(small.size == 3 && small.dropped == 6)
   }
 
-  test("where nobody shows timelines no span is made, and how long things took is told still") {
+  test("without timelines no span is made, and durations are still reported") {
     val ledger = new Ledger(() => 10000, timelines = false)
     val told = scala.collection.mutable.ArrayBuffer.empty[(String, Long)]
     ledger.timed = (kind, micros) => told += kind -> micros
@@ -84,13 +86,13 @@ class SpansSuite extends AnyFunSuite {
     processes.hookBegan(link, "t", 0, "open", Long.MaxValue)
     processes.hookEnded(link, "t", 0, "open", failed = false, 700, "")
     ledger.span("t", "task", fail("a name that nobody reads is made"), 900, failed = false)
-    val body = Json.parse(ledger.report().get._2)
-    assert(body.get("spans").isEmpty && ExecutorCounts.of(body.at("/topologies/t")).totals.opens == 1)
+    val report = ledger.report().get._2
+    assert(report.spans.isEmpty && report.topologies("t").totals.opens == 1)
     assert(told.toSeq == Seq("open" -> 700L, "task" -> 900L) && ledger.report().isEmpty)
-    assert(Json.parse(ledger.full("t")._2).get("spans").isEmpty)
+    assert(ledger.full("t")._2.spans.isEmpty)
   }
 
-  test("opens, closes and hooks that hang have a span; a decoration has none; it ends now") {
+  test("opens, closes and hanging hooks have a span that ends now; decorations have none") {
     val ledger = new Ledger(() => 10000)
     val processes = new Processes(ledger, (_, _) => ("pool", "worker"), () => 5000000)
     val link = Links.link("p", "worker", 1)(_ => ())
@@ -102,14 +104,14 @@ class SpansSuite extends AnyFunSuite {
     processes.hookBegan(link, "t", 0, "open", 1)
     processes.overdue()
     val book = new SpanBook
-    book.took("1", 1, Json.parse(ledger.report().get._2).get("spans").get("t"))
+    book.record("1", 1, ledger.report().get._2.spans("t"))
     assert(book.spans.map(one => (one.kind, one.name, one.started, one.ended, one.failed)) == Vector(
       ("open", "pool", 8000L, 10000L, false), ("close", "pool", 8000L, 10000L, true), ("open", "pool", 10000L, 10000L, true)))
   }
 
-  test("spans alone make a report, are said again when that was lost, and go with their topology") {
+  test("spans alone make a report, are repeated if it was lost, and are forgotten with their topology") {
     val ledger = new Ledger
-    def slots(body: String) = Json.items(Json.parse(body).at("/spans/t/slots")).map(_.get("name").asText)
+    def slots(report: ExecutorReport) = report.spans("t").slots.map(_.span.name)
     ledger.span("t", "task", "a", 1, failed = false)
     val (first, body) = ledger.report().get
     assert(slots(body) == Seq("a") && ledger.report().isEmpty)
@@ -124,7 +126,7 @@ class SpansSuite extends AnyFunSuite {
     assert(ledger.report().isEmpty)
   }
 
-  test("what is dropped is what there was without what is kept, also when the book is full and reports come again") {
+  test("dropped spans are counted, also if the book is full and reports are repeated") {
     val random = new Random(3)
     (1 to 30).foreach { _ =>
       val book = new SpanBook(limit = 3)

@@ -1,7 +1,14 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import scala.collection.immutable.VectorMap
 import scala.xml.Elem
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, Totals}
+import org.apache.spark.stagecrew.spark.PageRequest
+import org.apache.spark.stagecrew.ui.{PageHead, PageModel, ProcessView, RecoveryView, Sample, Show, Snapshot, StepView}
+import org.apache.spark.stagecrew.ui.{Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 class TabSuite extends AnyFunSuite {
   import Views._
@@ -18,21 +25,21 @@ class TabSuite extends AnyFunSuite {
     rows(page, table).head(headers.indexOf(header))
   }
 
-  test("the application comes first, then what runs, then what has closed, each the newest first") {
+  test("the application is listed first, then active topologies, then closed ones, the newest first") {
     val shown = rows(overview(application, topology("a", state = "closed"), topology("b"), topology("c", state = "closed"),
       topology("d", state = "closing")), "topologies")
     assert(shown.map(_(1)) == Seq("application", "d", "b", "c", "a"))
     assert(shown.head(5) == "1.0 min" && shown.last(5) == "30 s")
   }
 
-  test("without topologies a sentence says how to begin, and only then") {
+  test("only without topologies a sentence says how to begin") {
     assert((overview(application) \\ "code").text.contains("topology("))
     assert((overview(application, topology("a")) \\ "code").isEmpty)
   }
 
-  test("the overview adds up a listener over executors, and a topology's page has each executor") {
-    val one = ExecutorCounts(Map(0 -> ListenerCounts("pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
-    val view = topology("a").copy(executors = Vector("1" -> one, "2" -> one))
+  test("the overview sums up a listener over executors, and a topology's page lists each executor") {
+    val one = ExecutorCounts(Vector(ListenerCounts(0, "pool", "worker", 3, 2, 1, 0, 1500, 0, "bad")))
+    val view = topology("a").copy(executors = VectorMap("1" -> one, "2" -> one))
     assert(rows(overview(view), "listeners") == Seq(Seq("name of a", "pool", "worker", "2", "6", "4", "2", "0", "3.0 ms", "0.0 ms", "bad")))
     assert(rows(of(view), "listeners").map(_.take(5)) == Seq(Seq("pool", "worker", "1", "3", "2"), Seq("pool", "worker", "2", "3", "2")))
   }
@@ -62,13 +69,13 @@ class TabSuite extends AnyFunSuite {
   }
 
   test("a topology's page and its JSON say how many partitions could not be deleted, for each executor and together") {
-    val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(releaseFailures = id.toLong) })
+    val view = busy("a").copy(executors = busy("a").executors.map { case (id, counts) => id -> counts.copy(partitions = counts.partitions.copy(releaseFailures = id.toLong)) })
     assert(Seq("1", "2").map(id => rows(of(view), "executors").find(_.head == id).get(9)) == Seq("1", "2"))
     assert(of(view).text.contains("12 released (13.7 KiB), 3 could not be deleted"))
-    assert(view.json.at("/executors/2/partitions/releaseFailures").asLong == 2)
+    assert(Json.tree(view).at("/executors/2/partitions/releaseFailures").asLong == 2)
   }
 
-  test("a topology's page links what it lies in and what lies in it") {
+  test("a topology's page links its parent and the topologies inside it") {
     val inner = topology("inner").copy(parent = Some("outer"))
     def links(of: String): Seq[String] =
       (page("topology", shown(topology("outer"), inner), "id" -> of) \\ "a").map(_ \@ "href").filter(_.contains("?id="))
@@ -76,7 +83,7 @@ class TabSuite extends AnyFunSuite {
     assert(links("inner").contains("/ui/stagecrew/topology/?id=outer"))
   }
 
-  test("processes are shown as they are now and over time, and those that have ended are marked") {
+  test("processes are shown now and over time, and ended ones are marked") {
     val samples = Vector(Sample(1000, 100L << 20, 0, 3, 20), Sample(2000, 300L << 20, 1500, 4, 21))
     val views = Vector(ProcessView("1", "h", 77, "worker", 1000, 5000, samples), ProcessView("1", "h", 78, "agent", 1000, 0, samples))
     val html = page("processes", PageModel(Snapshot(Vector.empty, Totals(), views), 61000))
@@ -86,8 +93,8 @@ class TabSuite extends AnyFunSuite {
     assert((html \\ "polyline").head \@ "points" == "1.0,13.0 99.0,1.0")
   }
 
-  test("the page of the stored job is linked when there is one, and shows its facts and steps") {
-    val recovery = RecoveryView(Vector("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
+  test("the page of the stored job is linked if it exists, and shows its facts and steps") {
+    val recovery = RecoveryView(VectorMap("job" -> "nightly", "term" -> "3"), Vector(StepView("load", "found", 1000, 2500), StepView("run", "running", 3000, 0)))
     val with_ = PageModel(Snapshot(Vector.empty, Totals(), Vector.empty, Some(recovery)), 61000)
     val html = page("jobs", with_)
     assert((html \\ "li").map(_.text) == Seq("Job: nightly", "Term: 3"))
@@ -101,29 +108,29 @@ class TabSuite extends AnyFunSuite {
 
   test("each page is JSON too, with its version") {
     val full = Snapshot(Vector(busy("a"), topology("b")), Totals(), Vector(ProcessView("1", "h", 77, "worker", 1, 0, Vector.empty)),
-      Some(RecoveryView(Vector("job" -> "j"), Vector.empty)))
+      Some(RecoveryView(VectorMap("job" -> "j"), Vector.empty)))
     val pages = Tab.pages(() => PageModel(full, 61000)).map(page => page.path -> Json.parse(page.json(PageRequest("", Map("id" -> "a"))))).toMap
     assert(pages.values.forall(_.get("version").asInt == 1))
-    assert(Snapshot.of(pages("")) == full && TopologyView.of(pages("topology").get("topology")) == busy("a"))
+    assert(Json.as[Snapshot](pages("")) == full && Json.as[TopologyView](pages("topology").get("topology")) == busy("a"))
     assert(pages("processes").get("processes").size == 1 && pages("jobs").at("/recovery/facts/job").asText == "j")
   }
 
-  test("an id that is missing or unknown is refused, and not echoed") {
+  test("a missing or unknown id is refused, and not echoed") {
     Seq(Nil, Seq("id" -> "echo-me")).foreach { parameters =>
       val refused = intercept[IllegalArgumentException](page("topology", shown(application), parameters: _*))
       assert(refused.getMessage.contains("id") && !refused.getMessage.contains("echo-me"))
     }
   }
 
-  test("out of an event log, a topology that had not ended is as long as it is known") {
+  test("in an event log, the duration of a topology that had not ended is that up to its last event") {
     val view = topology("a")
     val html = page("topology", PageModel(snapshot(view), 90000, history = true, Map("a" -> 11000L), Map("a" -> Seq("a note"))), "id" -> "a")
     assert(html.text.contains("Duration so far: 10 s") && (html \\ "p").exists(p => p.text == "a note" && (p \@ "class").contains("alert")))
   }
 
-  test("what a page says above it out of an event log is in its JSON; live there is nothing") {
+  test("the notes of a page from an event log are in its JSON; a live page has none") {
     def notes(shown: PageModel): Map[String, Seq[String]] =
-      Tab.pages(() => shown).map(page => page.path -> Json.strings(Json.parse(page.json(PageRequest("", Map("id" -> "a")))).get("notes"))).toMap
+      Tab.pages(() => shown).map(page => page.path -> Json.read[PageHead](page.json(PageRequest("", Map("id" -> "a")))).notes).toMap
     val old = Map("" -> Seq("as of yesterday"), "a" -> Seq("a note"))
     val seen = notes(PageModel(snapshot(topology("a")), 61000, history = true, notes = old))
     assert(seen == Map("" -> old(""), "processes" -> old(""), "jobs" -> old(""), "topology" -> old("a")))
@@ -131,7 +138,7 @@ class TabSuite extends AnyFunSuite {
     assert(notes(shown(topology("a"))).values.forall(_.isEmpty) && notes(shown(topology("a"))).size == 4)
   }
 
-  test("the title of a Python error that is long has its end, that of a JVM's its beginning") {
+  test("the title of a long Python error has its end, that of a JVM error its beginning") {
     def title(scope: String): String = {
       val html = of(topology("a", listeners = 1, error = s"first\n${"x\n" * 4000}last", scope = scope))
       (html \\ "@title").map(_.text).find(_.contains("x\nx")).get

@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
 import scala.xml.NodeSeq
+import org.apache.spark.stagecrew.ui.{Span, Timeline}
 
 class TimelineSuite extends AnyFunSuite {
   private def span(executor: String, from: Long, to: Long, kind: String = "task", failed: Boolean = false): Span =
@@ -11,33 +12,33 @@ class TimelineSuite extends AnyFunSuite {
 
   private def bars(html: NodeSeq): NodeSeq = (html \\ "rect").filter(bar => (bar \@ "class").startsWith("stagecrew-"))
 
-  test("each span is a bar at its time, as long as it took, with what it was in its title") {
+  test("each span is a bar at its time, with its duration, and with a title") {
     val html = drawn(1000, span("1", 0, 500, "open"), span("1", 500, 1000))
     val (first, second) = (bars(html).head, bars(html).last)
     assert((first \@ "class", first \@ "x", first \@ "width") == ("stagecrew-open", "120.0", "535.0"))
     assert((second \@ "class", second \@ "x", (second \ "title").text) == ("stagecrew-task", "655.0", "task of 500 on 1, 500 ms"))
   }
 
-  test("each executor has a lane, and what overlaps there stands under each other") {
+  test("each executor has a lane, with overlapping spans below each other") {
     val html = drawn(100, span("1", 0, 50), span("1", 10, 60), span("2", 0, 50), span("1", 50, 90))
     assert(bars(html).map(bar => (bar \@ "y").toInt).toSet.size == 3 && (html \\ "text").map(_.text).exists(_.startsWith("2")))
     assert(Timeline.pack(Seq(span("1", 0, 50), span("1", 10, 60), span("1", 50, 90))) ._1.map(_._2) == Seq(0, 1, 0))
     assert(Timeline.pack((0 until 50).map(_ => span("1", 0, 10)))._2 == Timeline.MaxRows)
   }
 
-  test("failed ones are marked by more than a colour, and counted in words") {
+  test("failed spans are marked by more than a colour, and counted in words") {
     val html = drawn(100, span("1", 0, 50, failed = true), span("1", 50, 60, "close"))
     assert(bars(html).map(_ \@ "class") == Seq("stagecrew-failed", "stagecrew-close"))
     assert(bars(html).head \@ "stroke" == "currentColor" && (bars(html).head \ "title").text.endsWith("failed"))
     assert((html \\ "svg").last \@ "aria-label" == "Timeline: 1 task, 1 close on 1 executor, 1 failed.")
   }
 
-  test("what runs reaches to the end, and a moment is still seen") {
+  test("a running span reaches the end, and a very short one is visible") {
     val html = drawn(1000, span("1", 0, 0), span("1", 999, 999))
     assert(bars(html).map(_ \@ "width") == Seq("1070.0", "2.0") && (bars(html).head \ "title").text.endsWith("runs"))
   }
 
-  test("a picture is bounded, and says what it leaves out") {
+  test("a picture is limited, and counts what it leaves out") {
     val many = (0 until Timeline.MaxSpans + 5).map(i => span(s"${i % 100}", i, i + 1))
     val html = Timeline.of(Views.topology("t").copy(started = 0, spans = many.toVector, spansDropped = 7), 10000)
     assert(bars(html).size <= Timeline.MaxSpans && (html \\ "text").size == Timeline.MaxLanes + 6)
@@ -45,12 +46,12 @@ class TimelineSuite extends AnyFunSuite {
     assert(drawn(10).text.contains("No open, close or task"))
   }
 
-  test("times out of order, as of hosts whose clocks differ, are drawn inside the picture") {
+  test("times out of order, from hosts with different clocks, are drawn inside the picture") {
     val html = drawn(100, span("1", -50, 20), span("2", 90, 40), span("3", 500, 600))
     assert(bars(html).forall(bar => (bar \@ "x").toDouble >= 120 && (bar \@ "x").toDouble + (bar \@ "width").toDouble <= 1192.1))
   }
 
-  test("where no span is kept any more, it is said how many there were") {
+  test("without kept spans the number of recorded ones is shown") {
     val html = Timeline.of(Views.topology("t").copy(started = 0, spansDropped = 12), 10000)
     assert(html.text.contains("12") && !html.text.contains("No open, close or task") && (html \\ "svg").isEmpty)
   }

@@ -1,6 +1,7 @@
 package org.apache.spark.stagecrew
 
 import org.scalatest.funsuite.AnyFunSuite
+import org.apache.spark.stagecrew.executor.TopologyTable
 
 /** The table against a model of it, over every order of what can happen to two topologies and two attempts. */
 class TopologyTableSuite extends AnyFunSuite {
@@ -69,7 +70,7 @@ class TopologyTableSuite extends AnyFunSuite {
     events.permutations.foreach(run)
   }
 
-  test("every order of all events, each told twice: all of them are idempotent") {
+  test("every order of all events, each twice: all of them are idempotent") {
     events.permutations.foreach(order => run(order.flatMap(event => Seq(event, event))))
   }
 
@@ -79,7 +80,7 @@ class TopologyTableSuite extends AnyFunSuite {
     (1 to 5).foreach(length => sequences(length).foreach(run))
   }
 
-  test("live names topologies with attempts and those that are closing") {
+  test("live returns topologies with attempts, and closing ones") {
     val table = new TopologyTable
     table.begin(1, Seq("a", "b"))
     table.end("c")
@@ -89,7 +90,7 @@ class TopologyTableSuite extends AnyFunSuite {
     assert(table.live.isEmpty)
   }
 
-  test("so many closed topologies are remembered, and not more") {
+  test("a limited number of closed topologies is remembered") {
     val table = new TopologyTable
     (0 to TopologyTable.RememberedClosed).foreach { i =>
       table.end(i.toString)

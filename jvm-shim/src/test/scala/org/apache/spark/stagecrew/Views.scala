@@ -1,6 +1,12 @@
 package org.apache.spark.stagecrew
 
+import scala.collection.immutable.VectorMap
 import scala.xml.{Elem, Group, Node}
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts, Totals}
+import org.apache.spark.stagecrew.spark.PageRequest
+import org.apache.spark.stagecrew.ui.{OperatorView, PageModel, Snapshot, Span, Tab, TopologyView}
+import org.apache.spark.stagecrew.wire.Json
 
 /** Hand-made views for the suites of pages. */
 object Views {
@@ -9,8 +15,8 @@ object Views {
   def topology(id: String, kind: String = DriverCrew.NamedKind, state: String = "active", listeners: Int = 0,
       error: String = "", scope: String = "worker"): TopologyView =
     TopologyView(id, s"name of $id", kind, None, state, 1000, if (state == "closed") 31000 else 0, 2, Vector("1"),
-      Vector("1" -> ExecutorCounts((0 until listeners).map(i =>
-        i -> ListenerCounts(s"l$i", scope, opens = 1, openMicros = 1500, closeMicros = 2500000, lastError = error)).toMap)),
+      VectorMap("1" -> ExecutorCounts((0 until listeners).map(i =>
+        ListenerCounts(i, s"l$i", scope, opens = 1, openMicros = 1500, closeMicros = 2500000, lastError = error)).toVector)),
       Vector.empty, Vector.empty)
 
   def operator(name: String, progress: (String, Long)*): OperatorView = {
@@ -19,14 +25,15 @@ object Views {
       "replies": {"count": 10, "p50": 1100, "p95": 2200, "p99": 3300, "max": 4400}}""").put("name", name)
     val values = node.putObject("progress")
     (if (progress.isEmpty) Seq("splits done" -> 4L, "splits left" -> 2L) else progress).foreach { case (what, value) => values.put(what, value) }
-    OperatorView.of(node)
+    Json.as[OperatorView](node)
   }
 
   /** As a topology that ran for a while: listeners, spans and coordinators on two executors. */
   def busy(id: String, spans: Int = 200): TopologyView = {
-    val listeners = (0 until 3).map(i => i -> ListenerCounts(s"listener $i", "worker", 4, 4, 0, 0, 7000, 8000)).toMap
+    val listeners = (0 until 3).map(i => ListenerCounts(i, s"listener $i", "worker", 4, 4, 0, 0, 7000, 8000)).toVector
     topology(id, state = "closed").copy(
-      askedBy = Vector("1", "2"), executors = Vector("1", "2").map(_ -> ExecutorCounts(listeners, 2, 0, Set.empty, Stored(1, 2, 3000, 4, 5000), 6, 7000)),
+      askedBy = Vector("1", "2"), executors = Vector("1", "2").map(_ -> ExecutorCounts(listeners, 2, 0, Set.empty,
+        PartitionCounts(1, 2, 3000, 4, 5000, 6, 7000))).to(VectorMap),
       operators = Vector(operator("splits"), operator("budget")),
       spans = (0 until spans).map(i => Span(s"${i % 2 + 1}", if (i < 4) "open" else "task", s"stage 1, partition $i", 1000 + 100L * i, 1150 + 100L * i, i % 50 == 7)).toVector)
   }

@@ -1,0 +1,107 @@
+package org.apache.spark.stagecrew
+package driver
+
+import scala.collection.immutable.VectorMap
+import scala.collection.mutable
+import org.apache.spark.stagecrew.executor.{ExecutorReport, ProcessBook, Totals}
+import org.apache.spark.stagecrew.ui.{OperatorView, RecoveryView}
+
+/** What the driver's Python reports of coordinators: the new state of uses of operators by topology, and the sum of
+  * all. */
+final case class Statistics(
+  topologies: VectorMap[String, VectorMap[String, OperatorView]], totals: Option[OperatorView])
+
+/**
+ * The coordinators of one topology. At most `limit` are listed; those without live evaluations leave the list first.
+ * All others are in a sum, which stays exact while at most `remembered` of them can still report. Used by the driver's
+ * loop only.
+ */
+private[stagecrew] final class OperatorBook(
+  limit: Int = OperatorBook.Limit, remembered: Int = OperatorBook.Remembered) {
+  private var folded = Option.empty[OperatorView]
+  private val unlisted = new Bounded[String, (Long, OperatorView)](remembered)((_, old) =>
+    folded = Some(OperatorView.sum(folded.toSeq :+ old._2)))
+  private val listed = new Bounded[String, (Long, OperatorView)](Int.MaxValue)((key, old) =>
+    unlisted(key) = old._1 -> OperatorView.sum(Seq(old._2)))
+
+  /** Takes over a frame with this sequence number. An older frame changes nothing. */
+  def record(sequence: Long, news: Iterable[(String, OperatorView)]): Unit = news.foreach { case (key, view) =>
+    if (unlisted.get(key).exists(_._1 < sequence)) unlisted(key) = sequence -> OperatorView.sum(Seq(view))
+    else if (!unlisted.contains(key) && listed.get(key).forall(_._1 < sequence)) listed(key) = sequence -> view
+    while (listed.size > limit) listed.evict(leaver)
+  }
+
+  private def leaver: String = {
+    val idle = listed.keys.filter(key => listed.get(key).exists(_._2.live == 0))
+    idle.find(key => listed.get(key).exists(_._2.state != "active")).orElse(idle.headOption).getOrElse(listed.keys.head)
+  }
+
+  /** How many coordinators are only in the sum. */
+  def forgotten: Int = listed.forgotten
+
+  /** The listed coordinators, and the sum of the others. */
+  def views: Vector[OperatorView] = listed.values.map(_._2).toVector ++
+    Option.when(forgotten > 0)(OperatorView.sum(folded ++ unlisted.values.map(_._2)))
+}
+
+private[stagecrew] object OperatorBook {
+  /** How many uses of operators a topology lists, and how many more can still report. */
+  val Limit = 500
+  val Remembered = 10000
+}
+
+/** The last totals of each executor. Lost executors beyond `retainedLost` are in a sum, and late reports of these
+  * change nothing. Used by the driver's loop only. */
+private[stagecrew] final class TotalsBook(retainedLost: Int) {
+  private val book = mutable.LinkedHashMap.empty[String, (Long, Totals)]
+  private var folded = Totals()
+  private val forgotten = new Bounded[String, Unit](TotalsBook.RememberedForgotten)()
+  private val lost = new Bounded[String, Unit](retainedLost)((executor, _) => {
+    forgotten(executor) = ()
+    book.remove(executor).foreach { case (_, totals) => folded += totals }
+  })
+
+  /** Takes over a report with this sequence number, unless a newer one has. Returns whether the executor is still
+    * known. */
+  def record(executor: String, sequence: Long, totals: Totals): Boolean = !forgotten.contains(executor) && {
+    if (book.get(executor).forall(_._1 < sequence)) book(executor) = sequence -> totals
+    true
+  }
+
+  def lose(executor: String): Unit = lost(executor) = ()
+
+  def sum: Totals = book.valuesIterator.map(_._2).foldLeft(folded)(_ + _)
+  private[stagecrew] def size: Int = book.size
+}
+
+private[stagecrew] object TotalsBook {
+  /** How many forgotten executors are known by name, so that their late reports are ignored. */
+  val RememberedForgotten = 10000
+}
+
+/** What the pages show of the whole application. Used by the driver's loop only. */
+private[stagecrew] final class ApplicationStats {
+  val processes = new ProcessBook
+  var recovery = Option.empty[RecoveryView]
+  private var coordinators = 0L -> Option.empty[OperatorView]
+
+  /** Sums over all coordinators that ever existed. */
+  def sums: Option[OperatorView] = coordinators._2
+
+  /** Takes over statistics of coordinators. Returns the topologies that they belong to. */
+  def statistics(sequence: Long, news: Statistics, topologies: String => Option[Topology]): Seq[Topology] = {
+    if (sequence > coordinators._1) coordinators = sequence -> news.totals
+    news.topologies.toSeq.flatMap { case (id, operators) =>
+      topologies(id).map { topology => topology.operators.record(sequence, operators); topology }
+    }
+  }
+
+  /** Takes over the spans and processes of an executor's report. Returns the topologies of the spans. */
+  def reported(
+    executor: String, sequence: Long, report: ExecutorReport, topologies: String => Option[Topology]): Seq[Topology] = {
+    processes.record(report.processes)
+    report.spans.toSeq.flatMap { case (id, spans) =>
+      topologies(id).map { topology => topology.spans.record(executor, sequence, spans); topology }
+    }
+  }
+}

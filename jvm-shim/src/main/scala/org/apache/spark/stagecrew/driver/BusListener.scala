@@ -1,0 +1,92 @@
+package org.apache.spark.stagecrew
+package driver
+
+import java.util.concurrent.CountDownLatch
+import scala.collection.mutable
+import org.apache.spark.scheduler._
+import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkListenerSQLExecutionStart}
+import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
+import org.apache.spark.stagecrew.executor.TaskAttempts
+import org.apache.spark.stagecrew.spark.SparkInternals
+import org.apache.spark.stagecrew.wire.{Description, Frame}
+
+/** Marker event: the driver has handled every event that was posted earlier when this one arrives. Not in event
+  * logs. */
+private[stagecrew] final case class Heard(latch: CountDownLatch) extends SparkListenerEvent {
+  override protected[spark] def logEvent: Boolean = false
+}
+
+/** Topologies close on other executors than before: see `ExecutorPinning`. Not in event logs. */
+private[stagecrew] final case class BusyChanged() extends SparkListenerEvent {
+  override protected[spark] def logEvent: Boolean = false
+}
+
+/** Passes Spark's events to the driver's loop. The bus may drop events: they make the driver quick, but it does not
+  * rely on them. */
+private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListener {
+  import crew.{executions, inLoop, topologies}
+
+  /** Failed opens by stage and partition: Spark does not count these attempts, and retries them without end. */
+  private val openFailures = mutable.LinkedHashMap.empty[(Int, Int), mutable.HashSet[Long]]
+
+  override def onJobStart(event: SparkListenerJobStart): Unit = {
+    val mark = Option(event.properties).flatMap(p => Option(p.getProperty(TaskAttempts.TopologyProperty)))
+    val shuffles = event.stageInfos.flatMap(SparkInternals.shuffleOf)
+    val caches = event.stageInfos.flatMap(SparkInternals.cachesOf)
+    inLoop {
+      executions.jobStarted(event.jobId, event.stageIds)
+      crew.user(mark).foreach(crew.partitions.used(_, shuffles, caches))
+      // The thread may carry a topology that another thread has closed: then its jobs belong to the application.
+      val covering = mark.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
+      val counted = (covering ++ topologies.get(Description.Application)).distinct
+      counted.foreach(_.jobs += 1)
+      // An AQE query that is cancelled between two of its jobs goes on with the next one.
+      covering.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
+      crew.publish(counted: _*)
+    }
+  }
+
+  override def onJobEnd(event: SparkListenerJobEnd): Unit = inLoop {
+    executions.jobEnded(event.jobId)
+    openFailures.filterInPlace((of, _) => executions.hasStage(of._1))
+    crew.endExecution(Executions.ofJob(event.jobId))
+  }
+
+  override def onExecutorRemoved(event: SparkListenerExecutorRemoved): Unit = inLoop(crew.lost(event.executorId))
+
+  override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
+    case start: SparkListenerSQLExecutionStart =>
+      inLoop(tagged(start.jobTags).foreach(_.executions += start.executionId))
+    case end: SparkListenerSQLExecutionEnd => inLoop {
+      topologies.values.foreach(_.executions -= end.executionId)
+      crew.endExecution(Executions.ofSql(end.executionId))
+    }
+    case started: QueryStartedEvent => inLoop {
+      executions.queryStarted(started.id.toString, started.runId.toString)
+      tagged(started.jobTags).foreach(_.queries += started.runId.toString)
+    }
+    case ended: QueryTerminatedEvent => inLoop {
+      topologies.values.foreach(_.queries -= ended.runId.toString)
+      executions.queryEnded(ended.id.toString, ended.runId.toString)
+      crew.endExecution(Executions.ofQuery(ended.runId.toString))
+    }
+    case Heard(latch) => inLoop(latch.countDown())
+    case BusyChanged() => crew.pinning.tell() // on the bus's own thread
+    case _ => ()
+  }
+
+  /** An attempt could not open its listeners. At the limit of retries the driver cancels the stage with the cause.
+    * In the loop. */
+  def openFailed(frame: Frame): Unit = {
+    val key = (frame.long("stage").toInt, frame.long("partition").toInt)
+    val attempts = openFailures.getOrElseUpdate(key, mutable.HashSet.empty)
+    attempts += frame.long("attempt")
+    if (attempts.size >= SparkInternals.maxTaskFailures(crew.sc)) {
+      openFailures.filterInPlace((other, _) => other._1 != key._1)
+      crew.sc.cancelStage(key._1, frame.text("error"))
+    }
+  }
+
+  private def tagged(tags: Set[String]): Seq[Topology] =
+    topologies.values.filter(t => tags(DriverCrew.tag(t.description.id))).toSeq
+}

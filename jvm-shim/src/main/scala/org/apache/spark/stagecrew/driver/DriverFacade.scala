@@ -1,0 +1,66 @@
+package org.apache.spark.stagecrew
+package driver
+
+import java.util.{Map => JMap}
+import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
+import org.apache.spark.sql.StagecrewSql
+import org.apache.spark.stagecrew.ui.RecoveryView
+import org.apache.spark.stagecrew.wire.{Description, Frames, Json}
+
+/** The calls of driver Python over py4j: simple types only, and each call is short. */
+final class DriverFacade(crew: DriverCrew) {
+  def version(): String = Shim.version
+  def settings(): JMap[String, String] = Settings.known
+  def closeTimeoutMs(): Long = crew.settings.closeTimeoutMs
+
+  def registerApplication(frame: Array[Byte]): Unit = crew.registerApplication(described(frame))
+  def begin(frame: Array[Byte]): Unit = crew.begin(described(frame))
+
+  private def described(frame: Array[Byte]): Description = {
+    if (frame.length > crew.settings.maxFrame) throw new IllegalArgumentException(
+      s"the listeners take ${frame.length} bytes, more than ${Settings.MaxFrame} allows")
+    Description.decode(Frames.decodeMessage(frame))
+  }
+
+  private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
+
+  /** Begins to end a topology. `awaitEnd` returns whether it has ended. */
+  def end(id: String, timeoutMs: Long): Unit = { ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)); () }
+
+  def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
+    try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
+  }
+
+  def cancel(id: String, reason: String): Unit = crew.cancel(id, reason)
+
+  /** The place file of the channel to the driver's coordinators. */
+  def coordinationPlace(): String = crew.coordination.place.toString
+
+  /** Keeps what a dataset (a Dataset or a JavaRDD) has stored when the topology ends. */
+  def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
+
+  def stopQueries(id: String): Unit = crew.stopQueries(id)
+
+  /** How many tasks run at once on the current executors. */
+  def slots(): Int = crew.slots
+
+  def drain(timeoutMs: Long): Unit = crew.drain(timeoutMs)
+
+  def activity(id: String): String = {
+    val activity = crew.activity(id)
+    Json.write(activity.copy(queries = activity.queries.map(run => StagecrewSql.queryName(run).getOrElse(run))))
+  }
+
+  /** Takes a STATISTICS frame. What Python asks next is answered after it. */
+  def statistics(frame: Array[Byte]): Unit = crew.statistics(Frames.decodeMessage(frame))
+
+  /** Takes the state of the stored job that Python runs: the JSON of a `RecoveryView`. */
+  def recovery(body: String): Unit = crew.recovery(Json.read[RecoveryView](body))
+
+  /** The JSON of one topology, or of all if `id` is empty, without timelines and processes, which can be long. */
+  def report(id: String): String = {
+    val snapshot = crew.snapshot
+    val chosen = snapshot.topologies.filter(t => id.isEmpty || t.id == id).map(_.copy(spans = Vector.empty))
+    Json.write(snapshot.copy(topologies = chosen, processes = Vector.empty).json)
+  }
+}

@@ -1,0 +1,67 @@
+package org.apache.spark.stagecrew
+package executor
+
+import java.util.{Map => JMap}
+import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
+import org.apache.spark.api.plugin.{ExecutorPlugin, PluginContext}
+import org.apache.spark.stagecrew.driver.DriverShim
+import org.apache.spark.stagecrew.spark.SparkInternals
+
+/** The executor side of the plugin. `init` returns at once and never throws: Spark would relaunch executors without
+  * end. A failure in it fails the tasks. */
+final class ExecutorShim extends ExecutorPlugin {
+  @volatile private var crew: ExecutorCrew = _
+  @volatile private var notRunning: NotRunning = _
+  private var hook: AnyRef = _
+  private var added = false // whether this executor put the jar on the PYTHONPATH
+
+  override def init(plugin: PluginContext, extra: JMap[String, String]): Unit = {
+    val env = SparkEnv.get
+    try {
+      preparePythonPath()
+      crew = new ExecutorCrew(env.conf, env.executorId, Shim.version, Shim.jar,
+        extra.get(DriverShim.Timelines) == "true")
+      Log.contained("preparing the samples of Python processes")(
+        PythonPath.assign(ExecutorShim.Sampling, crew.sampling))
+      // In a local master the driver's metrics have the same names, and include this executor.
+      if (env.executorId != SparkContext.DRIVER_IDENTIFIER)
+        Metrics.registerExecutor(plugin.metricRegistry(), crew.ledger)
+      hook = SparkInternals.addShutdownHook(driver = false)(() => end())
+    } catch { case Failure(error) => notRunning = new NotRunning(env.executorId, Shim.version, error) }
+  }
+
+  /** Never throws: Spark would run the body all the same. */
+  override def onTaskStart(): Unit = {
+    val task = TaskContext.get()
+    try if (notRunning != null) notRunning.taskStarted(task) else if (crew != null) crew.taskStarted(task) catch {
+      // The rejection itself has failed, for lack of memory or stack.
+      case error: Throwable =>
+        SparkInternals.markInterrupted(task, s"stagecrew: this task cannot begin: ${error.getClass.getName}")
+    }
+  }
+
+  override def shutdown(): Unit = {
+    end()
+    if (hook != null) Log.contained("removing the shutdown hook")(SparkInternals.removeShutdownHook(hook))
+    // In a local master the JVM may go on with an application without the plugin.
+    if (added) Log.contained("removing the jar from the PYTHONPATH")(PythonPath.remove(Shim.jar))
+    Log.contained("ending the samples of Python processes")(PythonPath.assign(ExecutorShim.Sampling, ""))
+  }
+
+  private def end(): Unit = if (crew != null) crew.shutdown(crew.settings.shutdownTimeoutMs)
+
+  /** Lets Python processes of this executor find stagecrew in the jar, wherever the jar is on this host. */
+  private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
+    case Failure(error) => Log.log.error(
+      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, " +
+        s"because this JVM does not allow changes " +
+        s"of its environment; install stagecrew ${Shim.version} for the executors' Python, or start the JVM with " +
+        "--add-opens=java.base/java.util=ALL-UNNAMED", error)
+  }
+}
+
+object ExecutorShim {
+  /** The environment variable that tells Python processes to sample themselves
+    * (python/stagecrew/worker/sampling.py). */
+  val Sampling = "STAGECREW_SAMPLING"
+}

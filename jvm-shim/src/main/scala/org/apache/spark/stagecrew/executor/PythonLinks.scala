@@ -1,0 +1,105 @@
+package org.apache.spark.stagecrew
+package executor
+
+import org.apache.spark.stagecrew.wire.{Frame, FrameException, Json, Link, LinkHandler}
+
+/** An executor's links to its Python processes: workers, the agent, evaluations and samplers. Called in the links'
+  * threads. */
+private[stagecrew] final class PythonLinks(crew: ExecutorCrew) extends LinkHandler {
+  import crew.{agent, attempts, closings, descriptions, executor, processes, samples, settings, sides, table}
+
+  @volatile private var agentProblem: String = _ // why this executor killed its agent
+
+  override def serve(link: Link, limit: Int): Unit =
+    if (link.role == "evaluations") crew.startEvaluations().serve(link, limit) else super.serve(link, limit)
+
+  override def connected(link: Link): Unit = if (link.role == "worker" || link.role == "agent") {
+    processes.connected(link)
+    if (link.role == "agent") agent.connected(link)
+  }
+
+  override def received(link: Link, frame: Frame): Unit = {
+    handle(link, frame)
+    closings.changed()
+  }
+
+  private def handle(link: Link, frame: Frame): Unit = frame.kind match {
+    case "BEGIN" => begun(link, frame.long("attempt"))
+    case "END" => processes.ended(link)
+    case "DESCRIBE" => describe(link, frame.text("topology"))
+    case "HOOK" =>
+      val timeoutMs = frame.long("timeout") + PythonLinks.HookGraceMs
+      processes.hookBegan(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
+        System.nanoTime() + timeoutMs * 1000000L)
+      crew.watch(timeoutMs)(endOverdue())
+    case "HOOK_DONE" =>
+      processes.hookEnded(link, frame.text("topology"), frame.long("listener").toInt, frame.text("hook"),
+        frame.text("outcome") != "ok", frame.long("micros"), frame.text("error"), frame.text("line"))
+    case "OPENED" => agent.received(frame)
+    case "CLOSED" => processes.closed(link, frame.text("topology"))
+    case "SAMPLES" => samples.record(link, Json.read[Samples](frame.text("body")).processes)
+    case "GOODBYE" => Log.log.debug(s"$link ended: ${frame.text("reason")}")
+    case other => throw new FrameException(s"a process does not send $other")
+  }
+
+  /** While its worker started, the attempt may have been interrupted, or have ended. A short attempt may also have
+    * ended before this frame was read: then the END frame follows. */
+  private def begun(link: Link, attempt: Long): Unit = {
+    processes.began(link, attempt, table.chainOf(attempt).toSet)
+    if (attempts.failed(attempt).contains(Evaluations.Killed)) terminate(link)
+    else if (!attempts.runs(attempt)) attempts.endAbandoned(attempt)
+  }
+
+  private def describe(link: Link, topology: String): Unit = descriptions.known(topology) match {
+    case None => link.send("REFUSED", s"topology $topology is not known on executor $executor")
+    case Some(description) =>
+      processes.touched(link, topology)
+      val opened = sides.of(topology).map(_.agent).getOrElse(Opened())
+      link.send("TOPOLOGY", topology, description.body, description.blobs, opened.body, opened.values)
+  }
+
+  override def disconnected(link: Link): Unit =
+    if (link.role == "evaluations") crew.evaluations.foreach(_.gone(link)) else {
+    samples.gone(link)
+    processes.disconnected(link)
+    if (link.role == "agent") {
+      if (agent.disconnected(link, Option(agentProblem))) {
+        // Workers have copies of what it had opened: they close them, and ask again at their next task.
+        sides.agentLost().foreach(topology => processes.touching(topology).foreach { case (worker, _) =>
+          worker.send("CLOSE", topology)
+        })
+      }
+      agentProblem = null
+    }
+    closings.changed()
+  }
+
+  /** Kills processes whose hook ignored its timeout. */
+  private def endOverdue(): Unit = processes.overdue().foreach { case (link, hook, attempt) =>
+    val limit = if (hook.name == "open") settings.openTimeoutMs else settings.closeTimeoutMs
+    val topology = descriptions.known(hook.topology).map(_.name).getOrElse(hook.topology)
+    val text = s"${hook.name} of listener '${nameOf(hook.topology, hook.index)._1}' " +
+      s"(topology '$topology', executor $executor, " +
+      s"host ${crew.host}) took longer than $limit ms and ignored its interruption; process ${link.pid} was ended"
+    Log.log.warn(text)
+    attempt.flatMap(attempts.get).foreach(_.workerEnded = Some(text))
+    if (link.role == "agent") agentProblem = text
+    kill(link)
+  }
+
+  /** The name and the scope of a listener. */
+  def nameOf(topology: String, index: Int): (String, String) =
+    descriptions.known(topology).flatMap(_.listeners.find(_.index == index)).map { entry =>
+      val opened = sides.of(topology).flatMap(_.agent.listeners.get(index))
+      (entry.name, entry.scope.orElse(opened.map(_.scope)).getOrElse("worker"))
+    }.getOrElse((s"listener $index", "worker"))
+
+  def terminate(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroy(); () })
+
+  def kill(link: Link): Unit = ProcessHandle.of(link.pid).ifPresent(process => { process.destroyForcibly(); () })
+}
+
+object PythonLinks {
+  /** How long after its timeout a hook may take to heed the timer signal, before its process is ended. */
+  val HookGraceMs = 1000L
+}

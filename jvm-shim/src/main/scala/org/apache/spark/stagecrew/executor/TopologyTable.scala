@@ -1,0 +1,80 @@
+package org.apache.spark.stagecrew
+package executor
+
+import scala.collection.mutable
+
+/**
+ * Which attempts run under which topologies on one executor: a pure state machine, without Spark, sockets or a clock.
+ *
+ * {{{
+ *   active --end--> closing --(no attempt left)--> quiescent --forget--> closed
+ * }}}
+ *
+ * Live attempts are a set, with idempotent `begin` and `finish`, never a counter. An attempt that begins for a closing
+ * or closed topology is booked without it, so that a quiescent topology gets no attempt again. Spark starts such tasks:
+ * a map stage that two jobs share runs with the properties of the first. Nothing is called while the lock is held.
+ */
+final class TopologyTable {
+  import TopologyTable._
+
+  private val attempts = mutable.HashMap.empty[String, mutable.HashSet[Long]]
+  private val chains = mutable.HashMap.empty[Long, Seq[String]]
+  private val closing = mutable.HashSet.empty[String]
+  private val closed = new Bounded[String, Unit](RememberedClosed)()
+
+  /** Books an attempt under these topologies, outermost first. Returns those that it was booked under. */
+  def begin(attempt: Long, chain: Seq[String]): Seq[String] = synchronized {
+    chains.get(attempt) match {
+      case Some(already) => already
+      case None =>
+        val live = chain.filterNot(topology => closing.contains(topology) || closed.contains(topology))
+        live.foreach(topology => attempts.getOrElseUpdate(topology, mutable.HashSet.empty) += attempt)
+        chains(attempt) = live
+        live
+    }
+  }
+
+  /** The attempt has ended. Returns the topologies that became quiescent by it. */
+  def finish(attempt: Long): Seq[String] = synchronized {
+    chains.remove(attempt) match {
+      case None => Nil
+      case Some(chain) =>
+        chain.filter { topology =>
+          val live = attempts(topology)
+          live -= attempt
+          if (live.isEmpty) attempts -= topology
+          live.isEmpty && closing.contains(topology)
+        }
+    }
+  }
+
+  /** The topology has ended. Returns whether it is quiescent. */
+  def end(topology: String): Boolean = synchronized {
+    if (!closed.contains(topology)) closing += topology
+    !attempts.contains(topology)
+  }
+
+  /** Everything of a quiescent topology is closed. */
+  def forget(topology: String): Unit = synchronized {
+    require(!attempts.contains(topology), s"attempts of topology $topology are live")
+    closing -= topology
+    closed(topology) = ()
+  }
+
+  /** Whether the topology has not ended here. */
+  def active(topology: String): Boolean = synchronized(!closing.contains(topology) && !closed.contains(topology))
+
+  /** The live attempts of a topology. */
+  def attemptsOf(topology: String): Set[Long] = synchronized(attempts.get(topology).map(_.toSet).getOrElse(Set.empty))
+
+  /** The topologies that an attempt is booked under. */
+  def chainOf(attempt: Long): Seq[String] = synchronized(chains.getOrElse(attempt, Nil))
+
+  /** Topologies that have live attempts or are closing. */
+  def live: Set[String] = synchronized(attempts.keySet.toSet ++ closing)
+}
+
+object TopologyTable {
+  /** How many closed topologies an executor remembers. It asks the driver about older ones. */
+  val RememberedClosed = 10000
+}

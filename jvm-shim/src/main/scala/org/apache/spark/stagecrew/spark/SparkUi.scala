@@ -1,0 +1,145 @@
+package org.apache.spark.stagecrew
+package spark
+
+import jakarta.servlet.http.HttpServletRequest
+import java.net.URLEncoder
+import scala.jdk.CollectionConverters._
+import scala.xml.Node
+import org.apache.hadoop.fs.Path
+import org.apache.spark.{SparkConf, SparkContext}
+import org.apache.spark.deploy.SparkHadoopUtil
+import org.apache.spark.deploy.history.EventLogFileReader
+import org.apache.spark.internal.config
+import org.apache.spark.scheduler.{ReplayListenerBus, SparkListener}
+import org.apache.spark.status.{AppHistoryServerPlugin, ElementTrackingStore, KVUtils}
+import org.apache.spark.ui.{PagedDataSource, PagedTable, SparkUI, SparkUITab, UIUtils, WebUIPage}
+import org.apache.spark.util.Utils
+import org.apache.spark.util.kvstore.{InMemoryStore, KVStore}
+import org.json4s.JValue
+import org.json4s.jackson.JsonMethods
+
+/** A request for a page: the address of the tab, and the parameters. */
+private[stagecrew] final case class PageRequest(root: String, parameters: Map[String, String] = Map.empty)
+
+/** A page of the tab. It rejects a request by an IllegalArgumentException, which Spark returns as status 400. */
+private[stagecrew] trait Page {
+  /** The path below the tab's; "" for the tab's first page. */
+  def path: String
+  def title(ask: PageRequest): String
+  def html(ask: PageRequest): Seq[Node]
+  def json(ask: PageRequest): String
+}
+
+// core/ui/{WebUI,SparkUI}.scala: the prefix is the tab's path and, capitalized, its name.
+private final class PagesTab(ui: SparkUI, prefix: String, pages: Seq[Page]) extends SparkUITab(ui, prefix) {
+  pages.foreach(page => attachPage(new TabPage(this, prefix, page)))
+}
+
+private final class TabPage(tab: PagesTab, tabPrefix: String, page: Page) extends WebUIPage(page.path) {
+  override def render(request: HttpServletRequest): Seq[Node] = {
+    val ask = asked(request)
+    val content = page.html(ask) // before the header: a rejected request gets no page
+    UIUtils.headerSparkPage(request, page.title(ask), content, tab)
+  }
+
+  override def renderJson(request: HttpServletRequest): JValue = JsonMethods.parse(page.json(asked(request)))
+
+  private def asked(request: HttpServletRequest): PageRequest = PageRequest(
+    s"${UIUtils.prependBaseUri(request, tab.basePath)}/$tabPrefix",
+    request.getParameterNames.asScala.map(name => name -> request.getParameter(name)).toMap)
+}
+
+/** The part of a table to show. Without a column the table keeps its own order. */
+private[stagecrew] final case class Paging(page: Int, size: Int, column: Option[String], descending: Boolean)
+
+/** A table like those of Spark's own pages: core/ui/PagedTable.scala. `rows` are sorted. `link` is a path with a
+  * query, to which the table adds its own parameters, whose names begin with its tag. */
+private[stagecrew] final class SparkTable[T](
+    tag: String, header: Seq[(String, Boolean, Option[String])], rows: IndexedSeq[T],
+      cells: T => Seq[Node], link: String,
+    paging: Paging) extends PagedTable[T] {
+  override def tableId: String = s"stagecrew-$tag"
+  override def tableCssClass: String =
+    "table table-bordered table-sm table-striped table-head-clickable table-cell-width-limited"
+  override def pageSizeFormField: String = s"$tag.pageSize"
+  override def pageNumberFormField: String = s"$tag.page"
+  override def dataSource: PagedDataSource[T] = new PagedDataSource[T](paging.size) {
+    override protected def dataSize: Int = rows.size
+    override protected def sliceData(from: Int, to: Int): Seq[T] = rows.slice(from, to)
+  }
+  private val order = paging.column.fold("")(name =>
+    s"&$tag.sort=${URLEncoder.encode(name, "UTF-8")}&$tag.desc=${paging.descending}")
+  override def pageLink(page: Int): String =
+    s"$link$order&$pageNumberFormField=$page&$pageSizeFormField=${paging.size}#$tableId"
+  override def goButtonFormPath: String = s"$link$order#$tableId"
+  override def headers: Seq[Node] =
+    headerRow(header, paging.descending, paging.size, paging.column.getOrElse(""), link, tag, tableId)
+  override def row(one: T): Seq[Node] = <tr>{cells(one)}</tr>
+
+  /** All rows, without the controls that turn pages. */
+  def whole: Seq[Node] = <table class={tableCssClass} id={tableId}>{headers}<tbody>{rows.map(row)}</tbody></table>
+  def part: Seq[Node] = table(paging.page)
+}
+
+/** The objects of one type in the store of an application: core/status/{ElementTrackingStore,KVUtils}.scala,
+  * util/kvstore. */
+private[stagecrew] final class TypedStore[T](store: KVStore, what: Class[T]) {
+  def write(one: T): Unit = store match {
+    case tracking: ElementTrackingStore => tracking.write(one, checkTriggers = true); ()
+    case other => other.write(one)
+  }
+  def delete(key: String): Unit = store.delete(what, key)
+  def all: Seq[T] = KVUtils.viewToSeq(store.view(what))
+  def count: Long = store.count(what)
+}
+
+/** core/status/AppHistoryServerPlugin.scala: the History Server makes one for each application. */
+private[stagecrew] abstract class HistoryTab[T](prefix: String, what: Class[T]) extends AppHistoryServerPlugin {
+  /** Handles the events of the log. */
+  def listener(conf: SparkConf, kept: TypedStore[T]): SparkListener
+  /** Called if the log has something to show. */
+  def pages(kept: TypedStore[T]): Seq[Page]
+
+  override def createListeners(conf: SparkConf, store: ElementTrackingStore): Seq[SparkListener] =
+    Seq(listener(conf, new TypedStore(store, what)))
+
+  override def setupUI(ui: SparkUI): Unit = {
+    val kept = new TypedStore(ui.store.store, what)
+    if (kept.count > 0) SparkUi.attachTab(ui, prefix, pages(kept))
+  }
+
+  override def displayOrder: Int = Int.MaxValue // last, as in a running application
+}
+
+private[stagecrew] object SparkUi {
+  /** Adds a tab, if the application has a UI. */
+  def attachTab(sc: SparkContext, prefix: String, pages: => Seq[Page]): Unit =
+    sc.ui.foreach(attachTab(_, prefix, pages))
+
+  def attachTab(ui: SparkUI, prefix: String, pages: Seq[Page]): Unit = ui.attachTab(new PagesTab(ui, prefix, pages))
+
+  def hasUi(sc: SparkContext): Boolean = sc.ui.nonEmpty
+  def hasEventLog(sc: SparkContext): Boolean = sc.conf.get(config.EVENT_LOG_ENABLED)
+  def keptInMemory[T](what: Class[T]): TypedStore[T] = new TypedStore(new InMemoryStore, what)
+
+  /** Replays the wanted lines of an event log, which may be truncated: core/deploy/history/EventLogFileReaders.scala,
+    * core/scheduler/ReplayListenerBus.scala. */
+  def replay(log: String, listeners: Seq[SparkListener], wanted: String => Boolean): Unit = {
+    val path = new Path(log)
+    val files = path.getFileSystem(SparkHadoopUtil.get.newConfiguration(new SparkConf))
+    val reader = EventLogFileReader(files, path).getOrElse(throw new java.io.FileNotFoundException(
+      s"$log is no event log: it must be a file of spark.eventLog.dir, " +
+        s"or the folder of a rolling log (eventlog_v2_...)"))
+    val bus = new ReplayListenerBus
+    listeners.foreach(bus.addListener(_))
+    reader.listEventLogFiles.foreach { file =>
+      Utils.tryWithResource(EventLogFileReader.openEventLog(file.getPath, files)) { in =>
+        bus.replay(in, file.getPath.toString, maybeTruncated = true, eventsFilter = wanted)
+      }
+    }
+  }
+
+  def formatDate(ms: Long): String = UIUtils.formatDate(ms)
+  def formatDuration(ms: Long): String = UIUtils.formatDuration(ms)
+  def formatBytes(bytes: Long): String = Utils.bytesToString(bytes)
+}

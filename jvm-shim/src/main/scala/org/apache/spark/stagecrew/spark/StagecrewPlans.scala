@@ -1,0 +1,66 @@
+package org.apache.spark.sql.execution
+
+import scala.reflect.ClassTag
+import org.apache.spark.ShuffleDependency
+import org.apache.spark.rdd.RDD
+import org.apache.spark.sql.classic
+import org.apache.spark.sql.execution.adaptive.{AdaptiveSparkPlanExec, QueryStageExec}
+import org.apache.spark.sql.execution.columnar.{CachedRDDBuilder, InMemoryTableScanExec}
+import org.apache.spark.sql.execution.exchange.{ReusedExchangeExec, ShuffleExchangeExec}
+import org.apache.spark.util.LazyTry
+
+/**
+ * sql/core: CacheManager.scala, InMemoryRelation.scala, QueryExecution.scala, ShuffleExchangeExec.scala. Private lazy
+ * values are read as fields and never computed: a value that is not there has stored nothing.
+ */
+private[spark] object StagecrewPlans {
+  /** Shuffles, cached datasets, and RDDs whose lineage must be searched. */
+  final case class Found(shuffles: Seq[Int] = Nil, caches: Seq[Int] = Nil, rdds: Seq[RDD[_]] = Nil) {
+    def +(other: Found): Found = Found(shuffles ++ other.shuffles, caches ++ other.caches, rdds ++ other.rdds)
+  }
+
+  def stored(dataset: classic.Dataset[_]): Found = {
+    val lazyPlan = field[QueryExecution, LazyTry[SparkPlan]]("lazyExecutedPlan", dataset.queryExecution)
+    val materialized = field[LazyTry[_], java.lang.Boolean]("materialized", lazyPlan).booleanValue
+    val ran = if (materialized) of(lazyPlan.get) else Found()
+    val cached = dataset.sparkSession.sharedState.cacheManager.lookupCachedData(dataset).toSeq
+    cached.map(data => of(data.cachedRepresentation.cacheBuilder)).foldLeft(ran)(_ + _)
+  }
+
+  /** Removes a dataset from SQL's cache. Returns whether it was there. */
+  def uncache(rdd: Int): Boolean = classic.SparkSession.getDefaultSession.exists { session =>
+    val manager = session.sharedState.cacheManager
+    val cached = field[CacheManager, IndexedSeq[CachedData]]("cachedData", manager)
+    val mine = cached.filter(data => buffers(data.cachedRepresentation.cacheBuilder).exists(_.id == rdd))
+    mine.foreach(data => manager.uncacheQuery(session, data.plan, cascade = false, blocking = true))
+    mine.nonEmpty
+  }
+
+  private def of(plan: SparkPlan): Found = {
+    val own = plan match {
+      case adaptive: AdaptiveSparkPlanExec => of(adaptive.executedPlan)
+      case stage: QueryStageExec => of(stage.plan)
+      case reused: ReusedExchangeExec => of(reused.child)
+      case scan: InMemoryTableScanExec => of(scan.relation.cacheBuilder)
+      case shuffle: ShuffleExchangeExec =>
+        val dependency = field[ShuffleExchangeExec, ShuffleDependency[_, _, _]]("shuffleDependency", shuffle)
+        Found(shuffles = Option(dependency).map(_.shuffleId).toSeq)
+      case scan: RDDScanExec => Found(rdds = Seq(scan.rdd))
+      case scan: ExternalRDDScanExec[_] => Found(rdds = Seq(scan.rdd))
+      case _ => Found()
+    }
+    (plan.children ++ plan.subqueries).map(of).foldLeft(own)(_ + _)
+  }
+
+  private def of(builder: CachedRDDBuilder): Found =
+    buffers(builder).fold(Found())(rdd => Found(caches = Seq(rdd.id), rdds = Seq(rdd)))
+
+  private def buffers(builder: CachedRDDBuilder): Option[RDD[_]] =
+    Option(field[CachedRDDBuilder, RDD[_]]("_cachedColumnBuffers", builder))
+
+  private def field[T, R](name: String, of: T)(implicit tag: ClassTag[T]): R = {
+    val field = tag.runtimeClass.getDeclaredField(name)
+    field.setAccessible(true)
+    field.get(of).asInstanceOf[R]
+  }
+}

@@ -1,0 +1,122 @@
+package org.apache.spark.stagecrew
+package ui
+
+import java.lang.ref.SoftReference
+import org.apache.spark.SparkConf
+import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent}
+import org.apache.spark.util.kvstore.KVIndex
+import scala.annotation.meta.getter
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.Totals
+import org.apache.spark.stagecrew.spark.{HistoryTab, Page, TypedStore}
+import org.apache.spark.stagecrew.wire.Json
+
+/** The last event of a topology, or of the application, in the store of the History Server. */
+private[stagecrew] final case class KeptState(
+    @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long,
+      capped: Boolean, trimmed: Boolean, body: String)
+
+/** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
+private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
+  private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
+  private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: the event of one may be repeated
+
+  override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
+    case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
+      Log.contained("an event of the event log")(keep(state))
+    case _ => ()
+  }
+
+  private def keep(state: StagecrewState): Unit = {
+    val id = Option(state.id).getOrElse("")
+    val key = s"${state.kind} $id"
+    val body = Json.parse(state.body) // throws if it is not JSON
+    kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
+    if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" &&
+      body.path("kind").asText != DriverCrew.ApplicationKind) {
+      closed.remove(key)
+      forgotten.remove(key)
+      closed += key
+      while (closed.size > retained) {
+        kept.delete(closed.head)
+        forgotten += closed.head
+        closed -= closed.head
+        kept.write(KeptState(
+          History.Forgotten, History.Forgotten, "", Snapshot.Version, state.time, capped = false, trimmed = false,
+            forgotten.size.toString))
+      }
+    }
+  }
+}
+
+/** The tab in the History Server, registered in META-INF/services. */
+final class HistoryPlugin extends HistoryTab[KeptState](Tab.Prefix, classOf[KeptState]) {
+  override def listener(conf: SparkConf, kept: TypedStore[KeptState]): SparkListener =
+    new HistoryListener(kept, retained(conf))
+
+  /** A wrong setting must not prevent a History Server from showing applications. */
+  private def retained(conf: SparkConf): Int =
+    try new Settings(conf).retainedTopologies
+    catch { case Failure(error) => Log.log.warn("the default settings are used", error);
+      new Settings(new SparkConf(false)).retainedTopologies }
+
+  override def pages(kept: TypedStore[KeptState]): Seq[Page] = Tab.pages(History.reader(kept))
+}
+
+private[stagecrew] object History {
+  /** The kind of the entry that counts closed topologies which are no longer kept. */
+  val Forgotten = "forgotten"
+
+  /** The stored events do not change while they are shown: they are read once, and again if memory was short. */
+  def reader(kept: TypedStore[KeptState]): () => PageModel = {
+    var read = new SoftReference[PageModel](null)
+    () => synchronized {
+      Option(read.get).getOrElse {
+        val shown = of(kept.all)
+        read = new SoftReference(shown)
+        shown
+      }
+    }
+  }
+
+  def of(all: Seq[KeptState]): PageModel = {
+    val (forgotten, states) = all.partition(_.kind == Forgotten)
+    val views = states.filter(_.kind == StagecrewState.Topology).flatMap(state =>
+      parsed(state)(Json.as[TopologyView](_)).map(state -> _))
+    val sums = states.flatMap(state =>
+      parsed(state)(node => Option(node.get("totals")).map(Json.as[Totals](_)))).flatten
+    // The newest by what it had counted: the application's may be older than a topology's. An older log has only that.
+    val coordinators = states.flatMap(state =>
+      parsed(state)(node => Option(node.get("coordinators")).map(Json.as[OperatorView](_) -> state.time))).flatten
+      .maxByOption { case (sum, time) => (sum.counted, time) }.map(_._1)
+    val rest = states.filter(_.kind == StagecrewState.Application).flatMap(state =>
+      parsed(state)(Json.as[Snapshot](_)).map(state -> _)).lastOption
+    val now = states.map(_.time).maxOption.getOrElse(0L)
+    val ended = views.exists { case (_, view) => view.kind == DriverCrew.ApplicationKind && view.state == "closed" }
+    val notes = views.map { case (state, view) => view.id ->
+      notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
+      rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
+    PageModel(
+      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
+        topologies = views.map(_._2).sortBy(_.started).toVector,
+          totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
+        forgottenTopologies = forgotten.map(_.body.toInt).sum),
+      now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
+  }
+
+  private def parsed[T](state: KeptState)(read: com.fasterxml.jackson.databind.node.ObjectNode => T): Option[T] =
+    try Some(read(Json.parse(state.body)))
+    catch { case Failure(error) =>
+      Log.log.warn(s"the event of ${state.key} cannot be read", error); None }
+
+  private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
+    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."),
+    if (!state.capped) None
+    else if (ended) Some(s"So much happened that its event log has not all of it: " +
+      s"what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
+    else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),
+    if (state.trimmed) Some("It was too large for the event log: spans, texts, " +
+      s"coordinators or executors are left out.") else None,
+    if (state.version > Snapshot.Version)
+      Some("A newer stagecrew has written this: what is new there is not shown.") else None).flatten
+}

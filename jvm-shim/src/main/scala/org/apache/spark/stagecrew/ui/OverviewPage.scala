@@ -1,0 +1,99 @@
+package org.apache.spark.stagecrew
+package ui
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.xml.{Node, NodeSeq}
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.executor.ListenerCounts
+import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
+
+/** The first page of the tab: the application, its topologies, and their listeners over all executors. */
+private[stagecrew] object OverviewPage {
+  /** A listener of a topology on all executors together. */
+  private final case class Row(topology: TopologyView, executors: Seq[String], sum: ListenerCounts)
+
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
+    val all = shown.snapshot.topologies
+    val topologies = Table("topologies", ordered(all), columns(shown, ask))
+    val listeners = Table("listeners", topologies.rows.flatMap(sums), listenerColumns(ask))
+    val tables = new Tables(ask, "", Nil, topologies, listeners)
+    val totals = shown.snapshot.totals
+    val forgotten = shown.snapshot.forgottenTopologies
+    val listed = all.filter(_.kind != DriverCrew.ApplicationKind).groupBy(_.state).view.mapValues(_.size).toMap
+    val states = (if (forgotten > 0) listed.updated("closed", listed.getOrElse("closed", 0) + forgotten)
+      else listed).toSeq.sortBy(_._1)
+    Seq[NodeSeq](
+      when(shown),
+      Show.facts(
+        "Topologies" -> Show.fact(states.map { case (state, count) => s"$count $state" }.mkString(", ") +
+          (if (forgotten > 0) s"; the last ${listed.getOrElse("closed", 0)} closed ones are listed" else "")),
+        "Listeners" -> Show.fact(s"opens ${totals.opens}, closes ${totals.closes}, failures ${totals.failures}, " +
+          s"lost ${totals.lost}"),
+        "Python processes" -> Show.fact(processes(shown.snapshot.processes))),
+      if (all.forall(_.kind == DriverCrew.ApplicationKind)) beginning else NodeSeq.Empty,
+      <h4>{s"Topologies (${topologies.rows.size})"}</h4>,
+      tables(topologies),
+      <h4>{s"Listeners (${listeners.rows.size})"}</h4>,
+      if (listeners.rows.isEmpty)
+        <p>No listener has been opened yet: they open before the first task that they cover.</p>
+      else tables(listeners)).flatten
+  }
+
+  def json(shown: PageModel): ObjectNode = shown.snapshot.json.setAll[ObjectNode](Tab.head(shown))
+
+  private def when(shown: PageModel): NodeSeq =
+    if (!shown.history) NodeSeq.Empty
+    else <p>Out of the event log, whose last word of stagecrew is of {Show.date(shown.now)}.</p> ++
+      shown.notes.getOrElse("", Nil).map(Show.note)
+
+  private def processes(sampled: Seq[ProcessView]): String = {
+    val all = sampled.filter(_.problem.isEmpty)
+    val running = all.filter(_.ended == 0)
+    val memory = SparkUi.formatBytes(running.flatMap(_.samples.lastOption).map(_.rss).sum)
+    if (all.isEmpty) "" else s"${running.size} running with $memory of memory, ${all.size - running.size} ended"
+  }
+
+  /** The application first, then active topologies, then closed ones; the newest first. */
+  private def ordered(topologies: Seq[TopologyView]): Seq[TopologyView] =
+    topologies.reverse.sortBy(t => if (t.kind == DriverCrew.ApplicationKind) 0 else if (t.state != "closed") 1 else 2)
+
+  private def beginning: NodeSeq =
+    <p id="stagecrew-begin">No topology has begun yet. A topology is a run with a lifecycle; it begins in Python with
+      {" "}<code>with stagecrew.crew(spark).topology("name", listeners=[...]):</code>{" "}
+      and spans every job, query and stream that is started inside.</p>
+
+  private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
+    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
+    Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
+      Column.date("Started")(_.started),
+    Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
+    Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
+    Column.number("Coordinators")(_.coordinators.toLong),
+    Column.number("Failures", "Of its listeners' open, close and decorate, and of its coordinators' evaluations")
+      (failures),
+    Column.several("Lost executors")(_.lostExecutors, _.forgottenExecutors),
+    Column.several("Unclosed", "What had not closed when it ended")(_.unclosed))
+
+  private def failures(topology: TopologyView): Long =
+    topology.executors.values.map(_.totals.failures).sum + topology.operators.map(_.failed).sum
+
+  private def sums(topology: TopologyView): Seq[Row] = topology.executors.toSeq
+    .flatMap { case (executor, counts) => counts.listeners.map(executor -> _) }
+    .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
+      Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
+
+  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] =
+    Seq(
+      Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
+      Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
+        counts[Row](_.sum).drop(2)
+
+  /** The columns of the counts of a listener. */
+  def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(
+    Column.text("Listener")(f(_).name), Column.text("Scope")(f(_).scope), Column.number("Opens")(f(_).opens),
+    Column.number("Closes")(f(_).closes), Column.number("Failures")(f(_).failures),
+    Column.number("Lost", "Opened in processes that are gone without a close")(f(_).lost),
+    Column.micros("Time in open")(f(_).openMicros), Column.micros("Time in close")(f(_).closeMicros),
+    Column.of("Last error")(f.andThen(_.lastError))(row =>
+      Show.error(f(row).lastError, f(row).lastErrorLine, f(row).scope == "jvm")))
+}

@@ -1,0 +1,123 @@
+package org.apache.spark.stagecrew
+package ui
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.collection.immutable.VectorMap
+import org.apache.spark.stagecrew.driver.Topology
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, Totals}
+import org.apache.spark.stagecrew.wire.Json
+
+/**
+ * Everything that the UI, the metrics and the reports show, and that the event log keeps. `totals` cover all
+ * topologies, including those that are no longer listed. All of it is written as JSON (see `Json`), with the names of
+ * the fields.
+ */
+final case class Snapshot(
+    topologies: Vector[TopologyView],
+    totals: Totals,
+    processes: Vector[ProcessView] = Vector.empty,
+    recovery: Option[RecoveryView] = None,
+    coordinators: Option[OperatorView] = None, // the sum over all coordinators
+    forgottenTopologies: Int = 0) { // closed topologies that are no longer listed
+
+  private[stagecrew] def json: ObjectNode = Json.tree(this).put("version", Snapshot.Version)
+}
+
+object Snapshot {
+  /** The version of the JSON. It changes when a field changes its meaning, not when a field is added. */
+  val Version = 1
+}
+
+/** An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet. */
+final case class TopologyView(
+    id: String,
+    name: String,
+    kind: String,
+    parent: Option[String],
+    state: String,
+    started: Long,
+    ended: Long,
+    jobs: Int,
+    askedBy: Vector[String], // the executors that ran its tasks
+    executors: VectorMap[String, ExecutorCounts],
+    lostExecutors: Vector[String],
+    unclosed: Vector[String],
+    operators: Vector[OperatorView] = Vector.empty,
+    spans: Vector[Span] = Vector.empty,
+    spansDropped: Long = 0, // spans that were recorded and are not in `spans`
+    forgottenExecutors: Int = 0, // lost executors that are no longer listed; `executors` sums them up as "forgotten"
+    forgottenOperators: Int = 0) { // operators that are no longer listed; `operators` sums them up as "forgotten"
+
+  /** The number of uses of operators. Names of uses end with a number, so none is called "forgotten". */
+  def coordinators: Int = operators.count(_.name != Topology.Forgotten) + forgottenOperators
+}
+
+/** Something that took time on an executor: "open" or "close" of a listener, or a "task". */
+final case class Span(executor: String, kind: String, name: String, started: Long, ended: Long, failed: Boolean)
+
+/** Percentiles of `count` durations, in microseconds. */
+final case class Percentiles(count: Long = 0, p50: Long = 0, p95: Long = 0, p99: Long = 0, max: Long = 0)
+
+/** The statistics of one use of an operator, as the driver's Python reports them. They span resets of its
+  * coordinator. */
+final case class OperatorView(
+    name: String,
+    kind: String, // "coordinator", "splits", "commit", "supersteps", "alignment"
+    state: String, // "active", "failed", "closed"
+    live: Long, // evaluations
+    finished: Long,
+    failed: Long,
+    abandoned: Long,
+    resets: Long,
+    eventsIn: Long,
+    eventsOut: Long,
+    requests: Long,
+    queued: Long, // messages that wait for the coordinator
+    replies: Percentiles, // from a request's arrival on the driver to its reply
+    acknowledgements: Percentiles, // from the sending of an event to the acknowledgement that it is in the mailbox
+    waitsFor: String, // what its tasks or the coordinator wait for, and since when; empty if nothing
+    progress: VectorMap[String, String], // for example "splits done" -> "3"
+    lastError: String) {
+
+  /** The sum of the counters that never decrease. */
+  private[stagecrew] def counted: Long = finished + failed + abandoned + resets + eventsIn + eventsOut + requests
+}
+
+object OperatorView {
+  /** The sum of the numbers of several operators that are not listed. Durations and texts are left out. */
+  private[stagecrew] def sum(views: Iterable[OperatorView]): OperatorView = {
+    def of(f: OperatorView => Long): Long = views.iterator.map(f).sum
+    OperatorView(Topology.Forgotten, Topology.Forgotten, "", of(_.live), of(_.finished), of(_.failed), of(_.abandoned),
+      of(_.resets), of(_.eventsIn), of(_.eventsOut), of(_.requests), of(_.queued), Percentiles(), Percentiles(), "",
+      VectorMap.empty, "")
+  }
+}
+
+/** A Python process of an executor: a "worker", the "agent", or a "daemon" with the `problem` that prevents
+  * sampling. `ended` is 0 while it runs. */
+final case class ProcessView(
+    executor: String, host: String, pid: Long, role: String, started: Long, ended: Long, samples: Vector[Sample],
+    problem: String = "") {
+  private[stagecrew] def key: (String, Long, Long) = (executor, pid, started)
+}
+
+/** One sample of a process: memory in bytes, CPU since the previous sample in thousandths of a core. */
+final case class Sample(time: Long, rss: Long, cpu: Long, threads: Long, files: Long)
+
+/** The stored job whose driver this application is: facts about it, in order, such as "term" -> "3", and its steps. */
+final case class RecoveryView(
+    facts: VectorMap[String, String],
+    steps: Vector[StepView],
+    forgottenSteps: Int = 0) { // steps that are no longer listed
+
+  /** At most this many of its steps: the running ones, and the last ones. */
+  private[stagecrew] def fewer(most: Int): RecoveryView = {
+    val (running, ended) = steps.indices.partition(steps(_).ended == 0)
+    val runs = running.take(most)
+    val kept = (runs ++ ended.takeRight(most - runs.size)).sorted.map(steps).toVector
+    copy(steps = kept, forgottenSteps = forgottenSteps + steps.size - kept.size)
+  }
+}
+
+/** A step of a stored job: "running", "finished", "failed", or "found" if an earlier run had stored its result. */
+final case class StepView(name: String, state: String, started: Long, ended: Long)

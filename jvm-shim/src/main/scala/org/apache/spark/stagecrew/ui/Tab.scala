@@ -1,0 +1,91 @@
+package org.apache.spark.stagecrew
+package ui
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import java.nio.charset.StandardCharsets.UTF_8
+import java.security.MessageDigest
+import scala.xml.{Node, Text}
+import org.apache.spark.SparkContext
+import org.apache.spark.stagecrew.driver.DriverCrew
+import org.apache.spark.stagecrew.spark.{Page, PageRequest, SparkUi}
+import org.apache.spark.stagecrew.wire.Json
+
+/** The content of the pages: a snapshot, taken at `now`. From an event log, each topology has the time of its last
+  * event, and some have notes. */
+private[stagecrew] final case class PageModel(
+    snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty,
+      notes: Map[String, Seq[String]] = Map.empty) {
+
+  /** The time up to which a topology is known. */
+  def until(topology: TopologyView): Long =
+    if (topology.ended > 0) topology.ended else times.getOrElse(topology.id, now)
+
+  def duration(topology: TopologyView): Long = math.max(0L, until(topology) - topology.started)
+
+  def find(key: String): Option[TopologyView] = snapshot.topologies.find(t => t.id == key || Tab.key(t.id) == key)
+}
+
+/** The beginning of each page's JSON: its version, and the notes of the page. */
+private[stagecrew] final case class PageHead(version: Int, notes: Seq[String])
+
+/**
+ * The tab "Stagecrew" of the Spark UI: the state of topologies, processes and the stored job when a page is loaded, and
+ * the same as JSON at each page's `json`. The History Server has the same pages. They are read-only, return only parts
+ * of a request that are known here, and are made of XML nodes, which escape all text.
+ */
+private[stagecrew] object Tab {
+  val Prefix = "stagecrew"
+
+  def attach(sc: SparkContext, crew: DriverCrew): Unit =
+    SparkUi.attachTab(sc, Prefix, pages(() => PageModel(crew.snapshot, System.currentTimeMillis())))
+
+  def pages(shown: () => PageModel): Seq[Page] = Seq(
+    new TabPage("", shown, OverviewPage.html, (_, _) => "Stagecrew", (shown, _) => OverviewPage.json(shown)),
+    new TabPage("topology", shown, TopologyPage.html, TopologyPage.title, TopologyPage.json),
+    new TabPage("processes", shown, ProcessesPage.html, (_, _) => "Stagecrew: Python processes",
+      (shown, _) => ProcessesPage.json(shown)),
+    new TabPage("jobs", shown, JobPage.html, (_, _) => "Stagecrew: stored job", (shown, _) => JobPage.json(shown)))
+
+  /** The beginning of a page's JSON. */
+  def head(shown: PageModel, id: String = ""): ObjectNode =
+    Json.tree(PageHead(Snapshot.Version, shown.notes.getOrElse(id, Nil)))
+
+  private final class TabPage(
+      val path: String, shown: () => PageModel, content: (PageModel, PageRequest) => Seq[Node],
+        name: (PageModel, PageRequest) => String,
+      node: (PageModel, PageRequest) => ObjectNode) extends Page {
+    override def title(ask: PageRequest): String = name(shown(), ask)
+    override def html(ask: PageRequest): Seq[Node] = {
+      val now = shown()
+      menu(now, ask, path) ++ content(now, ask)
+    }
+    override def json(ask: PageRequest): String = Json.write(node(shown(), ask))
+  }
+
+  /** The menu: links to the pages, and to the JSON of this page. */
+  private def menu(shown: PageModel, ask: PageRequest, here: String): Seq[Node] = {
+    val pages = Seq("" -> "Overview", "processes" -> "Python processes") ++
+      shown.snapshot.recovery.map(_ => "jobs" -> "Stored job")
+    val links = pages.map { case (path, name) =>
+      if (path == here) <strong aria-current="page">{name}</strong> else <a href={link(ask, path)}>{name}</a>
+    }
+    val id = if (here == "topology")
+      ask.parameters.get("id").flatMap(shown.find).map(t => s"?id=${key(t.id)}") else None
+    val json = s"${link(ask, here)}json/${id.getOrElse("")}"
+    <p class="stagecrew-menu">{
+      (links :+ <a href={json}>JSON</a>).flatMap(node => Seq[Node](Text(" | "), node)).drop(1)}</p>
+  }
+
+  private def link(ask: PageRequest, path: String): String =
+    if (path.isEmpty) s"${ask.root}/" else s"${ask.root}/$path/"
+
+  /** A link to a topology's page. */
+  def topology(ask: PageRequest, topology: TopologyView): Node =
+    <a href={s"${link(ask, "topology")}?id=${key(topology.id)}"}>{Show.text(topology.name)}</a>
+
+  /** The name of a topology in links: its id if that is plain, else a digest. Ids contain names that users choose. */
+  def key(id: String): String =
+    if (id.length <= 100 && id.forall(c => c < 128 && (c.isLetterOrDigit || c == '-' || c == '_' || c == '.'))) id
+    else MessageDigest.getInstance("SHA-256").digest(id.getBytes(UTF_8))
+      .take(16).map(byte => f"$byte%02x").mkString("key-", "", "")
+}

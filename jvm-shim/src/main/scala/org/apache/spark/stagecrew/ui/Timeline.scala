@@ -1,0 +1,137 @@
+package org.apache.spark.stagecrew
+package ui
+
+import java.util.Locale
+import scala.collection.mutable
+import scala.xml.{Node, NodeSeq}
+import org.apache.spark.stagecrew.executor.SpanBook
+import org.apache.spark.stagecrew.spark.SparkUi
+
+/** Draws spans as SVG, without a script. Text and lines have the colour of the page's text. Pure. */
+private[stagecrew] object Timeline {
+  val MaxLanes = 40
+  val MaxRows = 12 // of a lane
+  val MaxSpans: Int = SpanBook.PerTopology
+
+  private val Width = 1200
+  private val Left = 120
+  private val RowHeight = 9
+  private val Colours = Map("task" -> "#4c8dc9", "open" -> "#2a9d6f", "close" -> "#d08c1d")
+  private val Other = "#8a8a8a"
+  private val Failed = "#d64550"
+
+  /** The timeline of a topology up to this time, with its summary in words. */
+  def of(topology: TopologyView, until: Long): NodeSeq =
+    if (topology.spans.isEmpty && topology.spansDropped == 0) <p>No open, close or task has been recorded.</p>
+    else if (topology.spans.isEmpty)
+      <p>{s"${topology.spansDropped} opens, closes and tasks were recorded. None of them is kept any more."}</p>
+    else {
+      val spans = topology.spans.takeRight(MaxSpans)
+      val executors = spans.map(_.executor).distinct.sortBy(id => (id.length, id)) // numbers, mostly
+      val left = topology.spansDropped + topology.spans.size - spans.size
+      svg(spans, executors.take(MaxLanes), topology.started, until) ++ <p>{words(topology.spans, executors.size)}{
+        if (left > 0) s" $left more are not shown." else ""}{
+        if (executors.size > MaxLanes) s" The first $MaxLanes executors are shown." else ""}</p>
+    }
+
+  /** The picture in words, for screen readers. */
+  def words(spans: Seq[Span], executors: Int): String = {
+    def count(kind: String, one: String): Option[String] =
+      Some(spans.count(_.kind == kind)).filter(_ > 0).map(n => s"$n $one${if (n == 1) "" else "s"}")
+    val kinds = Seq(count("open", "open"), count("task", "task"), count("close", "close")).flatten
+    val failed = spans.count(_.failed)
+    s"${kinds.mkString(", ")} on $executors executor${if (executors == 1) "" else "s"}, " +
+      s"${if (failed == 0) "none" else failed.toString} failed."
+  }
+
+  private def svg(spans: Seq[Span], executors: Seq[String], started: Long, until: Long): Node = {
+    val from = math.min(started, spans.map(_.started).min)
+    val to = math.max(from + 1, math.max(until, spans.map(_.ended).max))
+    def x(ms: Long): Double =
+      Left + (Width - Left - 10) * (math.max(from, math.min(to, ms)) - from).toDouble / (to - from)
+    var top = 24
+    val lanes = executors.flatMap { executor =>
+      val (placed, rows) = pack(spans.filter(_.executor == executor))
+      val at = top
+      top += rows * RowHeight + 10
+      val middle = at + rows * RowHeight / 2 + 4
+      Seq[Node](
+        <text x="0" y={middle.toString} fill="currentColor" font-size="12">{Show.cut(executor, 16)}<title>{
+          Show.cut(executor, Show.Length)}</title></text>,
+        line(Left.toString, (Width - 10).toString, (at - 5).toString, (at - 5).toString)) ++
+        placed.map { case (span, row) =>
+          bar(span, x(span.started), x(if (span.ended > 0) span.ended else to), at + row * RowHeight) }
+    }
+    val height = top + 6
+    val ticks = (0 to 5).flatMap { i =>
+      val ms = from + (to - from) * i / 5
+      val anchor = if (i == 0) "start" else if (i == 5) "end" else "middle"
+      Seq[Node](
+        <text x={decimal(x(ms))} y="12" fill="currentColor" font-size="11" text-anchor={anchor}>{
+          elapsed(ms - from)}</text>,
+        line(decimal(x(ms)), decimal(x(ms)), "16", height.toString))
+    }
+    val description = words(spans, executors.size)
+    <div>
+      <p>{Seq("open" -> "open", "task" -> "task", "close" -> "close")
+        .map { case (kind, name) => key(Colours(kind), name, failed = false) }}{
+        key(Failed, "failed", failed = true)}</p>
+      <svg xmlns="http://www.w3.org/2000/svg" id="stagecrew-timeline" role="img" aria-label={s"Timeline: $description"}
+        viewBox={s"0 0 $Width $height"} style="width: 100%; max-width: 1800px; height: auto;">{ticks}{lanes}</svg>
+    </div>
+  }
+
+  private def line(x1: String, x2: String, y1: String, y2: String): Node =
+    <line x1={x1} x2={x2} y1={y1} y2={y2} stroke="currentColor" stroke-opacity="0.2"/>
+
+  /** Places overlapping spans in rows below each other, while rows are left. */
+  private[stagecrew] def pack(spans: Seq[Span]): (Seq[(Span, Int)], Int) = {
+    val ends = mutable.ArrayBuffer.empty[Long]
+    val placed = spans.sortBy(_.started).map { span =>
+      val ended = if (span.ended > 0) span.ended else Long.MaxValue
+      val free = ends.indexWhere(_ <= span.started)
+      val row =
+        if (free >= 0) free
+        else if (ends.size < MaxRows) { ends += 0; ends.size - 1 }
+        else ends.indices.minBy(ends)
+      ends(row) = math.max(ends(row), ended)
+      span -> row
+    }
+    placed -> math.max(1, ends.size)
+  }
+
+  private def bar(span: Span, from: Double, to: Double, y: Int): Node = {
+    val what = s"${span.kind} ${Show.cut(span.name, Show.Length)} on ${Show.cut(span.executor, Show.Length)}"
+    val took = if (span.ended > 0) s", ${elapsed(span.ended - span.started)}" else ", runs"
+    val fill = if (span.failed) Failed else Colours.getOrElse(span.kind, Other)
+    val kind = if (span.failed) "failed" else if (Colours.contains(span.kind)) span.kind else "other"
+    <rect class={s"stagecrew-$kind"} x={decimal(from)} y={y.toString} width={decimal(math.max(2.0, to - from))}
+      height={(RowHeight - 2).toString} fill={fill} 
+      stroke={edge(span.failed)}><title>{
+        s"$what$took${if (span.failed) ", failed" else ""}"}</title></rect>
+  }
+
+  private def key(colour: String, name: String, failed: Boolean): Node =
+    <span class="me-3"><svg xmlns="http://www.w3.org/2000/svg" width="14" height="10" aria-hidden="true"><rect
+      x="1" y="1" width="12" height="8" fill={colour} stroke={edge(failed)}/></svg>{s" $name"}</span>
+
+  private def edge(failed: Boolean): Option[Node] = Option.when(failed)(scala.xml.Text("currentColor"))
+
+  /** Values over time as a small line, from zero to the largest. */
+  def sparkline(values: Seq[(Long, Long)], name: String, words: Long => String): Node = {
+    val most = math.max(1L, values.map(_._2).max)
+    val (from, to) = (values.map(_._1).min, math.max(values.map(_._1).min + 1, values.map(_._1).max))
+    val points = values.map { case (time, value) =>
+      s"${decimal(1 + 98.0 * (time - from) / (to - from))},${decimal(19 - 18.0 * math.max(0L, value) / most)}"
+    }
+    val text = s"${name}last ${words(values.last._2)}, least ${words(values.map(_._2).min)}, " +
+      s"most ${words(most)}, of ${values.size} samples"
+    <svg xmlns="http://www.w3.org/2000/svg" class="stagecrew-sparkline" role="img" aria-label={text}
+      viewBox="0 0 100 20" width="100" height="20"><title>{text}</title><polyline
+      points={points.mkString(" ")} fill="none" stroke="currentColor" stroke-width="1.2"/></svg>
+  }
+
+  private def elapsed(ms: Long): String = if (ms < 1000) s"$ms ms" else SparkUi.formatDuration(ms)
+
+  private def decimal(value: Double): String = String.format(Locale.ROOT, "%.1f", value)
+}

@@ -1,0 +1,135 @@
+package org.apache.spark.stagecrew
+package ui
+
+import com.fasterxml.jackson.databind.node.ObjectNode
+import scala.xml.{Node, NodeSeq}
+import org.apache.spark.stagecrew.driver.Topology
+import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts}
+import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
+import org.apache.spark.stagecrew.wire.Json
+
+/** The page of one topology. */
+private[stagecrew] object TopologyPage {
+  def html(shown: PageModel, ask: PageRequest): Seq[Node] = {
+    val topology = asked(shown, ask)
+    val inside = Table("topologies", shown.snapshot.topologies.filter(_.parent.contains(topology.id)),
+      insideColumns(shown, ask))
+    val operators = Table("coordinators", topology.operators, operatorColumns)
+    val listeners = Table("listeners", for {
+      (executor, counts) <- topology.executors.toVector
+      listener <- counts.listeners
+    } yield (executor, listener), listenerColumns)
+    val executors = Table("executors", topology.executors.toVector, executorColumns(topology))
+    val tables = new Tables(ask, "topology/", Seq("id" -> Tab.key(topology.id)), inside,
+      operators, listeners, executors)
+    def section(name: String, table: Table[_], otherwise: String, count: Int = 0): NodeSeq =
+      if (table.rows.nonEmpty) <h4>{s"$name (${math.max(count, table.rows.size)})"}</h4> ++ tables(table)
+      else if (otherwise.isEmpty) NodeSeq.Empty else <h4>{name}</h4><p>{otherwise}</p>
+    Seq[NodeSeq](
+      shown.notes.getOrElse(topology.id, Nil).map(Show.note),
+      summary(shown, ask, topology),
+      <h4>Timeline</h4>,
+      Timeline.of(topology, shown.until(topology)),
+      section("Coordinators", operators, "", topology.coordinators),
+      section("Listeners", listeners,
+        "No listener of it has been opened: they open before the first task that they cover."),
+      section("Partitions and processes by executor", executors, "No executor has told of it."),
+      section("Topologies inside", inside, "")).flatten
+  }
+
+  def title(shown: PageModel, ask: PageRequest): String = s"Stagecrew: ${Show.cut(asked(shown, ask).name, Show.Length)}"
+
+  def json(shown: PageModel, ask: PageRequest): ObjectNode = {
+    val topology = asked(shown, ask)
+    Tab.head(shown, topology.id).put("until", shown.until(topology)).set[ObjectNode]("topology", Json.tree(topology))
+  }
+
+  private def asked(shown: PageModel, ask: PageRequest): TopologyView = {
+    val id = ask.parameters.getOrElse("id",
+      throw new IllegalArgumentException("the parameter id is missing: it names the topology"))
+    shown.find(id).getOrElse(throw new IllegalArgumentException(
+      s"there is no topology of this id: it may have been forgotten, " +
+        s"as only so many closed ones are kept (${Settings.RetainedTopologies})"))
+  }
+
+  private def summary(shown: PageModel, ask: PageRequest, topology: TopologyView): Node = {
+    val counts = topology.executors.values
+    val stored = counts.map(_.partitions).foldLeft(PartitionCounts())(_ + _)
+    Show.facts(
+      "Id" -> Show.text(topology.id),
+      "Kind" -> Show.fact(topology.kind),
+      "Inside" -> topology.parent.fold(NodeSeq.Empty)(id => shown.find(id).map(Tab.topology(ask, _))
+        .getOrElse(Show.text(id))),
+      "State" -> Show.fact(topology.state),
+      "Started" -> Show.fact(Show.date(topology.started)),
+      "Ended" -> Show.fact(Show.date(topology.ended)),
+      (if (topology.ended > 0) "Duration" else "Duration so far") ->
+        Show.fact(SparkUi.formatDuration(shown.duration(topology))),
+      "Jobs" -> Show.fact(topology.jobs.toString),
+      "Executors" -> Show.several(topology.askedBy),
+      "Partitions" -> Show.fact(partitions(stored)),
+      "Lost executors" -> Show.several(topology.lostExecutors),
+      "Lost before these" -> Show.fact(if (topology.forgottenExecutors == 0) "" else
+        s"${topology.forgottenExecutors}, whose counts stand as those of '${Topology.Forgotten}'"),
+      "Coordinators before these" -> Show.fact(if (topology.forgottenOperators == 0) "" else
+        s"${topology.forgottenOperators}, whose counts stand as those of '${Topology.Forgotten}'"),
+      "Unclosed" -> Show.several(topology.unclosed))
+  }
+
+  private def partitions(of: PartitionCounts): String = {
+    def some(count: Long, what: String, bytes: Long): Option[String] =
+      Option.when(count > 0)(s"$count $what" + (if (bytes > 0) s" (${SparkUi.formatBytes(bytes)})" else ""))
+    Seq(some(of.inProgress, "in progress", 0), some(of.outputs, "finished outputs", of.outputBytes),
+      some(of.blocks, "cached blocks", of.blockBytes), some(of.released, "released", of.releasedBytes),
+      some(of.releaseFailures, "could not be deleted", 0)).flatten.mkString(", ")
+  }
+
+  private def operatorColumns: Seq[Column[OperatorView]] = Seq(
+    Column.text("Name")(_.name), Column.text("Kind")(_.kind), Column.text("State")(_.state),
+    Column.text("Progress")(_.progress.map { case (what, value) => s"$what $value" }.mkString(" / ")),
+    Column.text("Waits for", "Whom its tasks or it wait for, and since when")(_.waitsFor),
+    Column.number("Live", "Evaluations that run")(_.live), Column.number("Finished")(_.finished),
+    Column.number("Failed")(_.failed),
+    Column.number("Abandoned", "Evaluations that Spark stopped reading before their end")(_.abandoned),
+    Column.number("Resets")(_.resets),
+    Column.number("Events in", "From tasks to the coordinator")(_.eventsIn),
+    Column.number("Events out", "From the coordinator to tasks")(_.eventsOut),
+    Column.number("Requests")(_.requests), Column.number("Queued", "Messages that wait for the coordinator")(_.queued),
+    percentiles("Replies",
+      "From a request's arrival on the driver to its reply: median, 95th and 99th percentile, longest")(_.replies),
+    percentiles("Acknowledgements",
+      "From the sending of an event to the acknowledgement that it is in the mailbox")(_.acknowledgements),
+    Column.of("Last error")((_: OperatorView).lastError)(o => Show.error(o.lastError)))
+
+  private def percentiles(name: String, help: String)(f: OperatorView => Percentiles): Column[OperatorView] =
+    Column.of(name, help)((o: OperatorView) => f(o).p95) { o =>
+      val times = f(o)
+      val text = if (times.count == 0) "" else Seq(times.p50, times.p95, times.p99, times.max)
+        .map(Show.micros).mkString(" / ")
+      <td title={Show.title(if (times.count == 0) "" else s"of ${times.count}")}>{text}</td>
+    }
+
+  private def listenerColumns: Seq[Column[(String, ListenerCounts)]] =
+    OverviewPage.counts[(String, ListenerCounts)](_._2).patch(2,
+      Seq(Column.text[(String, ListenerCounts)]("Executor")(_._1)), 0)
+
+  private def executorColumns(topology: TopologyView): Seq[Column[(String, ExecutorCounts)]] = Seq(
+    Column.text("Executor")(_._1),
+    Column.text("State") { case (executor, _) =>
+      val forgotten = executor == Topology.Forgotten && topology.forgottenExecutors > 0
+      if (forgotten || topology.lostExecutors.contains(executor)) "lost" else ""
+    },
+    Column.number("In progress", "Partitions that tasks write now")(_._2.partitions.inProgress),
+    Column.number("Finished outputs", "Of shuffles")(_._2.partitions.outputs),
+    Column.bytes("Output size")(_._2.partitions.outputBytes),
+    Column.number("Cached blocks")(_._2.partitions.blocks), Column.bytes("Block size")(_._2.partitions.blockBytes),
+    Column.number("Released")(_._2.partitions.released), Column.bytes("Released size")(_._2.partitions.releasedBytes),
+    Column.number("Not deleted", "Partitions that could not be deleted: the executor's log says why")
+      (_._2.partitions.releaseFailures),
+    Column.number("Python processes", "That opened a listener")(_._2.processes),
+    Column.number("Lost processes", "Gone before they had closed it")(_._2.lostProcesses))
+
+  private def insideColumns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
+    Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
+    Column.text("State")(_.state), Column.date("Started")(_.started), Column.duration("Duration")(shown.duration))
+}

@@ -1,0 +1,202 @@
+package org.apache.spark.stagecrew
+package wire
+
+import java.io.{DataInputStream, EOFException}
+import java.nio.{BufferUnderflowException, ByteBuffer, CharBuffer}
+import java.nio.charset.{CharacterCodingException, CodingErrorAction, StandardCharsets}
+
+/** The bytes are not a frame, or the frame is too large. */
+final class FrameException(message: String) extends Exception(message)
+
+/** One decoded frame. */
+final class Frame(val kind: String, fields: Map[String, Any]) {
+  def text(name: String): String = fields(name).asInstanceOf[String]
+  def long(name: String): Long = fields(name).asInstanceOf[Long]
+  def bytes(name: String): Array[Byte] = fields(name).asInstanceOf[Array[Byte]]
+  def blobs(name: String): Vector[Array[Byte]] = fields(name).asInstanceOf[Vector[Array[Byte]]]
+  override def toString: String = s"$kind(${fields.keys.mkString(", ")})" // without the values, which may be secrets
+}
+
+/**
+ * The wire format of both channels and of the messages between JVMs: the twin of `frames.py`, which describes it.
+ */
+object Frames {
+  private final case class Kind(name: String, number: Int, fields: Vector[(String, Char)])
+
+  private def kind(name: String, number: Int, fields: (String, Char)*): Kind = Kind(name, number, fields.toVector)
+
+  private val kinds = Vector(
+    kind("HELLO", 1, "token" -> 's', "role" -> 's', "process" -> 's', "pid" -> 'q', "version" -> 's'),
+    kind("WELCOME", 2, "body" -> 's'),
+    kind("DESCRIBE", 3, "topology" -> 's'),
+    kind("DESCRIPTION", 4, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    kind("BEGIN", 5, "attempt" -> 'q'),
+    kind("END", 6, "attempt" -> 'q'),
+    kind("HOOK", 7, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "timeout" -> 'q'),
+    kind("HOOK_DONE", 8, "topology" -> 's', "listener" -> 'q', "hook" -> 's', "outcome" -> 's', "micros" -> 'q',
+      "error" -> 's', "line" -> 's'),
+    kind("CLOSE", 9, "topology" -> 's'),
+    kind("CLOSED", 10, "topology" -> 's'),
+    kind("OPEN", 11, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    kind("OPENED", 12, "topology" -> 's', "body" -> 's', "blobs" -> 'l'),
+    kind("GOODBYE", 13, "reason" -> 's'),
+    kind("REFUSED", 14, "reason" -> 's'),
+    kind("SAMPLES", 16, "body" -> 's'),
+    kind("TOPOLOGY", 17, "topology" -> 's', "body" -> 's', "blobs" -> 'l', "opened" -> 's', "values" -> 'l'),
+    kind("ASK_DESCRIPTION", 32, "executor" -> 's', "host" -> 's', "topology" -> 's'),
+    kind("ASK_EXECUTION", 33, "executor" -> 's', "key" -> 's'),
+    kind("EXECUTION", 34, "topology" -> 's'),
+    kind("OPEN_FAILED", 35, "executor" -> 's', "topology" -> 's', "listener" -> 's', "stage" -> 'q', "partition" -> 'q',
+      "attempt" -> 'q', "error" -> 's'),
+    kind("REPORT", 36, "executor" -> 's', "sequence" -> 'q', "body" -> 's'),
+    kind("END_TOPOLOGY", 37, "topology" -> 's', "timeout" -> 'q', "body" -> 's'),
+    kind("OK", 38),
+    kind("INVENTORY", 39, "executor" -> 's', "body" -> 's'),
+    kind("ORPHANS", 40, "body" -> 's'),
+    kind("UNPERSISTED", 41, "topology" -> 's', "body" -> 's'),
+    kind("READY", 64, "evaluation" -> 'q', "binding" -> 's', "subtask" -> 'q', "attempt" -> 'q', "number" -> 'q',
+      "stage" -> 'q', "partition" -> 'q', "stage_attempt" -> 'q', "partitions" -> 'q'),
+    kind("EVENTS", 65, "evaluation" -> 'q', "first" -> 'q', "payloads" -> 'l'),
+    kind("REQUEST", 66, "evaluation" -> 'q', "sequence" -> 'q', "payload" -> 'b'),
+    kind("FINISH", 67, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    kind("REPLY", 68, "evaluation" -> 'q', "sequence" -> 'q', "outcome" -> 's', "payload" -> 'b'),
+    kind("HANDLED", 69, "evaluation" -> 'q', "sequence" -> 'q'),
+    kind("CREDIT_REQUEST", 70, "evaluation" -> 'q', "events" -> 'q', "bytes" -> 'q'),
+    kind("ACCEPTED", 71, "evaluation" -> 'q', "sequence" -> 'q'),
+    kind("OVERFLOWED", 72, "evaluation" -> 'q', "reason" -> 's'),
+    kind("ABORT", 73, "evaluation" -> 'q', "reason" -> 's'),
+    kind("ENDED", 74, "evaluation" -> 'q', "outcome" -> 's', "reason" -> 's'),
+    kind("CREDIT", 75, "evaluation" -> 'q'),
+    kind("FROM", 96, "executor" -> 's', "frames" -> 'b'),
+    kind("TO", 97, "executor" -> 's', "frames" -> 'b'),
+    kind("LOST", 98, "executor" -> 's', "reason" -> 's'),
+    kind("READ", 99, "messages" -> 'q'),
+    kind("STATISTICS", 100, "sequence" -> 'q', "body" -> 's'))
+
+  private val byName = kinds.map(k => k.name -> k).toMap
+  private val byNumber = kinds.map(k => k.number -> k).toMap
+
+  /** Encodes a frame with its length. Values are `Long`, `String`, `Array[Byte]` or a `Seq` of these. */
+  def encode(name: String, values: Any*): Array[Byte] = {
+    val kind = byName.getOrElse(name, throw new FrameException(s"unknown kind of frame $name"))
+    if (values.size != kind.fields.size) {
+      throw new FrameException(s"a $name frame has the fields ${kind.fields.map(_._1).mkString(", ")}")
+    }
+    val parts: Seq[Array[Byte]] = kind.fields.zip(values).flatMap {
+      case ((_, 'q'), value: Long) => Seq(ByteBuffer.allocate(8).putLong(value).array)
+      case ((_, 's'), value: String) => sized(value.getBytes(StandardCharsets.UTF_8))
+      case ((_, 'b'), value: Array[Byte]) => sized(value)
+      case ((_, 'l'), values: Seq[_]) => u32(values.size) +: values.flatMap(v => sized(v.asInstanceOf[Array[Byte]]))
+      case ((field, type_), value) =>
+        throw new FrameException(
+          s"field $field of a $name frame is of type $type_, not ${value.getClass.getSimpleName}")
+    }
+    val length = 1 + parts.map(_.length).sum
+    val out = ByteBuffer.allocate(4 + length).putInt(length).put(kind.number.toByte)
+    parts.foreach(out.put)
+    out.array
+  }
+
+  /** Decodes a frame without its length: `kind | fields`. */
+  def decode(bytes: ByteBuffer): Frame = {
+    if (!bytes.hasRemaining) throw new FrameException("an empty frame")
+    val number = bytes.get() & 0xff
+    val kind = byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number"))
+    def chunk(): Array[Byte] = {
+      val length = bytes.getInt()
+      if (length < 0 || length > bytes.remaining) throw new FrameException(s"a ${kind.name} frame is cut short")
+      val data = new Array[Byte](length)
+      bytes.get(data)
+      data
+    }
+    try {
+      val fields = kind.fields.map { case (name, type_) =>
+        val value: Any = type_ match {
+          case 'q' => bytes.getLong()
+          case 's' => utf8(chunk()).getOrElse(
+            throw new FrameException(s"field $name of a ${kind.name} frame is not UTF-8"))
+          case 'b' => chunk()
+          case _ =>
+            val count = bytes.getInt()
+            if (count < 0 || count > bytes.remaining / 4) throw new FrameException(s"a ${kind.name} frame is cut short")
+            Vector.fill(count)(chunk())
+        }
+        name -> value
+      }
+      if (bytes.hasRemaining) {
+        throw new FrameException(s"${bytes.remaining} bytes are left over after a ${kind.name} frame")
+      }
+      new Frame(kind.name, fields.toMap)
+    } catch {
+      case _: BufferUnderflowException => throw new FrameException(s"a ${kind.name} frame is cut short")
+    }
+  }
+
+  /** The kind of an encoded frame. */
+  def nameOf(frame: Array[Byte]): String = {
+    if (frame.isEmpty) throw new FrameException("an empty frame")
+    val number = frame(0) & 0xff
+    byNumber.getOrElse(number, throw new FrameException(s"unknown kind of frame $number")).name
+  }
+
+  /** The evaluation of an encoded frame that has it as its first field. */
+  def evaluationOf(frame: Array[Byte]): Long = longAt(frame, 1)
+
+  /** The sequence number of an encoded frame that has it as its second field. */
+  def sequenceOf(frame: Array[Byte]): Long = longAt(frame, 9)
+
+  private def longAt(frame: Array[Byte], at: Int): Long =
+    if (frame.length >= at + 8) ByteBuffer.wrap(frame).getLong(at) else throw new FrameException("a frame is cut short")
+
+  /** Decodes a message between JVMs: a frame with its length. */
+  def decodeMessage(bytes: Array[Byte]): Frame = {
+    val buffer = ByteBuffer.wrap(bytes)
+    if (buffer.remaining < 4 || buffer.getInt() != buffer.remaining)
+      throw new FrameException("a message of a wrong length")
+    decode(buffer)
+  }
+
+  /** Reads the next frame of a stream. Throws `EOFException` at its end, also within a frame. */
+  def read(in: DataInputStream, limit: Int): Frame = decode(ByteBuffer.wrap(readBytes(in, limit)))
+
+  /** Reads the bytes of the next frame. */
+  def readBytes(in: DataInputStream, limit: Int): Array[Byte] = {
+    val length = in.readInt()
+    if (length < 0 || length > limit) {
+      throw new FrameException(
+        s"a frame of ${Integer.toUnsignedString(length)} bytes is larger than the $limit bytes allowed")
+    }
+    // In steps: an announced length without data takes no memory.
+    var bytes = new Array[Byte](math.min(length, 1 << 16))
+    var at = 0
+    while (at < length) {
+      if (at == bytes.length) bytes = java.util.Arrays.copyOf(bytes, math.min(length.toLong, 8L * at).toInt)
+      val n = in.read(bytes, at, bytes.length - at)
+      if (n < 0) throw new EOFException("the stream ended inside a frame")
+      at += n
+    }
+    bytes
+  }
+
+  /** Adds the length to an encoded frame. */
+  def withLength(frame: Array[Byte]): Array[Byte] =
+    ByteBuffer.allocate(4 + frame.length).putInt(frame.length).put(frame).array
+
+  /** Removes the length of an encoded frame. */
+  def withoutLength(frame: Array[Byte]): Array[Byte] = java.util.Arrays.copyOfRange(frame, 4, frame.length)
+
+  private def sized(data: Array[Byte]): Seq[Array[Byte]] = Seq(u32(data.length), data)
+
+  private def u32(value: Int): Array[Byte] = ByteBuffer.allocate(4).putInt(value).array
+
+  private def utf8(data: Array[Byte]): Option[String] = {
+    val decoder = StandardCharsets.UTF_8.newDecoder()
+      .onMalformedInput(CodingErrorAction.REPORT).onUnmappableCharacter(CodingErrorAction.REPORT)
+    try {
+      val text: CharBuffer = decoder.decode(ByteBuffer.wrap(data))
+      Some(text.toString)
+    } catch {
+      case _: CharacterCodingException => None
+    }
+  }
+}

@@ -1,0 +1,77 @@
+package org.apache.spark.stagecrew
+package wire
+
+import com.fasterxml.jackson.databind.{JsonNode, ObjectMapper}
+import com.fasterxml.jackson.databind.node.{ArrayNode, JsonNodeFactory, ObjectNode}
+import java.lang.reflect.{ParameterizedType, Type}
+import scala.collection.immutable.VectorMap
+import scala.jdk.CollectionConverters._
+import scala.reflect.ClassTag
+
+/**
+ * JSON by Spark's own Jackson. A case class is an object with one field for each parameter.
+ *
+ * `None` is not written. An absent field is read as 0, false, "", an empty collection or `None`, and an unknown field
+ * is ignored, so that event logs of older and newer versions stay readable.
+ */
+private[stagecrew] object Json {
+  private val mapper = new ObjectMapper()
+
+  /** Names that fields had in event logs that were written before a rename. */
+  private val earlierNames = Map("abandoned" -> "cut")
+
+  def parse(text: String): ObjectNode = mapper.readTree(text).asInstanceOf[ObjectNode]
+  def obj(): ObjectNode = mapper.createObjectNode()
+
+  def write(value: Any): String = mapper.writeValueAsString(node(value))
+  def tree(value: Product): ObjectNode = node(value).asInstanceOf[ObjectNode]
+  def read[T: ClassTag](text: String): T = as[T](parse(text))
+  def as[T](node: JsonNode)(implicit tag: ClassTag[T]): T = value(node, tag.runtimeClass).asInstanceOf[T]
+
+  private def node(value: Any): JsonNode = value match {
+    case node: JsonNode => node
+    case text: String => JsonNodeFactory.instance.textNode(text)
+    case number: Long => JsonNodeFactory.instance.numberNode(number)
+    case number: Int => JsonNodeFactory.instance.numberNode(number)
+    case flag: Boolean => JsonNodeFactory.instance.booleanNode(flag)
+    case map: scala.collection.Map[_, _] => fields(map.iterator.map { case (key, value) => key.toString -> value })
+    case items: Iterable[_] =>
+      items.foldLeft(mapper.createArrayNode())((array: ArrayNode, item) => array.add(node(item)))
+    case product: Product => fields(product.productElementNames.zip(product.productIterator))
+    case other => throw new IllegalArgumentException(s"JSON holds no ${other.getClass.getName}")
+  }
+
+  private def fields(values: Iterator[(String, Any)]): ObjectNode = values.foldLeft(obj()) {
+    case (node, (_, None)) => node
+    case (into, (name, Some(value))) => into.set[ObjectNode](name, node(value))
+    case (into, (name, value)) => into.set[ObjectNode](name, node(value))
+  }
+
+  private def value(node: JsonNode, wanted: Type): Any = wanted match {
+    case generic: ParameterizedType => elements(node, generic.getRawType, generic.getActualTypeArguments)
+    case java.lang.Long.TYPE => node.asLong
+    case java.lang.Integer.TYPE => node.asInt
+    case java.lang.Boolean.TYPE => node.asBoolean
+    case text if text == classOf[String] => if (node.isNull) "" else node.asText
+    case number if number == classOf[Object] => node.asInt // the only primitive that collections hold
+    case product: Class[_] =>
+      if (!node.isObject && !node.isMissingNode)
+        throw new IllegalArgumentException(s"${product.getSimpleName} is an object, not $node")
+      val constructor = product.getConstructors.head
+      constructor.newInstance(constructor.getParameters.map { parameter =>
+        val name = if (node.has(parameter.getName)) parameter.getName
+          else earlierNames.getOrElse(parameter.getName, parameter.getName)
+        value(node.path(name), parameter.getParameterizedType).asInstanceOf[Object]
+      }: _*)
+    case other => throw new IllegalArgumentException(s"JSON cannot be read as $other")
+  }
+
+  private def elements(node: JsonNode, kind: Type, of: Array[Type]): Any = {
+    def items = node.elements.asScala.map(value(_, of.head))
+    if (kind == classOf[Option[_]]) Option.when(!node.isMissingNode && !node.isNull)(value(node, of.head))
+    else if (kind == classOf[VectorMap[_, _]])
+      node.properties.iterator.asScala.map(e => e.getKey -> value(e.getValue, of(1))).to(VectorMap)
+    else if (kind == classOf[Set[_]]) items.toSet
+    else items.toVector
+  }
+}

@@ -1,0 +1,88 @@
+package org.apache.spark.stagecrew
+package wire
+
+import org.apache.spark.stagecrew.executor.ExecutorCrew
+
+/**
+ * Writes messages to a socket for threads that must not wait. The reader reports how many messages it has read. While
+ * little is unread, which certainly fits into the socket's buffers, `put` writes at once; else a thread of its own
+ * writes, which may wait. The order of messages is kept.
+ *
+ * The queue is bounded by the messages that evaluations may have unhandled (their window).
+ */
+final class NonBlockingWriter(write: Array[Byte] => Unit) {
+  import NonBlockingWriter._
+
+  private val waiting = new java.util.ArrayDeque[Array[Byte]]()
+  private val unread = new java.util.ArrayDeque[Integer]()
+  private var written = 0L
+  private var unreadBytes = 0
+  private var draining = false
+  private var open = true
+  private val thread = ExecutorCrew.daemon("stagecrew-coordination").newThread(() => run())
+  thread.start()
+
+  def put(bytes: Array[Byte]): Unit = synchronized {
+    if (!draining && unread.size < AtOnce && unreadBytes + bytes.length <= AtOnceBytes) {
+      note(bytes)
+      write(bytes)
+    } else if (open) {
+      draining = true
+      waiting.add(bytes)
+      notifyAll()
+    }
+  }
+
+  /** The reader has read this many messages since its connection began. */
+  def wasRead(messages: Long): Unit = synchronized {
+    while (unread.size > written - messages) unreadBytes -= unread.poll()
+  }
+
+  /** Ends the thread, and drops the queue. */
+  def close(): Unit = synchronized {
+    open = false
+    waiting.clear()
+    notifyAll()
+  }
+
+  private def note(bytes: Array[Byte]): Unit = {
+    written += 1
+    unread.add(bytes.length)
+    unreadBytes += bytes.length
+  }
+
+  private def run(): Unit = {
+    var batch = next()
+    while (batch != null) {
+      write(batch) // without the lock: it waits while the reader does not read
+      batch = next()
+    }
+  }
+
+  private def next(): Array[Byte] = synchronized {
+    while (open && waiting.isEmpty) {
+      draining = false
+      wait()
+    }
+    if (!open) null
+    else if (waiting.size == 1) {
+      note(waiting.peek())
+      waiting.poll()
+    } else {
+      val some = new java.io.ByteArrayOutputStream
+      while (!waiting.isEmpty && some.size < BatchBytes) {
+        note(waiting.peek())
+        some.write(waiting.poll())
+      }
+      some.toByteArray
+    }
+  }
+}
+
+object NonBlockingWriter {
+  /** The limits for unread messages below which `put` itself writes: much less than the buffers of a loopback
+    * socket. */
+  val AtOnce = 32
+  val AtOnceBytes: Int = 1 << 15
+  private val BatchBytes = 1 << 18
+}

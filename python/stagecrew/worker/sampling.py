@@ -1,0 +1,272 @@
+"""Figures of an executor's Python processes, by psutil: memory, CPU, threads and open files.
+
+PySpark's daemon samples its workers when its loop wakes, which happens every second anyway. It needs no thread and no
+process for this. The agent samples itself while it waits for its executor. Both send SAMPLES frames to the executor,
+which passes them on to the driver.
+
+The daemon must never delay a fork, and a worker must not inherit anything:
+
+- The connection to the executor never blocks. While the executor does not read, no samples are taken.
+- Sampling stops as soon as a worker is requested, and continues at the next wake.
+- A forked worker closes its copy of the connection.
+- psutil is imported at the first sample. It is not in the `sys.modules` of a forked worker, which may import its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import select
+import socket
+import sys
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from stagecrew._version import __version__
+from stagecrew.wire.frames import encode
+
+__all__ = ["FIRST_SAMPLE", "VARIABLE", "DaemonSampler", "Sampler", "configured", "install"]
+
+#: The environment variable that the executor sets: the seconds between two samples, a space, and the place file.
+VARIABLE: Final = "STAGECREW_SAMPLING"
+
+#: The first sample is taken after this many seconds at most.
+FIRST_SAMPLE: Final = 2.0
+
+_log = logging.getLogger("stagecrew")
+
+
+def configured() -> tuple[float, str] | None:
+    """The seconds between two samples and the place file of the executor's channel; None if sampling is off."""
+    seconds, _, place = os.environ.get(VARIABLE, "").partition(" ")
+    return (float(seconds), place) if place else None
+
+
+class Sampler:
+    """Samples processes of this host. It remembers their CPU times, so it is used for one group of processes."""
+
+    def __init__(self, role: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._role, self._clock = role, clock
+        self._psutil: Any = None
+        self._problem = ""
+        #: By pid: the process, when it was sampled last, and its CPU seconds then.
+        self._known: dict[int, tuple[Any, float, float]] = {}
+
+    @property
+    def problem(self) -> str:
+        """Why there are no samples, and what to do; empty if there are."""
+        if self._psutil is None and not self._problem:
+            try:
+                self._psutil = _import_psutil()
+            except Exception as error:
+                self._problem = (
+                    f"its Python processes are not sampled, because psutil cannot be imported by {sys.executable} "
+                    f"({type(error).__name__}: {error}). Install psutil for the Python of the executors"
+                )
+        return self._problem
+
+    def sample(self, pid: int) -> dict[str, Any] | None:
+        """The figures of a process, as the executor expects them; None if it has ended."""
+        psutil = self._psutil
+        try:
+            process, before, cpu_before = self._known.get(pid) or (psutil.Process(pid), 0.0, 0.0)
+            if not process.is_running():
+                raise psutil.NoSuchProcess(pid)
+            with process.oneshot():
+                times, memory, threads = process.cpu_times(), process.memory_info().rss, process.num_threads()
+                started = process.create_time()
+            files = process.num_fds() - (pid == os.getpid())  # without the one that lists them
+        except psutil.Error:
+            self._known.pop(pid, None)
+            return None
+        now, cpu = self._clock(), times.user + times.system
+        elapsed = now - before if before else time.time() - started
+        self._known[pid] = (process, now, cpu)
+        millicores = int((cpu - cpu_before) * 1000 / elapsed) if elapsed > 0 else 0
+        figures = {"rss": memory, "cpu": max(0, millicores), "threads": threads, "files": files}
+        return {"pid": pid, "role": self._role, "started": int(started * 1000), "samples": [figures]}
+
+    def forget(self, pid: int) -> None:
+        """The process with this pid has ended."""
+        self._known.pop(pid, None)
+
+    def frame(self, processes: list[dict[str, Any]]) -> bytes:
+        """The frame with these samples, or with the problem that prevents them."""
+        if self._problem:
+            this = {"pid": os.getpid(), "role": "daemon", "started": 0, "problem": self._problem, "samples": [{}]}
+            processes = [this]
+        return encode("SAMPLES", body=json.dumps({"processes": processes}))
+
+
+class DaemonSampler:
+    """Samples the workers of PySpark's daemon, between the waits of its loop."""
+
+    def __init__(self, seconds: float, place: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
+        self._connection: _Connection | None = _Connection(place)
+        self._sampler = Sampler("worker", clock)
+        self._workers: dict[int, None] = {}
+        self._due = clock() + min(FIRST_SAMPLE, seconds)
+        self._round: Iterator[int] | None = None
+        self._sampled: list[dict[str, Any]] = []
+
+    def fork(self) -> int:
+        """`os.fork` of the daemon's loop."""
+        pid = os.fork()
+        if pid:
+            self._sampler.forget(pid)  # of an earlier worker
+            self._workers[pid] = None
+        else:
+            self.close()
+            _forget_psutil()
+        return pid
+
+    def poll(self) -> _Poll:
+        """`select.poll` of the daemon's loop."""
+        return _Poll(self)
+
+    def close(self) -> None:
+        """Ends sampling, and closes the connection of this process."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def wait_at_most(self, milliseconds: int) -> int:
+        """How long the loop may wait, so that the next sample is in time."""
+        if self._connection is None:
+            return milliseconds
+        return min(milliseconds, max(0, int((self._due - self._clock()) * 1000) + 1))
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Samples the workers if a round is due. It stops after a process if `interrupted`, and continues later."""
+        if self._connection is None or self._clock() < self._due:
+            return
+        try:
+            self._continue(interrupted)
+        except OSError:  # the executor is gone, or has no channel
+            self.close()
+        except Exception:  # never an end of the daemon
+            _log.warning("the Python workers of this executor are no longer sampled", exc_info=True)
+            self.close()
+
+    def _continue(self, interrupted: Callable[[], bool]) -> None:
+        assert self._connection is not None
+        if self._round is None:
+            if not self._connection.ready():
+                self._due = self._clock() + min(1.0, self._seconds)
+                return
+            self._round, self._sampled = iter([] if self._sampler.problem else list(self._workers)), []
+        for pid in self._round:
+            sample = self._sampler.sample(pid)
+            if sample is None:
+                self._workers.pop(pid, None)
+            else:
+                self._sampled.append(sample)
+            if interrupted():
+                return
+        self._round = None
+        self._connection.send(self._sampler.frame(self._sampled))
+        self._due = self._clock() + self._seconds
+
+
+class _Poll:
+    """A `select.poll` object whose waits leave time for samples."""
+
+    def __init__(self, sampler: DaemonSampler) -> None:
+        self._poll, self._sampler = select.poll(), sampler
+        self.register, self.unregister = self._poll.register, self._poll.unregister
+
+    def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+        ready = self._poll.poll(self._sampler.wait_at_most(milliseconds))
+        if not ready:
+            self._sampler.run(lambda: bool(self._poll.poll(0)))
+        return ready
+
+
+class _Connection:
+    """The connection to the executor's channel. It never waits: it writes later if it cannot write at once."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._socket: socket.socket | None = None
+        self._unsent = b""
+
+    def ready(self) -> bool:
+        """Whether everything was written. Connects at first. Raises `OSError` if the executor is gone."""
+        if self._socket is None:
+            self._connect()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                if not self._opened().recv(1 << 16):  # WELCOME, which is not needed, or the end
+                    raise ConnectionResetError("the executor closed the channel")
+        self._write()
+        return not self._unsent
+
+    def send(self, frame: bytes) -> None:
+        """Writes a frame, or keeps what cannot be written yet."""
+        self._unsent += frame
+        self._write()
+
+    def close(self) -> None:
+        """Closes the socket."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _opened(self) -> socket.socket:
+        assert self._socket is not None
+        return self._socket
+
+    def _connect(self) -> None:
+        try:
+            with open(self._place, encoding="utf-8") as file:
+                where = json.load(file)
+        except ValueError as error:
+            raise OSError(f"{self._place} cannot be read: {error}") from error
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        self._socket.connect_ex(("127.0.0.1", where["port"]))
+        process = uuid.uuid4().hex
+        self._unsent = encode(
+            "HELLO", token=where["token"], role="sampler", process=process, pid=os.getpid(), version=__version__
+        )
+
+    def _write(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._unsent = self._unsent[self._opened().send(self._unsent) :]
+
+
+def install() -> None:
+    """Lets PySpark's daemon sample its workers, if the executor asks for it. In the daemon only, before its loop."""
+    import pyspark.daemon
+
+    if (asked := configured()) is not None:
+        sampler = DaemonSampler(*asked)
+        loop: Any = pyspark.daemon
+        loop.os = types.SimpleNamespace(**{**_names(loop.os), "fork": sampler.fork})
+        loop.select = types.SimpleNamespace(**{**_names(select), "poll": sampler.poll})
+
+
+def _names(module: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if not name.startswith("__")}
+
+
+_imported_here = False
+
+
+def _import_psutil() -> Any:
+    global _imported_here
+    _imported_here = _imported_here or "psutil" not in sys.modules
+    return importlib.import_module("psutil")
+
+
+def _forget_psutil() -> None:
+    if _imported_here:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "psutil"]:
+            del sys.modules[name]

@@ -1,0 +1,277 @@
+"""Samples of Python processes: right figures, a low price, no delay of a fork, and nothing that a worker inherits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagecrew.wire.frames import Decoder
+from stagecrew.worker.sampling import DaemonSampler, Sampler, configured, install
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")]
+
+BUSY = "import time\nwhile time.process_time() < 1.5: pass\nprint('rests', flush=True)\ntime.sleep(60)"
+
+
+@pytest.fixture
+def resting() -> Iterator[int]:
+    """A process that used 1.5 s of CPU time, and rests now."""
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"rests\n"
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SimpleNamespace]:
+    """A channel as an executor has it: its place file, and the frames that arrive."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    place = tmp_path / "channel.json"
+    place.write_text(
+        json.dumps({"port": listening.getsockname()[1], "token": "t", "maxFrame": 1 << 20, "timeout": 5.0})
+    )
+    accepted: list[socket.socket] = []
+    decoder = Decoder(1 << 20)
+
+    def frames() -> list[Any]:
+        if not accepted:
+            accepted.append(listening.accept()[0])
+        found = []
+        while select.select([accepted[0]], [], [], 0.2)[0] and (read := accepted[0].recv_into(decoder.room())):
+            found += decoder.filled(read)
+        return found
+
+    yield SimpleNamespace(place=str(place), frames=frames, accepted=accepted)
+    for connection in (listening, *accepted):
+        connection.close()
+
+
+def ps(pid: int, column: str) -> int:
+    return int(subprocess.run(["ps", "-o", f"{column}=", "-p", str(pid)], capture_output=True, check=True).stdout)
+
+
+def test_the_figures_are_those_of_ps(resting: int) -> None:
+    """Memory within 10 % and CPU seconds within 1 s of what `ps` says of a process at rest."""
+    times = iter([100.0, 102.0])
+    sampler = Sampler("worker", clock=lambda: next(times))
+    assert sampler.problem == ""
+    first, second = sampler.sample(resting), sampler.sample(resting)
+    assert first is not None
+    assert second is not None
+    (figures,) = first["samples"]
+    assert figures["rss"] == pytest.approx(ps(resting, "rss") * 1024, rel=0.1)
+    assert figures["threads"] == ps(resting, "nlwp") == 1
+    assert figures["files"] >= 3
+    assert sampler._known[resting][2] == pytest.approx(ps(resting, "cputimes"), abs=1.0)
+    assert sampler._known[resting][2] >= 1.4
+    assert abs(first["started"] / 1000 - (time.time() - ps(resting, "etimes"))) < 2.5
+    assert figures["cpu"] > 0  # since it started
+    assert second["samples"][0]["cpu"] == 0  # since the sample before
+    assert (first["pid"], first["role"]) == (resting, "worker")
+
+
+def test_a_process_that_samples_itself_does_not_count_the_sample() -> None:
+    """The file descriptor that lists the others is not one of them."""
+    sampler = Sampler("agent")
+    assert sampler.problem == ""
+    descriptors = []
+    for number in range(256):
+        with contextlib.suppress(OSError):
+            os.fstat(number)
+            descriptors.append(number)
+    sample = sampler.sample(os.getpid())
+    assert sample is not None
+    assert sample["samples"][0]["files"] == len(descriptors)
+
+
+def test_a_process_that_has_ended_has_no_sample(resting: int) -> None:
+    """It is noticed at the next sample, and forgotten."""
+    sampler = Sampler("worker")
+    assert sampler.problem == ""
+    assert sampler.sample(resting) is not None
+    os.kill(resting, 9)
+    os.waitid(os.P_PID, resting, os.WEXITED | os.WNOWAIT)
+    assert sampler.sample(1 << 22) is None
+    assert list(sampler._known) == [resting]
+
+
+def test_a_round_costs_at_most_a_thousandth_of_a_core(server: SimpleNamespace, resting: int) -> None:
+    """Ten workers take less than 10 ms of CPU time per round, which is 0.1 % of a core at the default period of 10 s."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler._workers = dict.fromkeys(range(10))
+    real = sampler._sampler.sample
+    sampler._sampler.sample = lambda _pid: real(resting)  # type: ignore[method-assign]
+    sampler.run(lambda: False)  # imports psutil, connects
+    before, rounds = time.process_time(), 20
+    for _ in range(rounds):
+        sampler.run(lambda: False)
+    assert (time.process_time() - before) / rounds < 0.01
+    assert len(server.frames()) == rounds + 2
+    sampler.close()
+
+
+def test_the_daemon_says_who_it_is_and_sends_its_workers(server: SimpleNamespace, resting: int) -> None:
+    """The first frame is HELLO with the token and the role, then one frame per round."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler._workers = {resting: None, 1 << 22: None}
+    sampler.run(lambda: False)
+    hello, samples = server.frames()
+    assert (hello.kind, hello["token"], hello["role"], hello["pid"]) == ("HELLO", "t", "sampler", os.getpid())
+    assert [one["pid"] for one in json.loads(samples["body"])["processes"]] == [resting]
+    assert list(sampler._workers) == [resting]
+    sampler.close()
+
+
+def test_a_requested_worker_interrupts_a_round(server: SimpleNamespace, resting: int) -> None:
+    """After each process the sampler looks for requests; the round goes on at the next wake."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler._workers = dict.fromkeys(range(3))
+    sampled: list[int] = []
+    sampler._sampler.sample = lambda pid: sampled.append(pid) or None  # type: ignore[method-assign, func-returns-value]
+    sampler.run(lambda: True)
+    assert sampled == [0]
+    sampler.run(lambda: False)
+    assert sampled == [0, 1, 2]
+    sampler.close()
+
+
+def test_the_loop_waits_no_longer_than_until_the_next_sample(server: SimpleNamespace) -> None:
+    """And as long as it asked for when nothing is due."""
+    now = 0.0
+    sampler = DaemonSampler(10.0, server.place, clock=lambda: now)
+    poll = sampler.poll()
+    reading, writing = os.pipe()
+    poll.register(reading, select.POLLIN)
+    assert sampler.wait_at_most(1000) == 1000
+    now = 1.9
+    assert 90 <= sampler.wait_at_most(1000) <= 110
+    assert poll.poll(1000) == []
+    os.write(writing, b"x")
+    now = 2.0
+    assert poll.poll(1000) == [(reading, select.POLLIN)]  # a request comes first
+    assert sampler._connection is not None
+    assert sampler._connection._socket is None
+    poll.unregister(reading)
+    sampler.close()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_an_executor_that_does_not_read_delays_nothing(server: SimpleNamespace) -> None:
+    """What cannot be written waits, and no further samples are taken meanwhile."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler._workers = {os.getpid(): None}
+    sampler._sampler.frame = lambda _processes: b"x" * (1 << 24)  # type: ignore[method-assign]
+    sampler.run(lambda: False)
+    assert sampler._connection is not None
+    waiting = len(sampler._connection._unsent)
+    assert waiting > 0
+    began = time.monotonic()
+    sampler.run(lambda: False)
+    assert time.monotonic() - began < 0.5
+    assert len(sampler._connection._unsent) <= waiting
+    sampler.close()
+
+
+def test_sampling_ends_with_its_executor(server: SimpleNamespace, tmp_path: Path) -> None:
+    """When the executor closes the channel, and when there is none."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler.run(lambda: False)
+    server.frames()
+    server.accepted[0].close()
+    for _ in range(100):
+        sampler.run(lambda: False)
+    assert sampler._connection is None
+    nowhere = DaemonSampler(0.0, str(tmp_path / "none"))
+    nowhere.run(lambda: False)
+    assert nowhere._connection is None
+    assert nowhere.wait_at_most(1000) == 1000
+
+
+def test_a_forked_worker_closes_the_connection(server: SimpleNamespace) -> None:
+    """The worker has no copy of it, and samples nothing; the daemon knows the worker."""
+    sampler = DaemonSampler(0.0, server.place)
+    sampler.run(lambda: False)
+    assert sampler._connection is not None
+    assert sampler._connection._socket is not None
+    number = sampler._connection._socket.fileno()
+    pid = sampler.fork()
+    if not pid:
+        try:
+            os.fstat(number)
+        except OSError:
+            os._exit(7 if sampler._connection is None else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert list(sampler._workers) == [pid]
+    sampler.run(lambda: False)
+    sampler.close()
+
+
+def test_without_psutil_the_problem_is_sent_with_its_remedy(server: SimpleNamespace, monkeypatch: Any) -> None:
+    """The frame names the interpreter, and nothing is sampled."""
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    sampler = DaemonSampler(0.0, server.place)
+    sampler._workers = {os.getpid(): None}
+    sampler.run(lambda: False)
+    (one,) = json.loads(server.frames()[1]["body"])["processes"]
+    assert (one["pid"], one["role"], one["samples"]) == (os.getpid(), "daemon", [{}])
+    assert sys.executable in one["problem"]
+    assert "Install psutil" in one["problem"]
+    sampler.close()
+
+
+WORKER = """
+import os, sys, threading
+from stagecrew.worker import sampling
+daemon = sampling.DaemonSampler(0.0, "nowhere")
+assert daemon._sampler.problem == ""
+assert daemon._sampler.sample(os.getpid())
+assert threading.active_count() == 1
+pid = daemon.fork()
+if not pid:
+    left = [name for name in sys.modules if name.partition(".")[0] == "psutil"]
+    import psutil  # the worker's own
+    right = not left and psutil is not daemon._sampler._psutil and psutil.Process().pid == os.getpid()
+    os._exit(7 if right else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert daemon._sampler.sample(os.getpid())
+"""
+
+
+def test_a_worker_imports_its_own_psutil() -> None:
+    """It does not inherit the daemon's; the import starts no thread before the fork."""
+    subprocess.run([sys.executable, "-c", WORKER], check=True)
+
+
+def test_the_daemon_is_changed_only_when_the_executor_asks_for_samples(monkeypatch: Any) -> None:
+    """Its loop has `fork` and `poll` replaced then, and all else as before."""
+    import pyspark.daemon
+
+    loop: Any = pyspark.daemon
+    monkeypatch.setattr(loop, "os", loop.os)
+    monkeypatch.setattr(loop, "select", select)
+    monkeypatch.delenv("STAGECREW_SAMPLING", raising=False)
+    install()
+    assert configured() is None
+    assert loop.select is select
+    monkeypatch.setenv("STAGECREW_SAMPLING", "2.5 /a folder/channel.json")
+    assert configured() == (2.5, "/a folder/channel.json")
+    install()
+    assert loop.select.poll is not select.poll
+    assert loop.select.POLLIN == select.POLLIN
+    assert loop.os.fork is not os.fork
+    assert loop.os.getpid is os.getpid
