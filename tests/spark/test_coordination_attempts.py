@@ -63,7 +63,7 @@ def test_subtasks_whose_output_is_lost_are_reset_and_ready_again(cluster, coordi
         found = bound.repartition(2, "a").mapInArrow(kill_executor, "a long").collect()
     assert sorted(row.a for row in found) == list(range(40))
     (coordinator,) = coordinators
-    reset_subtasks = {call[1] for call in coordinator.named("reset")}
+    reset_subtasks = {call[1] for call in coordinator.calls_named("reset")}
     assert reset_subtasks
     for subtask in range(4):
         calls = [
@@ -93,7 +93,7 @@ def test_two_operators_in_one_stage_have_separate_coordinators(cluster, coordina
         assert second.map(inner, work, "a long").count() == 1000
     for coordinator in coordinators:
         assert sorted(coordinator.all_events()) == list(range(1000))
-        assert sorted(call[1].subtask for call in coordinator.named("finished")) == [0, 1, 2, 3]
+        assert sorted(call[1].subtask for call in coordinator.calls_named("finished")) == [0, 1, 2, 3]
 
 
 def test_a_subtask_keeps_its_number_under_a_cross_join(cluster, coordinators):
@@ -367,10 +367,10 @@ def test_speculative_attempts_of_one_subtask_are_separate_evaluations(sessions, 
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         found = operator.map(spark.range(0, 8, 1, 8), work, "a long").collect()
         (coordinator,) = coordinators
-        eventually(lambda: coordinator.named("failed"), 20, "the slower attempt fails")
+        eventually(lambda: coordinator.calls_named("failed"), 20, "the slower attempt fails")
     assert sorted(row.a for row in found) == list(range(8))
     calls = [call for call in coordinator.calls if call[0] != "close" and call[0] != "reset" and call[1].subtask == 0]
     assert [call[0] for call in calls] == ["ready", "ready", "finished", "failed"]
     loser, winner = calls[0][1], calls[1][1]
     assert (calls[2][1], calls[3][1]) == (winner, loser)
-    assert not coordinator.named("reset")
+    assert not coordinator.calls_named("reset")

@@ -55,7 +55,7 @@ def test_a_coordinator_serves_every_micro_batch_of_a_query(sessions, coordinator
         eventually(lambda: coordinators[0].total > 150, 60, "some batches are processed")
         query.stop()
         count = spark.table("mapped").agg(f.count("*").alias("n")).first().n
-    evaluations = [call[1] for call in coordinators[0].named("ready")]
+    evaluations = [call[1] for call in coordinators[0].calls_named("ready")]
     assert len({one.stage for one in evaluations}) > 1
     assert coordinators[0].total >= count > 0
 

@@ -61,7 +61,7 @@ def test_attempts_that_die_after_their_first_event_count_as_failed(cluster, coor
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         operator.map(cluster.range(0, 8, 1, 8), dies_after_first_event, "a long").collect()
     (coordinator,) = coordinators
-    assert [len(coordinator.named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
+    assert [len(coordinator.calls_named(name)) for name in ("finished", "failed", "abandoned")] == [8, 8, 0]
 
 
 def flood(events: int, threads: int, kills: dict[int, int]) -> Any:
@@ -100,14 +100,14 @@ def check_flood(spark: Any, coordinators: list[RecordingCoordinator], events: in
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
         operator.map(spark.range(0, 4, 1, 4), flood(events, threads, kills), "a long").collect()
         (coordinator,) = coordinators
-    finished = [call[1] for call in coordinator.named("finished")]
+    finished = [call[1] for call in coordinator.calls_named("finished")]
     assert sorted(one.subtask for one in finished) == [0, 1, 2, 3]
     for evaluation in finished:
         by_thread = collections.defaultdict(list)
         for thread, number in coordinator.events[evaluation]:
             by_thread[thread].append(number)
         assert by_thread == {n: list(range(per_thread)) for n in range(threads)}
-    failed = [call[1] for call in coordinator.named("failed")]
+    failed = [call[1] for call in coordinator.calls_named("failed")]
     assert sorted(one.subtask for one in failed) == [1, 3]
     for evaluation in failed:  # a killed evaluation delivered a prefix of each thread's events
         by_thread = collections.defaultdict(list)
@@ -187,7 +187,7 @@ def test_events_to_tasks_arrive_once_and_in_the_order_of_each_thread(cluster, co
         operator = topology.coordinate("o", lambda context: Sender(context, coordinators, count))
         found = operator.map(cluster.range(0, 4, 1, 4), work, "a long").collect()
     assert [row.a for row in found] == [count] * 4
-    assert sorted(call[1].subtask for call in coordinators[0].named("failed")) == [1, 3]
+    assert sorted(call[1].subtask for call in coordinators[0].calls_named("failed")) == [1, 3]
 
 
 def test_large_events_arrive_in_both_directions(cluster, coordinators):
@@ -269,7 +269,7 @@ def test_no_event_is_lost_while_the_drivers_python_is_busy(cluster, coordinators
         found = dataset.collect()
     (coordinator,) = coordinators
     assert sorted(len(events) for events in coordinator.events.values()) == sorted(row.a for row in found)
-    assert not coordinator.named("failed")
+    assert not coordinator.calls_named("failed")
     for thread in threads:
         thread.join(30)
 

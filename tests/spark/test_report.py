@@ -116,7 +116,7 @@ time.sleep(600)
 
 
 def test_the_report_of_a_killed_application_says_it_has_no_end(tmp_path: Path) -> None:
-    """The report has the content of the log, and says that no end is stored."""
+    """The report has the content of the log, and says that no end is recorded."""
     conf = event_log_settings(tmp_path / "events")
     code = KILLED_APPLICATION.format(tests=str(Path(__file__).parents[1]), conf=conf)
     driver = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)

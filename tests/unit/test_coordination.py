@@ -463,7 +463,7 @@ def test_each_reset_creates_an_instance_that_starts_once(world):
 def test_a_broken_channel_fails_the_topology(world):
     """The failure contains the reason."""
     world.ready(1)
-    world.host.broken("the way from coordinators to executors broke: reset by peer")
+    world.host.broken("the connection from coordinators to executors broke: reset by peer")
     (failure,) = world.failures
     assert isinstance(failure, ChannelClosed)
     assert "reset by peer" in str(failure)
