@@ -65,7 +65,7 @@ def test_sql_in_a_record_or_a_column_name_is_not_executed(postgresql_server, tmp
     sink = trial.make_sink()
     commit(sink, trial.commit_log, "d", schema, lambda staging: [sink.stage(staging, 0, 1, iter([batch]))])
     assert (7, "a") in trial.visible()
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_lost_connection_to_the_catalog_is_reported(postgresql_server, catalog
     assert trial.visible() == []
     assert commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0).repeated
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("lost_message", ["request", "reply"])
@@ -147,7 +147,7 @@ def test_files_are_added_once_when_the_catalogs_reply_is_lost(catalog_behind_pro
         sqlalchemy.event.remove(sqlalchemy.Engine, "commit", hold_once)
     timers[0].join()
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server, tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_staging_fails_in_bounded_time_when_the_network_stalls(postgresql_server
             )  # fmt: skip
         assert time.monotonic() - began[0] < 30
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.long  # it creates a network, which requires root
@@ -241,7 +241,7 @@ def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, t
         with within(connection):
             yield
             zombie.paused.set()
-            assert zombie.goes_on.wait(60)
+            assert zombie.resume.wait(60)
 
     def stage_slowly(staging):
         try:
@@ -263,14 +263,14 @@ def test_a_task_stuck_in_a_transaction_loses_its_connection(postgresql_server, t
 
         commit(trial.make_sink(), trial.commit_log, "c", SCHEMA, run)
         assert sorted(trial.visible()) == tasks.expected
-        assert trial.left() == []
+        assert trial.leftovers() == []
         with pytest.raises(psycopg.OperationalError, match="terminating connection"):
             idle_connection.execute("SELECT 1")
-    zombie.goes_on.set()
+    zombie.resume.set()
     threads[0].join(60)
     assert "rows for table" in str(errors[0])
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
@@ -350,7 +350,7 @@ def test_a_refusal_that_races_with_another_drivers_commit_is_consistent(
     assert sorted(trial.visible()) == (tasks.expected if report else [])
     assert report is None or written_last == "one"
     assert trial.commit_log.read("c")[1]["state"] == ("applied" if report else "refused")
-    assert trial.left() == []
+    assert trial.leftovers() == []
     trial.drive(Driver(), tasks, "c")
     assert sorted(trial.visible()) == tasks.expected
 
@@ -372,7 +372,7 @@ def test_rows_of_the_wrong_type_fail_without_a_trace(postgresql_server, tmp_path
     with pytest.raises(CommitFailed, match="could not be staged: InvalidTextRepresentation"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize("missing", ["INSERT", "INSERT into the commits", "SELECT", "CREATE"])
@@ -396,7 +396,7 @@ def test_a_missing_privilege_is_reported_before_anything_runs(postgresql_server,
     ):
         commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: 1 / 0)
     assert len(trial.visible()) == 40
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_create_insert_and_select_are_sufficient_privileges(postgresql_server, tmp_path):
@@ -412,7 +412,7 @@ def test_create_insert_and_select_are_sufficient_privileges(postgresql_server, t
     sink = DatabaseSink(postgresql_server.url.replace("//crew:", f"//{user}:"), table)
     assert commit(sink, trial.commit_log, "c", SCHEMA, lambda staging: Tasks(1).run(sink, staging)).rows == 40
     assert len(trial.visible()) == 80
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_serv
     with pytest.raises(CommitFailed, match="could not be staged: AdminShutdown"):
         commit(sink, trial.commit_log, "c", SCHEMA, stage)
     assert trial.visible() == []
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
     within, times = sink._within, []
 
@@ -478,7 +478,7 @@ def test_a_lost_connection_aborts_staging_and_retries_the_commit(postgresql_serv
     report = commit(sink, trial.commit_log, "d", SCHEMA, stage_then_disturb, sleep=lambda _: None)
     assert report.rows == 40
     assert sorted(trial.visible()) == tasks.expected
-    assert trial.left() == []
+    assert trial.leftovers() == []
 
 
 def test_an_unreachable_server_is_reported(tmp_path):
@@ -502,10 +502,10 @@ def test_an_unreachable_server_is_reported(tmp_path):
         sink.__class__ = UnreachableSink
         with pytest.raises(CommitPending, match="the server is gone"):
             commit(sink, trial.commit_log, "c", SCHEMA, run, sleep=lambda _: None)
-        assert trial.left() != []
+        assert trial.leftovers() != []
         assert trial.drive(Driver(), Tasks(2), "c").repeated
         assert len(trial.visible()) == 40
-        assert trial.left() == []
+        assert trial.leftovers() == []
         trial.make_sink()
     with pytest.raises(CommitFailed, match="cannot be reached: OperationalError: .*Connection refused") as failed:
         commit(trial.make_sink(), trial.commit_log, "e", SCHEMA, lambda staging: [])

@@ -113,15 +113,15 @@ def test_events_and_requests_arrive_in_both_directions(spark, crew, recording):
     assert coordinator.calls[0] == ("start",)
     assert coordinator.calls[-1] == ("close",)
     assert all(name.startswith("stagecrew-coordinator") for name in coordinator.threads)
-    evaluations = {evaluation.subtask: evaluation for (evaluation,) in coordinator.named("ready")}
+    evaluations = {evaluation.subtask: evaluation for (evaluation,) in coordinator.calls_named("ready")}
     assert set(evaluations) == {0, 1, 2, 3}
-    assert {evaluation for (evaluation,) in coordinator.named("finished")} == set(evaluations.values())
+    assert {evaluation for (evaluation,) in coordinator.calls_named("finished")} == set(evaluations.values())
     for evaluation in evaluations.values():
-        assert [event for sender, event in coordinator.named("event") if sender == evaluation] == list(range(100))
+        assert [event for sender, event in coordinator.calls_named("event") if sender == evaluation] == list(range(100))
         calls = [call[0] for call in coordinator.calls if call[1:2] == (evaluation,)]
         assert calls == ["ready", *["event"] * 100, "request", "finished"]
-    assert not coordinator.named("failed")
-    assert not coordinator.named("reset")
+    assert not coordinator.calls_named("failed")
+    assert not coordinator.calls_named("reset")
 
 
 def test_a_subtask_keeps_its_number_in_derived_datasets(cluster, cluster_crew, recording):
@@ -157,7 +157,7 @@ def test_a_bound_function_works_without_a_subtask(cluster, cluster_crew, recordi
         found = cluster.sparkContext.parallelize(range(8), 2).mapPartitions(operator.bind(work)).collect()
     assert sorted(found) == [(None, 12), (None, 44)]
     (coordinator,) = recording.instances
-    assert {evaluation.subtask for (evaluation,) in coordinator.named("ready")} == {None}
+    assert {evaluation.subtask for (evaluation,) in coordinator.calls_named("ready")} == {None}
 
 
 def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_crew, recording):
@@ -221,13 +221,13 @@ def test_a_retried_task_is_failed_reset_and_ready_once(spark, crew, recording, t
         rows = topology.coordinate("o", recording).map(spark.range(0, 1, 1, 1), work, "a long").collect()
     assert [row.a for row in rows] == [0]
     (coordinator,) = recording.instances
-    first, second = [evaluation for (evaluation,) in coordinator.named("ready")]
+    first, second = [evaluation for (evaluation,) in coordinator.calls_named("ready")]
     assert (first.attempt_number, second.attempt_number) == (0, 1)
     assert [call[0] for call in coordinator.calls] == [
         "start", "ready", "event", "failed", "reset", "ready", "event", "finished", "close",
     ]  # fmt: skip
-    assert coordinator.named("reset") == [(0, -1)]
-    assert "ValueError: on purpose" in coordinator.named("failed")[0][1]
+    assert coordinator.calls_named("reset") == [(0, -1)]
+    assert "ValueError: on purpose" in coordinator.calls_named("failed")[0][1]
 
 
 def test_an_evaluation_that_a_limit_ends_early_is_abandoned(cluster, cluster_crew, recording):
@@ -242,9 +242,9 @@ def test_an_evaluation_that_a_limit_ends_early_is_abandoned(cluster, cluster_cre
         operator = topology.coordinate("o", recording)
         assert operator.map(cluster.range(0, 4, 1, 1), work, "a long").limit(3).count() == 3
         (coordinator,) = recording.instances
-        eventually(lambda: coordinator.named("abandoned"), 20, "the abandoned evaluation is reported")
-    assert not coordinator.named("finished")
-    assert not coordinator.named("failed")
+        eventually(lambda: coordinator.calls_named("abandoned"), 20, "the abandoned evaluation is reported")
+    assert not coordinator.calls_named("finished")
+    assert not coordinator.calls_named("failed")
 
 
 def test_a_dataset_of_a_closed_topology_fails_in_another_one(cluster, cluster_crew, recording):
@@ -306,4 +306,4 @@ def test_an_event_that_cannot_be_sent_does_not_fail_the_task(cluster, cluster_cr
     assert "EventTooLarge" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a
     (coordinator,) = recording.instances
-    assert [event for _, event in coordinator.named("event")] == ["fine"]
+    assert [event for _, event in coordinator.calls_named("event")] == ["fine"]
