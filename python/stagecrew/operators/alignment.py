@@ -128,7 +128,7 @@ class Aligner:
     Args:
         gateway: The task's connection to the coordinator.
 
-    Example:
+    Examples:
         >>> def work(aligner, batches):
         ...     for batch in batches:
         ...         yield batch
@@ -196,7 +196,7 @@ class Alignment:
     Args:
         operator: The operator that the tasks use.
 
-    Example:
+    Examples:
         >>> with crew.topology("join") as topology:  # doctest: +SKIP
         ...     aligned = topology.align("sources", drift=60).map(events, work, events.schema)
     """

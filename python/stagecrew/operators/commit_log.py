@@ -50,7 +50,7 @@ class CommitLog(Protocol):
 
     `FileCommitLog` and `MemoryCommitLog` implement it. In a job, the job's store does.
 
-    Example:
+    Examples:
         >>> log: CommitLog = MemoryCommitLog()
         >>> version = log.write("day-1", {"state": "open"}, 0)
         >>> log.read("day-1") == (version, {"state": "open"})
@@ -93,7 +93,7 @@ class MemoryCommitLog:
 
     Use it for commits that no other driver repeats.
 
-    Example:
+    Examples:
         >>> MemoryCommitLog().read("day-1") is None
         True
 
@@ -143,7 +143,7 @@ class FileCommitLog:
     Raises:
         CommitFailed: If the folder cannot be created.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     version = FileCommitLog(folder).write("day-1", {"state": "open"}, 0)

@@ -28,7 +28,7 @@ class Staging:
         mark: A line of at most 400 characters, which the sink stores with the commit's id. It is empty until the commit
             is decided.
 
-    Example:
+    Examples:
         >>> Staging("day-1", "0" * 32, pa.schema([("id", pa.int64())])).mark
         ''
     """
@@ -50,7 +50,7 @@ class CommitReport:
         bytes: The size of the staged data in bytes, as the sink measures it.
         repeated: True if the commit was already decided, by this driver or an earlier one, when the call began.
 
-    Example:
+    Examples:
         >>> CommitReport("day-1", parts=2, rows=100, bytes=2048, repeated=False).rows
         100
 
@@ -80,7 +80,7 @@ class Committer(Protocol):
     * `stored_mark(commit_id)`, which returns the `Staging.mark` that the sink stored with a visible commit, or None. A
       repeat is compared with it when the commit log no longer has the record.
 
-    Example:
+    Examples:
         >>> class Lists:
         ...     staged, visible = {}, {}
         ...     def begin(self, staging):

@@ -32,7 +32,7 @@ class SuperstepContext:
         step: How often this task has reduced.
         stopped: Whether the driver's `stop_when` returned True for the last result. It has the same value in all tasks.
 
-    Example:
+    Examples:
         >>> def mean(steps, batches):
         ...     values = [value for batch in batches for value in batch.column("id").to_pylist()]
         ...     total, count = steps.reduce(sum(values)), steps.reduce(len(values))
@@ -76,7 +76,7 @@ class SuperstepContext:
             OperatorMisused: If there is no such reducer, a function needs `name` and has none, `name` is that of a
                 ready-made reducer, or the function cannot be pickled.
 
-        Example:
+        Examples:
             >>> def longest(steps, batches):
             ...     texts = [text for batch in batches for text in batch.column("text").to_pylist()]
             ...     mine = max(texts, key=len, default=None)

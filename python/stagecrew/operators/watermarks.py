@@ -33,7 +33,7 @@ class WatermarkGroup(Generic[S]):
         idle_after: After how many seconds without a report a source is idle. None means never.
         clock: Returns the current time in seconds.
 
-    Example:
+    Examples:
         >>> group = WatermarkGroup(drift=10)
         >>> group.report("a", 100)
         >>> group.report("b", 105)

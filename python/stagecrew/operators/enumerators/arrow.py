@@ -171,7 +171,7 @@ class ParquetRowGroups(_ArrowFiles):
         OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
             have.
 
-    Example:
+    Examples:
         >>> import tempfile, pyarrow.parquet as pq
         >>> folder = tempfile.TemporaryDirectory()
         >>> pq.write_table(pa.table({"n": range(10)}), f"{folder.name}/a.parquet", row_group_size=6)
@@ -245,7 +245,7 @@ class Files(_ArrowFiles):
         OperatorMisused: If the files are on several file systems. `schema` raises it for a column that the files do not
             have.
 
-    Example:
+    Examples:
         >>> import pathlib, tempfile
         >>> folder = tempfile.TemporaryDirectory()
         >>> _ = pathlib.Path(folder.name, "a.csv").write_text("n,name\n1,one\n")

@@ -31,7 +31,7 @@ class DataSourcePartitions:
     Attributes:
         schema: The schema of the rows, for `Topology.splits`.
 
-    Example:
+    Examples:
         >>> from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
         >>> from pyspark.sql.types import LongType, StructType
         >>> class Reader(DataSourceReader):

@@ -19,7 +19,7 @@ class Enumerator(Protocol):
     A coordinator that is reset enumerates again, so each call of `splits()` must yield the same splits from the
     beginning.
 
-    Example:
+    Examples:
         >>> class Days:
         ...     def splits(self):
         ...         return (f"2024-06-{day:02d}" for day in range(1, 31))

@@ -33,7 +33,7 @@ class EventTimeSplits:
     Raises:
         OperatorMisused: If `sources` is no mapping or is empty, or `event_time` cannot be called.
 
-    Example:
+    Examples:
         >>> merged = EventTimeSplits({"a": [1, 5], "b": [2, 3]}, event_time=lambda split: split, drift=10)
         >>> list(merged.splits())
         [('a', 1), ('b', 2), ('b', 3), ('a', 5)]

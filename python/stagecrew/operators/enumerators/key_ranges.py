@@ -24,7 +24,7 @@ class KeyRanges:
     Raises:
         OperatorMisused: If `upper` is below `lower`, or `count` is below 1.
 
-    Example:
+    Examples:
         >>> list(KeyRanges(0, 10, 3).splits())
         [(0, 3), (3, 6), (6, 10)]
     """

@@ -50,7 +50,7 @@ class DatabaseSink:
     Raises:
         OperatorMisused: If the url or the name of the table is not valid.
 
-    Example:
+    Examples:
         >>> DatabaseSink("sqlite:////data/flights.db", "flights")
         <table flights of sqlite>
         >>> topology.commit(dataset, DatabaseSink("postgresql://server/db", "public.flights"))  # doctest: +SKIP

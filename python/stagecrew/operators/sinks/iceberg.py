@@ -45,7 +45,7 @@ class IcebergSink:
         properties: How to reach the catalogue, as in `pyiceberg.catalog.load_catalog`. They are not pickled to tasks.
         options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
-    Example:
+    Examples:
         >>> IcebergSink("db.flights", catalog="prod")
         <Iceberg table db.flights>
         >>> topology.commit(dataset, IcebergSink("db.flights"))  # doctest: +SKIP

@@ -45,7 +45,7 @@ class ObjectSink:
         filesystem: The file system of the path, by default that of the URI, or the local disk.
         options: Options of `pyarrow.parquet.ParquetWriter`, such as `compression`.
 
-    Example:
+    Examples:
         >>> ObjectSink("/data/flights")
         <objects in /data/flights>
         >>> topology.commit(dataset, ObjectSink("s3://bucket/flights"))  # doctest: +SKIP
@@ -143,7 +143,7 @@ def read_committed(path: Any, filesystem: pyarrow.fs.FileSystem | None = None) -
         FileNotFoundError: If nothing was ever committed there.
         CommitFailed: If a manifest was not written by stagecrew, or by a later version of it.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from stagecrew.operators import Staging
         >>> folder = tempfile.TemporaryDirectory()

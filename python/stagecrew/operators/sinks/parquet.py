@@ -74,7 +74,7 @@ class ParquetSink:
     Raises:
         OperatorMisused: If the mode is unknown, or the path is in an object store, which cannot rename.
 
-    Example:
+    Examples:
         >>> ParquetSink("/data/flights", mode="append", compression="zstd")
         <Parquet files in /data/flights>
         >>> topology.commit(dataset, ParquetSink("/data/flights/2024-06-01"))  # doctest: +SKIP
