@@ -58,8 +58,8 @@ class Contending:
 def main(url: str, path: str) -> None:
     from crewtools import Journal
     from stagecrew.errors import LeadershipLost, SessionLost, StoreConflict, StoreError
-    from stagecrew.recovery.candidate import Contender
-    from stagecrew.recovery.election import Fenced, fence
+    from stagecrew.recovery.leadership.candidate import Candidate
+    from stagecrew.recovery.leadership.fencing import FencedStore, fence
     from stagecrew.recovery.stores import open_store
     from stagecrew.recovery.stores.contract import Create, Replace
 
@@ -72,7 +72,7 @@ def main(url: str, path: str) -> None:
         """Numbers writes, of whomever, as the store does them; without asking whether this process still leads."""
         while True:
             try:
-                fenced = Fenced(store, fence(term))
+                fenced = FencedStore(store, fence(term))
                 fenced.ensure("count", "work")
                 version = fenced.read("count").version
                 fenced.transact(Replace("count", b"", version), Create(f"work/{version:08d}", f"{term} {who}".encode()))
@@ -93,7 +93,7 @@ def main(url: str, path: str) -> None:
         for who, store in (("leader", leadership.store._store), ("job", open_store(url))):
             threading.Thread(target=write, args=(who, leadership.term, store), daemon=True).start()
 
-    contender = Contender(
+    contender = Candidate(
         lambda: open_store(url), on_grant, lambda term, reason: say("revoke", term=term, reason=reason), ending=5
     )
     say("begins")

@@ -3,7 +3,7 @@
 import textwrap
 
 from haprocesses import QUICK
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 
 __all__ = ["job_of", "lines"]
 

@@ -9,12 +9,12 @@ import threading
 
 from modelstore import ModelServer
 from stagecrew.errors import StoreConflict
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.state.generation import read_generation
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
+from stagecrew.recovery.state.sweep import sweep
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Replace
-from stagecrew.recovery.sweep import sweep
-from stagecrew.recovery.writes import generation
 
 ROOT = "jobs"
 #: By this clock, every state is old.
@@ -139,12 +139,12 @@ class World:
         assert not report.failed
         held = self.held()
         assert len(self.files()) == len(held)
-        assert StateHandleStore(self.looking, self.storage, ROOT).audit().marked == []
+        assert StateHandleStore(self.looking, self.storage, ROOT).audit().unfinished == []
         assert report.kept == len(held)
         return held
 
     def folder(self, root=ROOT):
-        return generation(self.looking).folder(root)
+        return read_generation(self.looking).folder(root)
 
 
 @contextlib.contextmanager

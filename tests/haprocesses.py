@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from crewtools import eventually
-from stagecrew.recovery.jobs import Jobs, open_jobs
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.store import Jobs, open_jobs
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 
 #: How long one waits for what a busy machine does slowly, in seconds.
@@ -133,7 +133,7 @@ class Drivers:
                         (job, what)
                         for job in known.names()
                         for what in ("steps", "commits")
-                        if known.below(job, what).audit().states
+                        if known.handles(job, what).audit().states
                     ],
                     "results": sorted(set(store.children("results")) ^ set(jobs))
                     + sorted(set(known.names()) ^ set(jobs)),

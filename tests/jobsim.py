@@ -18,22 +18,25 @@ import pyarrow.fs
 from modelstore import ModelServer
 from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
-from stagecrew.recovery import driver as driver_module
-from stagecrew.recovery import writes
-from stagecrew.recovery.driver import JobReconciler
-from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import current_job
-from stagecrew.recovery.jobs import JobRecord, Jobs
-from stagecrew.recovery.run import Claimed, carry_out
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.driver import reconciler as reconciler_module
+from stagecrew.recovery.driver.reconciler import JobReconciler
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.job import current_job
+from stagecrew.recovery.jobs.record import JobRecord
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import HOLDER, FencedStore, fence
+from stagecrew.recovery.retry import RETRY_TIMEOUT
+from stagecrew.recovery.run.claim import ClaimedRun
+from stagecrew.recovery.run.execution import execute_run
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
-from stagecrew.recovery.writes import PATIENCE
 from stagecrew.session.running_job import set_running_job
 
 SCHEMA = pa.schema([("id", pa.int64())])
-writes._PAUSE = 0.0  # no time passes but the world's own
-driver_module._PRUNE, driver_module._PRUNED = 5.0, 1
+retry._PAUSE = 0.0  # no time passes but the world's own
+reconciler_module._PRUNE_PERIOD, reconciler_module._PRUNED_PER_PASS = 5.0, 1
 
 
 class Killed(BaseException):
@@ -90,7 +93,7 @@ class World:
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
         self.clock = 0.0
-        self.patience = PATIENCE
+        self.patience = RETRY_TIMEOUT
         self.faults = faults
         self.depth = 0
         self.current = None
@@ -300,7 +303,7 @@ class SimDriver(Actor):
             if (term := self.campaign()) is None:
                 return
             self.granted(term)
-        self.tending.look()
+        self.tending.reconcile()
 
     def campaign(self):
         """The term that the store gives it; None while another leads."""
@@ -317,7 +320,7 @@ class SimDriver(Actor):
 
     def granted(self, term):
         """It is told that it leads."""
-        self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
+        self.jobs = FencedJobs(FencedStore(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
         self.tending = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
@@ -338,10 +341,10 @@ class SimProcess(Actor):
         self.life = world.lives[run.job]
         self.code = None
 
-    def ended(self):
+    def exit_code(self):
         return self.code if self.code is not None else (137 if self.dead else None)
 
-    def ask(self):
+    def terminate(self):
         self.die()
 
     def kill(self):
@@ -355,16 +358,16 @@ class SimProcess(Actor):
             return
         world, job = self.world, self.run.job
         try:
-            claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, lambda: world.clock).take(
-                self.run, {"pid": id(self)}
-            )
-            claimed = Claimed(self.session, world.storage, self.term, self.run, claim, lambda: world.clock)
-            done = carry_out(
+            claim = FencedJobs(
+                FencedStore(self.session, fence(self.term)), world.storage, lambda: world.clock
+            ).claim_run(self.run, {"pid": id(self)})
+            claimed = ClaimedRun(self.session, world.storage, self.term, self.run, claim, lambda: world.clock)
+            done = execute_run(
                 claimed,
                 self.finishing,
                 lambda spec: self._program(current_job()),
                 lambda: "killed" if self.killed else None,
-                patience=world.patience,
+                retry_timeout=world.patience,
             )
         except StagecrewError:
             done = False

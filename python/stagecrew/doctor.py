@@ -197,7 +197,7 @@ def pandas_version() -> Check:
 
 def coordination_store(url: str) -> Check:
     """The store of jobs that the environment names; somebody may lead there."""
-    from stagecrew.recovery.election import leader_of
+    from stagecrew.recovery.leadership.fencing import leader_of
     from stagecrew.recovery.stores import open_store
 
     try:
@@ -214,7 +214,7 @@ def coordination_store(url: str) -> Check:
 
 def state_storage(uri: str) -> Check:
     """The state storage of jobs that the environment names: it is written to, read, and cleaned."""
-    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.state.storage import StateStorage
 
     try:
         storage = StateStorage(uri)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(TESTS))
 from playwright.sync_api import sync_playwright  # noqa: E402
 
 from haprocesses import QUICK, campaign, until  # noqa: E402
-from stagecrew.recovery.specs import JobSpec  # noqa: E402
+from stagecrew.recovery.jobs.spec import JobSpec  # noqa: E402
 from webpages import THEMES, dark, fetched, launched, watched  # noqa: E402
 
 PAGES = {"overview": "", "topology": "topology/?id={enrich}", "processes": "processes/", "job": "jobs/"}

@@ -14,7 +14,7 @@ import sys
 
 def _role():
     words = sys.orig_argv
-    if any(word.endswith("/recovery/run.py") for word in words):
+    if any(word.endswith("/recovery/run/main.py") for word in words):
         return "run"
     return next((word for word in words if word in ("driver", "submit")), None)
 
@@ -50,8 +50,8 @@ class _Point:
 
 
 def _watched(point):
-    from stagecrew.recovery.driver import Launcher
-    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.driver.launcher import Launcher
+    from stagecrew.recovery.state.storage import StateStorage
     from stagecrew.recovery.stores.sqlite import SQLiteStore
     from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 

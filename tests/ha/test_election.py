@@ -13,7 +13,7 @@ import pytest
 from contending import Contending
 from crewtools import eventually
 from stagecrew.errors import LeadershipLost
-from stagecrew.recovery.election import Fenced, fence, leader_of
+from stagecrew.recovery.leadership.fencing import FencedStore, fence, leader_of
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check
 from zookeeper import Proxy
@@ -109,7 +109,7 @@ def killed(contest, kills):
     _, leader, _ = contest.granted(1)
     for _ in range(kills):
         contest.written(term)
-        job = Fenced(contest.observer, fence(term))  # of a process that lives on
+        job = FencedStore(contest.observer, fence(term))  # of a process that lives on
         job.transact(Check("count"))
         contest.begin()  # the next standby
         at = leader.signal(signal.SIGKILL)

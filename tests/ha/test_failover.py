@@ -19,7 +19,7 @@ from crewtools import alive, standalone_cluster
 from hajobs import job_of, lines
 from haprocesses import LONG, QUICK, campaign, until
 from stagecrew.errors import StateStorageError, StoreUnavailable
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT
 from webpages import fetched
@@ -450,8 +450,11 @@ def test_a_store_that_comes_later(tmp_path):
             first, second = drivers.start(wait=False), drivers.start(wait=False)
             for number in (0, 1):
                 log = tmp_path / f"driver-{number}.log"
-                until(lambda log=log: "no campaign, it is tried again" in log.read_text(), "a driver campaigns in vain")
-                assert "the store cannot be reached yet" in log.read_text()
+                until(
+                    lambda log=log: "cannot use the coordination store, and tries again" in log.read_text(),
+                    "a driver campaigns in vain",
+                )
+                assert "the store is not available yet" in log.read_text()
             assert (first.poll(), second.poll()) == (None, None)
             server.start()
             server.wait()
@@ -500,7 +503,7 @@ def test_a_storage_that_is_away(drivers):
     away = drivers.state.rename(drivers.folder / "away")
     (out / "go-0").touch()
     until(lambda: "waits for its result to be stored" in drivers.logs("job"), "the step waits")
-    with pytest.raises(StateStorageError, match="no folder that is there"):
+    with pytest.raises(StateStorageError, match="is not an existing folder"):
         drivers.submit(job_of("steps", drivers, count=1), "other")
     assert lines(drivers, "step-1") == []
     away.rename(drivers.state)

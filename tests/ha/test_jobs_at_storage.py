@@ -67,8 +67,8 @@ def drivers(tmp_path, disk):
 WAYS = pytest.mark.parametrize(
     ("close", "open_", "words"),
     [
-        pytest.param(Disk.fill, Disk.make_room, "There is no room left: make room", id="full"),
-        pytest.param(Disk.lock, Disk.unlock, "It is read-only: give this user a storage", id="read-only"),
+        pytest.param(Disk.fill, Disk.make_room, "No space is left: free some", id="full"),
+        pytest.param(Disk.lock, Disk.unlock, "It is read-only: use a storage", id="read-only"),
     ],
 )
 
@@ -106,7 +106,7 @@ def test_jobs_go_on(drivers, disk, close, open_, words):
     for name in ("go-0", "go-stage", "go-ending"):
         (drivers.folder / "out" / name).touch()
     for job, said in {
-        "steps": "is done, and waits for its result",
+        "steps": "is done and waits for its result",
         "rows": "waits for its record",
         "ends": "waits for its result",
     }.items():

@@ -14,7 +14,7 @@ import programs
 from drawnprograms import programs as drawn
 from haprocesses import QUICK, campaign, point
 from histories import history
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 
 
 @pytest.mark.long

@@ -9,9 +9,11 @@ import pytest
 
 from crewtools import eventually
 from stagecrew.errors import JobUnknown
-from stagecrew.recovery.jobs import JobState, open_jobs
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import open_jobs
 
 SPEC = JobSpec("job.py", (), {}, {}, b"", 50)
 
@@ -29,9 +31,10 @@ def places(request, tmp_path):
 def lives(jobs, id_):
     """A job from its submit to its cleanup, as a run and a leader would do it."""
     jobs.submit(SPEC, id_)
-    jobs.start(id_, jobs.read(id_), jobs.claim(id_))
+    jobs = FencedJobs(jobs._store, jobs._storage)
+    jobs.start_run(id_, jobs.read(id_), jobs.claim_version(id_))
     jobs.finish(id_, jobs.read(id_), JobState.SUCCEEDED, Result.of_value(id_))
-    jobs.clean(id_)
+    jobs.clean_up(id_)
 
 
 def test_prunes_that_meet(places, tmp_path):

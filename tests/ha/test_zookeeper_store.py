@@ -125,7 +125,7 @@ def test_a_conflict_behind_a_lost_answer_is_a_conflict(store, direct, proxy):
         direct.transact(Replace("a", b"other", 0))
         proxy.cut()
         proxy.heal()
-        with pytest.raises(StoreConflict, match="another version"):
+        with pytest.raises(StoreConflict, match="a different version"):
             answer()
     assert direct.read("a") == Entry(b"other", 1)
 
@@ -152,13 +152,13 @@ def test_what_arrives_late_is_not_done_a_second_time(store, direct, proxy):
 def test_nobody_knows_while_the_network_stands_still_and_the_next_transaction_finds_out(
     zookeeper, proxy, direct, chroot
 ):
-    with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
+    with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.5)) as store:
         store.ensure("a")
         proxy.hold("from")
-        with pytest.raises(PossiblyInconsistentError, match="nobody knows"):
+        with pytest.raises(PossiblyInconsistentError, match="it is unknown"):
             store.transact(Create("a/done"))
         assert direct.children("a") == ["done"]
-        with pytest.raises(StoreUnavailable, match="nothing was done"):
+        with pytest.raises(StoreUnavailable, match="nothing was changed"):
             store.transact(Create("a/other"))
         with pytest.raises(StoreUnavailable):
             store.read("a")
@@ -178,24 +178,24 @@ def test_nobody_knows_while_the_network_stands_still_and_the_next_transaction_fi
 
 def test_when_nobody_was_there_nothing_was_done_and_it_says_so(zookeeper, chroot):
     proxy = Proxy(zookeeper.port)
-    with proxy, contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
+    with proxy, contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.5)) as store:
         store.ensure("a")
         proxy.cut()
         proxy.close()
         eventually(lambda: store.suspended)
         for ask in (store.read, store.children, lambda key: store.transact(Create(key))):
-            with pytest.raises(StoreUnavailable, match="did not answer within 0.5 s .*nothing was done"):
+            with pytest.raises(StoreUnavailable, match="did not respond within 0.5 s .*nothing was changed"):
                 ask("b")
 
 
 def test_a_store_that_is_not_there_yet_is_opened_by_the_first_call_that_finds_it(zookeeper, chroot):
     with Proxy(zookeeper.port) as proxy:
         proxy.hold("to", "from")
-        with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.3)) as store:
+        with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.3)) as store:
             assert store.suspended
-            with pytest.raises(StoreUnavailable, match="did not answer"):
+            with pytest.raises(StoreUnavailable, match="did not respond"):
                 _ = store.session
-            with pytest.raises(StoreUnavailable, match="did not answer"):
+            with pytest.raises(StoreUnavailable, match="did not respond"):
                 store.read("a")
             proxy.heal()
 
@@ -249,7 +249,7 @@ def test_kazoo_is_not_let_into_a_second_session(store, direct):
 def test_who_loses_the_entry_of_its_session_writes_nothing_more(store, direct, zookeeper):
     other = KazooClient(zookeeper.hosts)
     other.start()
-    other.delete(store._own)
+    other.delete(store._session_entry)
     other.stop()
     other.close()
     for _ in range(2):
@@ -372,10 +372,13 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (b"stagecrew store %d" % (FORMAT + 1), rf"has format {FORMAT + 1}, and this .* knows format {FORMAT}: a newer"),
-        (b"stagecrew store 1", rf"has format 1, and this .* knows format {FORMAT}: an older .*Finish its jobs"),
-        (b"stagecrew store ", rf"has format 0, and this .* knows format {FORMAT}: an older .*another store"),
-        (b"something", "of another program"),
+        (
+            b"stagecrew store %d" % (FORMAT + 1),
+            rf"has format {FORMAT + 1}, and this .* supports format {FORMAT}\. A newer",
+        ),
+        (b"stagecrew store 1", rf"has format 1, and this .* supports format {FORMAT}\. An older .*Finish its jobs"),
+        (b"stagecrew store ", rf"has format 0, and this .* supports format {FORMAT}\. An older .*another store"),
+        (b"something", "belongs to another program"),
     ],
 )
 def test_another_format_is_refused_and_left_as_it_is(direct, zookeeper, chroot, value, words):
@@ -416,11 +419,11 @@ def test_what_is_no_url_of_a_store_is_an_error_that_names_both_forms(url):
         ("zookeeper://host:port/a", "host:port,host2:port"),
         ("zookeeper://ho st/a", "host:port,host2:port"),
         ("zookeeper://host/a?timeout=soon", "number of seconds"),
-        ("zookeeper://host/a?timeout=0", "more than 0"),
-        ("zookeeper://host/a?password=s3cret", "options of ZooKeeper are"),
-        ("zookeeper://host/a?verify=no", "options of ZooKeeper are"),
+        ("zookeeper://host/a?timeout=0", "must be positive"),
+        ("zookeeper://host/a?password=s3cret", "options of the ZooKeeper URL are invalid"),
+        ("zookeeper://host/a?verify=no", "options of the ZooKeeper URL are invalid"),
         ("zookeeper://host/a?ca=/none", "certificates for ZooKeeper cannot be read"),
-        ("zookeeper://host/a//b", "is no key"),
+        ("zookeeper://host/a//b", "is not a valid key"),
     ],
 )
 def test_what_is_wrong_in_a_url_is_said(url, words):
@@ -484,7 +487,7 @@ def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
             assert store.transact(Replace("a", b"1", 0)) == [1]
         with (
             contextlib.closing(
-                ZooKeeperStore(f"127.0.0.1:{port}", chroot, patience=1, tls=ssl.create_default_context())
+                ZooKeeperStore(f"127.0.0.1:{port}", chroot, call_timeout=1, tls=ssl.create_default_context())
             ) as store,
             pytest.raises(StoreUnavailable, match="certificate"),
         ):
@@ -495,7 +498,7 @@ def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
                 ZooKeeperStore(
                     f"127.0.0.1:{port}",
                     chroot,
-                    patience=1,
+                    call_timeout=1,
                     tls=ssl.create_default_context(cafile=str(tmp_path / "ca.pem")),
                 )
             ) as store,
@@ -508,7 +511,7 @@ def test_tls_is_spoken_with_who_has_the_right_certificates(chroot, tmp_path):
 def test_when_the_leader_of_an_ensemble_is_killed_each_transaction_is_done_once_or_not(chroot):
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
-        stores = [ZooKeeperStore(hosts, chroot, timeout=10, patience=20) for _ in range(2)]
+        stores = [ZooKeeperStore(hosts, chroot, timeout=10, call_timeout=20) for _ in range(2)]
         with contextlib.ExitStack() as closing:
             for store in stores:
                 closing.enter_context(contextlib.closing(store))
@@ -552,7 +555,7 @@ def test_behind_its_transaction_a_session_at_a_server_that_lags_sees_what_was_th
     network = []
     with ensemble(network) as servers, contextlib.ExitStack() as closing:
         near, far = (
-            closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, patience=20)))
+            closing.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, call_timeout=20)))
             for server in (servers[1], servers[0])
         )
         near.ensure("jobs", "leader")
@@ -591,7 +594,7 @@ def over_a_bad_network(seed, seconds, zookeeper, direct, chroot):
 
         def another():
             return closing.enter_context(
-                contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=1))
+                contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=1))
             )
 
         def disturb():
@@ -633,7 +636,7 @@ def over_a_bad_network(seed, seconds, zookeeper, direct, chroot):
                     assert found in (version, version + 1)
                     outcomes[f"unknown, {'done' if found > version else 'not done'}"] += 1
                     version = found
-                if store.suspended and store._session is not None and store._session.over:
+                if store.suspended and store._session is not None and store._session.ended:
                     store = another()
             stop.set()
             ended()

@@ -21,10 +21,10 @@ from drivers import driver
 from modelstore import ModelServer
 from places import ROWS, Place, rows_of
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.run import _no_fault_of_its_own
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.run.execution import infrastructure_error
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.session.running_job import set_running_job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -202,7 +202,7 @@ def test_a_sink_that_is_away_in_a_stream(sessions, pending):
     query = stream.writeStream.foreachBatch(each).start()
     with pytest.raises(StreamingQueryException) as raised:
         query.awaitTermination(120)
-    why = _no_fault_of_its_own(raised.value)
+    why = infrastructure_error(raised.value)
     assert why == ("CommitPending: it waits" if pending else None)
 
 

@@ -26,9 +26,9 @@ from coordinators import rows
 from crewtools import Journal, Recorder, Sessions, eventually, executor_wide
 from modelstore import ModelServer
 from stagecrew.cli import main
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 
 # Executors do not have this module: what it defines travels by value.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -100,7 +100,7 @@ def test_a_store_that_is_not_there_is_one_line():
     )  # fmt: skip
     assert ran.returncode == 1
     [line] = ran.stderr.splitlines()
-    assert "did not answer within 1 s" in line
+    assert "did not respond within 1 s" in line
 
 
 def test_an_error_of_ours_is_one_line(monkeypatch):

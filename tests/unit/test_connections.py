@@ -69,7 +69,7 @@ def test_a_database_whose_error_has_a_part_of_the_password(monkeypatch, url, sai
 def test_a_zookeeper_that_refuses_connections(closed):
     """The message has host, port and the system's reason; the causes end with the system's error."""
     with (
-        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed}", "/x", timeout=2, patience=0.5)) as store,
+        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed}", "/x", timeout=2, call_timeout=0.5)) as store,
         pytest.raises(StoreUnavailable, match=f"127.0.0.1:{closed}: .*Connection refused") as away,
     ):
         store.read("a")
@@ -87,7 +87,7 @@ def test_a_zookeeper_whose_name_has_no_address(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with (
-        contextlib.closing(ZooKeeperStore("zookeeper.invalid:2181", "/x", timeout=2, patience=0.5)) as store,
+        contextlib.closing(ZooKeeperStore("zookeeper.invalid:2181", "/x", timeout=2, call_timeout=0.5)) as store,
         pytest.raises(StoreUnavailable, match="zookeeper.invalid: .*Name or service not known") as away,
     ):
         store.read("a")
@@ -112,7 +112,7 @@ def test_a_zookeeper_without_tls():
         threading.Thread(target=greet, daemon=True).start()
         with (
             contextlib.closing(
-                ZooKeeperStore(f"127.0.0.1:{port}", "/x", timeout=2, patience=1, tls=ssl.create_default_context())
+                ZooKeeperStore(f"127.0.0.1:{port}", "/x", timeout=2, call_timeout=1, tls=ssl.create_default_context())
             ) as store,
             pytest.raises(StoreUnavailable, match="SSL") as away,
         ):

@@ -11,8 +11,8 @@ import pytest
 from crewtools import eventually
 from modelstore import ModelServer, ModelStore
 from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
-from stagecrew.recovery.candidate import Contender
-from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
+from stagecrew.recovery.leadership.candidate import Candidate
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, FencedStore, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
 
 TIMEOUT = 3.0
@@ -63,8 +63,8 @@ class World:
             self.told(name, "revoke", term)
             revoked(term, reason)
 
-        options = {"clock": self.clock, "period": 0.01, "ending": 10.0, **more}
-        contender = Contender(options.pop("open_store", self.open), on_grant, on_revoke, **options)
+        options = {"clock": self.clock, "period": 0.01, "callback_timeout": 10.0, **more}
+        contender = Candidate(options.pop("open_store", self.open), on_grant, on_revoke, **options)
         self.contenders.append(contender)
         return contender
 
@@ -153,7 +153,7 @@ def test_a_write_hears_that_another_leads(world):
     one = world.leads(contender)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
-    with pytest.raises(LeadershipLost, match="leader/term is not as this process left it"):
+    with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more"):
         one.store.transact(Create("a"))
     assert not one.valid
     other.close()
@@ -176,7 +176,9 @@ def test_time_is_over(world):
     assert one.valid
     world.clock.pass_(0.2)
     assert not one.valid
-    with pytest.raises(LeadershipLost, match="the store has not answered for two thirds of the session's 3 s"):
+    with pytest.raises(
+        LeadershipLost, match="the store has not responded for two thirds of the session timeout of 3 s"
+    ):
         one.check()
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
     goes_on.set()
@@ -282,16 +284,16 @@ def test_jobs_end_before_a_release(world):
 
 
 def test_an_on_revoke_that_does_not_return(world, caplog):
-    """Others are not held up for longer than `ending`; whoever closed it is told that it has not ended."""
+    """Others are not held up for longer than `callback_timeout`; whoever closed it is told that it has not ended."""
     goes_on = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), ending=0.1)
+    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), callback_timeout=0.1)
     world.leads(first)
     second = world.contender("b")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagecrew.recovery.candidate._STORE", 0.5)
+        patch.setattr("stagecrew.recovery.leadership.candidate._JOIN_TIMEOUT", 0.5)
         assert not first.close()
-    assert "the callbacks of term 1 run on" in caplog.text
-    assert "has not ended: stagecrew-leadership" in caplog.text
+    assert "the callbacks of term 1 have not returned" in caplog.text
+    assert "these threads still run: stagecrew-leadership" in caplog.text
     assert world.leads(second).term == 2
     goes_on.set()
     assert first.close()
@@ -300,9 +302,9 @@ def test_an_on_revoke_that_does_not_return(world, caplog):
 def test_it_does_not_campaign_while_callbacks_run(world):
     """However long they take: it could not lead."""
     goes_on = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), ending=0.05)
+    first = world.contender("a", revoked=lambda term, reason: goes_on.wait(20), callback_timeout=0.05)
     one = world.leads(first)
-    one.over("a test says so")
+    one.end("a test says so")
     eventually(lambda: world.stores[0].session not in world.server.live)
     threading.Event().wait(0.1)  # time to do what must not be done
     assert len(world.stores) == 1
@@ -312,7 +314,7 @@ def test_it_does_not_campaign_while_callbacks_run(world):
 
 def test_callbacks_that_raise(world, caplog, monkeypatch):
     """It is logged, and the host lives. Behind an on_grant that raised another may lead first."""
-    monkeypatch.setattr("stagecrew.recovery.candidate._HOLD_OFF", 0.3)
+    monkeypatch.setattr("stagecrew.recovery.leadership.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
         if leadership.term == 1:
@@ -330,7 +332,7 @@ def test_callbacks_that_raise(world, caplog, monkeypatch):
     assert world.leads(first).term == 3
     first.close()
     assert caplog.text.count("ValueError: in on_revoke") == 2
-    assert "on_grant of term 1 failed: leadership is given up" in caplog.text
+    assert "on_grant of term 1 failed: this process gives up leadership" in caplog.text
 
 
 def test_the_store_comes_later(world, caplog):
@@ -348,7 +350,7 @@ def test_the_store_comes_later(world, caplog):
         world.leads(contender)
     assert contender.error is None
     assert caplog.text.count("there is no store yet") == 1
-    assert caplog.text.count("the coordination store answers again") == 1
+    assert caplog.text.count("the coordination store responds again") == 1
 
 
 def test_a_store_with_a_bug(world, caplog):
@@ -446,7 +448,7 @@ def test_a_session_that_cannot_be_closed(world, caplog):
     contender = world.contender()
     one, store = world.leads(contender), world.stores[0]
     store.close = close
-    one.over("a test says so")
+    one.end("a test says so")
     assert world.leads(contender).term == 2
     assert "OSError: in close" in caplog.text
 
@@ -469,7 +471,7 @@ def test_closed_in_a_callback(world, where):
         )
     )
     if where == "on_revoke":
-        world.leads(made[0]).over("a test says so")
+        world.leads(made[0]).end("a test says so")
     eventually(lambda: len(world.calls) == 2)
     eventually(lambda: not any(thread.is_alive() for thread in made[0]._threads))
 
@@ -499,7 +501,7 @@ def test_a_job_of_an_old_term(world):
     contender = world.contender()
     one = world.leads(contender)
     session = world.server.session()
-    job = Fenced(session, fence(one.term))
+    job = FencedStore(session, fence(one.term))
     job.transact(Create("a"))
     world.server.expire(world.stores[0].session)
     two = eventually(lambda: (led := contender.leadership) and led.term == 2 and led)
@@ -512,9 +514,9 @@ def test_a_job_of_an_old_term(world):
 
 def test_bad_arguments():
     """They are refused before anything begins."""
-    for bad in ({"period": 0}, {"period": -1}, {"ending": -1}):
-        with pytest.raises(RecoveryMisused, match="seconds"):
-            Contender(None, None, None, **bad)
+    for bad in ({"period": 0}, {"period": -1}, {"callback_timeout": -1}):
+        with pytest.raises(RecoveryMisused, match="must be positive"):
+            Candidate(None, None, None, **bad)
 
 
 def test_three_that_lead_in_turn(world):

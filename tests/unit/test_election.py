@@ -22,26 +22,22 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.candidate import Contender, LeaseClient
-from stagecrew.recovery.election import (
-    HOLDER,
-    TERM,
+from stagecrew.recovery.leadership.candidate import Candidate
+from stagecrew.recovery.leadership.election import (
     Acquired,
     Election,
-    Fenced,
     Granted,
-    LeaderInfo,
     Lost,
+    NoResponse,
     Refused,
     Renewed,
     Resigned,
     Revoked,
     Suspended,
     Ticked,
-    Unanswered,
-    fence,
-    leader_of,
 )
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, FencedStore, LeaderInfo, fence, leader_of
+from stagecrew.recovery.leadership.lease_client import LeaseClient
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace
 
 TIMEOUT = 3.0
@@ -52,49 +48,51 @@ TIMEOUT = 3.0
 def test_a_leadership():
     """Granted, renewed, and over at two thirds of the time-out after the last question that was answered was sent."""
     election = Election()
-    assert election.hear(Acquired(1, asked_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
+    assert election.handle(Acquired(1, requested_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
     assert (election.term, election.deadline) == (1, 12.0)
-    assert election.hear(Renewed(1, asked_at=11.0), 11.9) is None
+    assert election.handle(Renewed(1, requested_at=11.0), 11.9) is None
     assert election.deadline == 13.0
-    assert election.hear(Renewed(1, asked_at=10.5), 12.0) is None
+    assert election.handle(Renewed(1, requested_at=10.5), 12.0) is None
     assert election.deadline == 13.0, "an old answer shortens nothing"
-    assert election.hear(Unanswered(), 12.9) is None
-    assert election.valid(12.9)
-    assert not election.valid(13.0)
-    over = election.hear(Renewed(1, asked_at=12.8), 13.0)
-    assert over == Revoked(1, "the store has not answered for two thirds of the session's 3 s"), "it came too late"
-    assert election.hear(Ticked(), 14.0) is None
+    assert election.handle(NoResponse(), 12.9) is None
+    assert election.is_valid(12.9)
+    assert not election.is_valid(13.0)
+    over = election.handle(Renewed(1, requested_at=12.8), 13.0)
+    assert over == Revoked(1, "the store has not responded for two thirds of the session timeout of 3 s"), (
+        "it came too late"
+    )
+    assert election.handle(Ticked(), 14.0) is None
 
 
 def test_without_a_time_out():
     """Where a session ends with its process alone, time ends nothing."""
     election = Election()
-    assert election.hear(Acquired(1, 0.0), 1e6) == Granted(1)
-    assert election.hear(Renewed(1, 0.0), 1e9) is None
-    assert election.hear(Ticked(), 1e12) is None
-    assert election.valid(1e15)
+    assert election.handle(Acquired(1, 0.0), 1e6) == Granted(1)
+    assert election.handle(Renewed(1, 0.0), 1e9) is None
+    assert election.handle(Ticked(), 1e12) is None
+    assert election.is_valid(1e15)
 
 
 @pytest.mark.parametrize("end", [Suspended(), Lost("gone"), Lost("gone", 3), Resigned()], ids=repr)
 def test_what_ends_it_at_once(end):
     """An acquisition that was asked for before is not led with; one that was asked for later is, but after resigning."""
     election = Election()
-    election.hear(Acquired(3, 0.0), 0.0)
-    assert isinstance(election.hear(end, 1.0), Revoked)
-    assert election.hear(end, 1.0) is None
-    assert election.hear(Acquired(4, 0.9), 1.1) is None
-    assert election.hear(Acquired(4, 1.0), 1.1) is None
-    assert election.hear(Acquired(3, 1.1), 1.2) is None, "a term is granted once"
-    later = election.hear(Acquired(5, 1.1), 1.2)
+    election.handle(Acquired(3, 0.0), 0.0)
+    assert isinstance(election.handle(end, 1.0), Revoked)
+    assert election.handle(end, 1.0) is None
+    assert election.handle(Acquired(4, 0.9), 1.1) is None
+    assert election.handle(Acquired(4, 1.0), 1.1) is None
+    assert election.handle(Acquired(3, 1.1), 1.2) is None, "a term is granted once"
+    later = election.handle(Acquired(5, 1.1), 1.2)
     assert later == (None if isinstance(end, Resigned) else Granted(5))
 
 
 def test_what_is_heard_of_another_term():
     """It changes nothing: an old session's end is not that of a new one."""
     election = Election()
-    election.hear(Acquired(5, 0.0, TIMEOUT), 0.0)
-    assert election.hear(Lost("late", 4), 1.0) is None
-    assert election.hear(Renewed(4, 1.0), 1.0) is None
+    election.handle(Acquired(5, 0.0, TIMEOUT), 0.0)
+    assert election.handle(Lost("late", 4), 1.0) is None
+    assert election.handle(Renewed(4, 1.0), 1.0) is None
     assert (election.term, election.deadline) == (5, 2.0)
 
 
@@ -119,22 +117,22 @@ def follow(election, now, depth, story):
     for make in HEARD:
         heard, one = make(now), copy.copy(election)
         granted, leads, last_answer, ends_at_once, timed, broken_at = story
-        before = one.valid(now)
-        output = one.hear(heard, now)
+        before = one.is_valid(now)
+        output = one.handle(heard, now)
         if isinstance(output, Granted):
             assert isinstance(heard, Acquired)
             assert leads is None
             assert not ends_at_once
-            assert heard.asked_at > broken_at
-            assert one.valid(now), "what comes too late is not led with"
+            assert heard.requested_at > broken_at
+            assert one.is_valid(now), "what comes too late is not led with"
             assert output.term == heard.term > max(granted, default=0)
             granted, leads, timed = (*granted, output.term), output.term, heard.timeout is not None
-            last_answer = heard.asked_at
+            last_answer = heard.requested_at
         elif isinstance(output, Revoked):
             assert output.term == leads
             leads, broken_at = None, now
         elif isinstance(heard, Renewed) and heard.term == leads:
-            last_answer = max(last_answer, heard.asked_at)
+            last_answer = max(last_answer, heard.requested_at)
         if isinstance(heard, (Suspended, Lost, Resigned)):
             broken_at = now
             assert leads is None
@@ -142,12 +140,12 @@ def follow(election, now, depth, story):
             ends_at_once = True
         assert one.term == leads
         if not before and not isinstance(output, Granted):
-            assert not one.valid(now), "nothing but an acquisition makes it valid"
+            assert not one.is_valid(now), "nothing but an acquisition makes it valid"
         if leads is not None and timed:
-            assert one.valid(now) == (now < last_answer + 2.0)
-            assert not one.valid(last_answer + 2.0)
+            assert one.is_valid(now) == (now < last_answer + 2.0)
+            assert not one.is_valid(last_answer + 2.0)
         else:
-            assert one.valid(now) == (leads is not None)
+            assert one.is_valid(now) == (leads is not None)
         total += follow(one, now, depth - 1, (granted, leads, last_answer, ends_at_once, timed, broken_at))
     return total
 
@@ -169,7 +167,7 @@ def test_all_that_can_be_heard_long():
 def acquired(server, session=None):
     """The questions of a new session, and its term."""
     questions = LeaseClient(session or server.session(), lambda: 0.0)
-    heard = questions.ask()
+    heard = questions.acquire_or_renew()
     assert isinstance(heard, Acquired)
     return questions, heard.term
 
@@ -178,7 +176,7 @@ def test_fenced_writes():
     """They are done while the term lasts; later nothing is, and conflicts count from the operations that were given."""
     server = ModelServer()
     questions, term = acquired(server)
-    store = Fenced(questions.store, fence(term))
+    store = FencedStore(questions.store, fence(term))
     assert (term, fence(term)) == (1, Check("leader/term", 1))
     store.ensure("jobs/a", "jobs/b", "jobs")
     assert store.children("jobs") == ["a", "b"]
@@ -191,11 +189,11 @@ def test_fenced_writes():
         store.transact(Create("nowhere/a"))
     assert (store.session, store.timeout, store.suspended) == (questions.store.session, None, False)
 
-    job = Fenced(server.session(), fence(term), Check("jobs/a", 1))  # of a process with a session of its own
+    job = FencedStore(server.session(), fence(term), Check("jobs/a", 1))  # of a process with a session of its own
     job.transact(Replace("jobs/a", b"of the job", 1))
-    with pytest.raises(LeadershipLost, match="jobs/a is not as this process left it"):
+    with pytest.raises(LeadershipLost, match="jobs/a does not have version 1 any more"):
         job.transact(Create("jobs/c"))
-    job = Fenced(job, Check("jobs/a", 2))
+    job = FencedStore(job, Check("jobs/a", 2))
     server.expire(questions.store.session)
     _, following = acquired(server)
     assert following == 2
@@ -205,13 +203,13 @@ def test_fenced_writes():
         lambda: job.ensure("jobs/a", "jobs/d"),
         lambda: job.transact(),
     ):
-        with pytest.raises(LeadershipLost, match="leader/term is not as this process left it .version, not version 1."):
+        with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more .version."):
             write()
     assert server.entries is before
     job.ensure("jobs/a")  # it is there: nothing is written
     job.close()
     assert job.read("jobs/a").value == b"of the job", "its session is its owner's to close"
-    with pytest.raises(RecoveryMisused, match="0 is no term"):
+    with pytest.raises(RecoveryMisused, match="0 is not a term"):
         fence(0)
 
 
@@ -219,7 +217,7 @@ def test_fenced_and_nobody_knows():
     """What the store does not know, a fence does not either."""
     server = ModelServer()
     questions, term = acquired(server)
-    store = Fenced(questions.store, fence(term))
+    store = FencedStore(questions.store, fence(term))
 
     def lost(_session, _operations, moment):
         if moment == "after":
@@ -248,11 +246,11 @@ def test_who_leads():
     assert leader_of(observer) is None
     for value in (b"", b"null", b"{}", b"[]", b"\xff", json.dumps({"format": 1, "term": 1}).encode()):
         observer.transact(Create(HOLDER, value))
-        with pytest.raises(StoreUnsupported, match="leader/holder is not what stagecrew writes there"):
+        with pytest.raises(StoreUnsupported, match="leader/holder was not written by stagecrew"):
             leader_of(observer)
         observer.transact(Delete(HOLDER))
     observer.transact(Create(HOLDER, b'{"format": 2}'))
-    with pytest.raises(StoreUnsupported, match="of another format"):
+    with pytest.raises(StoreUnsupported, match="does not have format 1"):
         leader_of(observer)
 
 
@@ -264,9 +262,9 @@ def test_a_standby_writes_nothing():
     server = ModelServer()
     acquired(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
-    assert standby.ask() == Refused()
+    assert standby.acquire_or_renew() == Refused()
     done = len(server.log)
-    assert [standby.ask() for _ in range(5)] == [Refused()] * 5
+    assert [standby.acquire_or_renew() for _ in range(5)] == [Refused()] * 5
     assert len(server.log) == done
 
 
@@ -283,15 +281,15 @@ def test_an_outcome_that_nobody_knows():
                 raise lost.pop()
 
         server.fault = fault
-        heard = [questions.ask() for _ in range(3)]
+        heard = [questions.acquire_or_renew() for _ in range(3)]
         assert (
-            [type(one) for one in heard] == [Unanswered] * 3 if moment == "before" else [Unanswered, Acquired, Renewed]
+            [type(one) for one in heard] == [NoResponse] * 3 if moment == "before" else [NoResponse, Acquired, Renewed]
         )
         while not isinstance(heard[-1], Renewed):
-            heard.append(questions.ask())
+            heard.append(questions.acquire_or_renew())
         (found,) = [one for one in heard if isinstance(one, Acquired)]
         assert found.term == 1 == server.entries[TERM].version
-        assert found.asked_at == (3.0 if moment == "before" else 1.0), "of the question that was answered"
+        assert found.requested_at == (3.0 if moment == "before" else 1.0), "of the question that was answered"
 
 
 def test_an_acquisition_that_is_done_late():
@@ -307,13 +305,13 @@ def test_an_acquisition_that_is_done_late():
             raise PossiblyInconsistentError("the question is under way")
 
     server.fault = lost
-    assert isinstance(late.ask(), Unanswered)
+    assert isinstance(late.acquire_or_renew(), NoResponse)
     other = server.session()
     other.transact(Create(HOLDER, b"of another", ephemeral=True))
-    assert late.ask() == Refused()
+    assert late.acquire_or_renew() == Refused()
     other.close()
     server.apply(*in_flight[0])
-    assert late.ask() == Lost("this session holds a term that was not granted to it")
+    assert late.acquire_or_renew() == Lost("this session holds a term that was not granted to it")
 
 
 @pytest.mark.parametrize("gone", [HOLDER, TERM])
@@ -321,9 +319,9 @@ def test_a_leader_whose_entry_is_gone(gone):
     """It hears so with its next question."""
     server = ModelServer()
     questions, _ = acquired(server)
-    assert questions.ask() == Renewed(1, 0.0)
+    assert questions.acquire_or_renew() == Renewed(1, 0.0)
     server.session().transact(Delete(gone))
-    assert isinstance(questions.ask(), Lost)
+    assert isinstance(questions.acquire_or_renew(), Lost)
 
 
 def test_a_tree_that_was_deleted():
@@ -331,11 +329,11 @@ def test_a_tree_that_was_deleted():
     server = ModelServer()
     questions, _ = acquired(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
-    assert standby.ask() == Refused()
+    assert standby.acquire_or_renew() == Refused()
     questions.store.close()
     server.session().transact(Delete(TERM), Delete("leader"))
-    assert standby.ask() == Refused()
-    assert isinstance(standby.ask(), Acquired)
+    assert standby.acquire_or_renew() == Refused()
+    assert isinstance(standby.acquire_or_renew(), Acquired)
 
 
 # -- processes over a store in memory
@@ -348,7 +346,7 @@ class Late(ModelStore):
     suspended = False
 
 
-class Process(Contender):
+class Process(Candidate):
     """A contender whose threads are the test."""
 
     def __init__(self, world):
@@ -374,8 +372,8 @@ class Process(Contender):
             if self._granted is not None:
                 return  # its callbacks run
             self.questions = LeaseClient(self._open_store(), self._clock)
-        if not self._turn(self.questions):
-            self._hear(Lost("its session is not used any more"))
+        if not self._send_request(self.questions):
+            self._handle(Lost("its session is not used any more"))
             if self._granted is None or self._granted not in self.leaderships:
                 self._granted = None
                 self.questions.store.close()
@@ -510,9 +508,9 @@ class World(RuleBasedStateMachine):
         leadership = held[which % len(held)]
         store = leadership.store
         if how == "job":
-            store = Fenced(self.open(), fence(leadership.term))
+            store = FencedStore(self.open(), fence(leadership.term))
         elif how == "looked long ago":
-            store = Fenced(store._store, fence(leadership.term))
+            store = FencedStore(store._store, fence(leadership.term))
         self.numbers += 1
         self.script = list(script)
         try:
@@ -528,7 +526,7 @@ class World(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def one_resigns(self, which):
         process = self.processes[which % len(self.processes)]
-        process._hear(Resigned())
+        process._handle(Resigned())
         process._closing = True
         self.processes[self.processes.index(process)] = successor = Process(self)  # another is started in its place
         successor.leaderships = process.leaderships
@@ -627,7 +625,7 @@ def test_the_seeds_schedule(whose):
     (one,) = first.leaderships
     one.store.ensure("jobs")
     one.store.transact(Create("jobs/a", b"submitted to 1"))
-    job = one.store if "own" in whose else Fenced(world.open(), fence(one.term))
+    job = one.store if "own" in whose else FencedStore(world.open(), fence(one.term))
     finished = one.store.read("jobs/a")
 
     world.server.expire(first.questions.store.session)  # nobody tells

@@ -22,12 +22,12 @@ from stagecrew.errors import (
     StateCorrupt,
     StateStorageError,
 )
-from stagecrew.recovery import job as job_module
-from stagecrew.recovery import writes
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job, current_job
-from stagecrew.recovery.progress import JobProgress
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.jobs import coordinator_states
+from stagecrew.recovery.jobs.job import Job, current_job
+from stagecrew.recovery.jobs.progress import JobProgress
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.session import builder
 from stagecrew.session.running_job import set_running_job
 from unit_scopes import Keeping, Nowhere, Scope
@@ -80,7 +80,7 @@ def place():
 def operators(monkeypatch):
     """One topology is open, with a coordinator."""
     open_ = [FakeOperators("load")]
-    monkeypatch.setattr(job_module, "_open_operators", lambda: open_)
+    monkeypatch.setattr(coordinator_states, "_open_operators", lambda: open_)
     return open_
 
 
@@ -132,7 +132,7 @@ def test_a_name_that_comes_twice(place):
     job.step("a", lambda: job.step("b", lambda: 1))
     job.step("b", lambda: 2)
     for again in ("a", "b"):
-        with pytest.raises(JobStepReused, match="Name them apart"):
+        with pytest.raises(JobStepReused, match="use different names"):
             job.step(again, lambda: 3)
     assert job.commit_id("sink") == "job/sink"
     with pytest.raises(JobStepReused):
@@ -143,7 +143,7 @@ def test_a_name_that_comes_twice(place):
 @pytest.mark.parametrize("name", ["", "a/b"])
 def test_names_that_are_none(place, name):
     """An empty name, and one with a slash, are refused."""
-    with pytest.raises(RecoveryMisused, match="without slashes"):
+    with pytest.raises(RecoveryMisused, match="has no slash"):
         place.run().step(name, lambda: 1)
 
 
@@ -185,7 +185,7 @@ def test_uses_of_one_operator_in_several_steps(place, monkeypatch, outside):
         made, host = [], Host(Nowhere(), 1 << 20, 30.0)
         operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
         operators.name_operator("o")
-        monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
+        monkeypatch.setattr(coordinator_states, "_open_operators", lambda: [operators])
 
         def bind(text=""):
             id_ = operators.add("o", lambda context: Keeping(context, made), host)
@@ -251,7 +251,7 @@ def real(monkeypatch):
             self.operators = Operators(Scope(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
             self.host = Host(Nowhere(), 1 << 20, 30.0)
-            monkeypatch.setattr(job_module, "_open_operators", lambda: [self.operators])
+            monkeypatch.setattr(coordinator_states, "_open_operators", lambda: [self.operators])
             made.append(self)
 
         def bind(self, text="", name=None):
@@ -295,7 +295,7 @@ def test_a_use_in_another_thread_beside_a_step(place, real):
     thread.start()
     assert bound.wait(10)
     try:
-        with pytest.raises(JobError, match="another thread uses operator 'o' of topology 'load' beside step 'a'"):
+        with pytest.raises(JobError, match="another thread uses operator 'o' of topology 'load' during step 'a'"):
             job.step("a", lambda: topology.bind("x"))
     finally:
         go.set()
@@ -351,10 +351,10 @@ def test_batches(place, operators):
     operators[0] = FakeOperators("load")
     assert place.run().batch("load", 5, lambda: body(5)) == 111111  # Spark had committed 4
     assert ran == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(JobError, match="another checkpoint location"):
+    with pytest.raises(JobError, match="previous checkpoint location"):
         place.run().batch("load", 0, lambda: body(0))
     for wrong in (-1, "1"):
-        with pytest.raises(RecoveryMisused, match="numbered from 0"):
+        with pytest.raises(RecoveryMisused, match="is not the id of a batch"):
             place.run().batch("load", wrong, lambda: 1)
 
 
@@ -409,7 +409,7 @@ def test_steps_at_once(place, operators):
     """Two steps that run at once in one topology with coordinators are refused; a step inside another is not."""
     job = place.run()
     job.step("outer", lambda: job.step("inner", lambda: 1))
-    with pytest.raises(JobError, match="run at once in topology 'load'"):
+    with pytest.raises(JobError, match="run at the same time in topology 'load'"):
         job.step("a", lambda: contextvars.Context().run(job.step, "b", lambda: 1))
 
 
@@ -423,7 +423,7 @@ def test_a_job_that_has_ended_commits_nothing(place):
 
 def test_a_lost_answer_is_asked_for_again(place, monkeypatch):
     """A step whose write nobody knows the outcome of is written again, once in all, and not run again."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     faults, runs = ["before", "after"], []
 
     def fault(session, operations, moment):
@@ -448,7 +448,7 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
         return real(self, *arguments)
 
     monkeypatch.setattr(StateStorage, "write", full)
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     assert place.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
     assert (len(tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
@@ -459,7 +459,7 @@ def test_a_full_storage_is_waited_for(place, monkeypatch):
 @pytest.mark.parametrize("what", ["read", "discard"])
 def test_a_storage_that_is_away_for_a_while(place, operators, monkeypatch, what):
     """A run waits for what is stored to be read, and for old batches to be removed; what is corrupt is an error at once."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     real, tried = getattr(StateStorage, what), []
 
     def away(self, *arguments):
@@ -528,17 +528,17 @@ def test_the_last_steps_are_shown_and_those_that_run():
     def names() -> list[str]:
         return [step["name"] for step in json.loads(many.to_json())["steps"]]
 
-    many.step("long", "running")
+    many.record_step("long", "running")
     for number in range(300):
-        many.step(f"s{number}", "running")
-        many.step(f"s{number}", "finished")
+        many.record_step(f"s{number}", "running")
+        many.record_step(f"s{number}", "finished")
     assert names() == ["long", *(f"s{number}" for number in range(101, 300))]
     assert json.loads(many.to_json())["forgottenSteps"] == 101
-    many.step("long", "finished")
-    many.step("one more", "found")
+    many.record_step("long", "finished")
+    many.record_step("one more", "found")
     assert names() == ["long", *(f"s{number}" for number in range(102, 300)), "one more"]
     for number in range(300):
-        many.step(f"r{number}", "running")
+        many.record_step(f"r{number}", "running")
     assert len(names()) == 300
     assert json.loads(many.to_json())["forgottenSteps"] == 302
 

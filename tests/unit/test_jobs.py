@@ -9,9 +9,9 @@ import zipfile
 import pytest
 
 from stagecrew.errors import JobError, JobFailed, JobUnreadable, RecoveryMisused, StoreUnsupported
-from stagecrew.recovery.jobs import JobRecord, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.record import JobRecord, JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
 
 NEW = JobRecord(digest="d", max_attempts=2, submitted=1.0)
 
@@ -104,7 +104,7 @@ def test_the_digest_tells_jobs_apart(tmp_path):
 #: What one program makes in a process of one hash, and with strings that are one object or two.
 MADE = """if True:
     import datetime, decimal, pathlib, sys
-    from stagecrew.recovery.specs import JobSpec
+    from stagecrew.recovery.jobs.spec import JobSpec
     text = "".join(["ab", "c"]) if sys.argv[1] == "1" else "abc"
     words = {f"word {number}" for number in range(20)}
     scale = 3
@@ -168,7 +168,7 @@ def test_a_module_travels_by_itself(tmp_path, monkeypatch):
     assert JobSpec.of_function("json:loads", {"s": "1"}).files == {}
     with pytest.raises(RecoveryMisused, match="--py-files"):
         JobSpec.of_function("nightly_package:load", {})
-    with pytest.raises(RecoveryMisused, match="defines no 'unload'"):
+    with pytest.raises(RecoveryMisused, match="does not define 'unload'"):
         JobSpec.of_function("nightly_etl:unload", {})
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.write(tmp_path / "nightly_package" / "__init__.py", "nightly_package/__init__.py")
@@ -186,12 +186,12 @@ def test_bad_jobs(tmp_path):
     (other / "job.py").write_text("print(1)")
     for call, text in (
         (lambda: JobSpec.of_function("etl.load", {}), "module:function"),
-        (lambda: JobSpec.of_function("no_such_module_here:load", {}), "no module 'no_such_module_here'"),
+        (lambda: JobSpec.of_function("no_such_module_here:load", {}), "module 'no_such_module_here' is neither"),
         (lambda: JobSpec.of_function("json:loads", {"s": (one for one in ())}), "cannot be pickled"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [tmp_path / "absent.zip"]), "cannot be read"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [script, other / "job.py"]), "two files are named job.py"),
-        (lambda: JobSpec.of_function("json:loads", {}, max_attempts=0), "at least one run"),
-        (lambda: JobSpec.of_script(script), "no Python script"),
+        (lambda: JobSpec.of_function("json:loads", {}, max_attempts=0), "must be at least 1"),
+        (lambda: JobSpec.of_script(script), "not a valid Python script"),
         (lambda: JobSpec.of_script(tmp_path / "absent.py"), "cannot be read"),
     ):
         with pytest.raises(RecoveryMisused, match=text):

@@ -17,11 +17,12 @@ from stagecrew.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from stagecrew.recovery.election import HOLDER, TERM
-from stagecrew.recovery.jobs import Jobs, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
@@ -58,7 +59,7 @@ class At:
 
 
 def session_of(world):
-    return Jobs(world.server.session(), world.storage, lambda: world.clock)
+    return FencedJobs(world.server.session(), world.storage, lambda: world.clock)
 
 
 def whole(world, cancel):
@@ -129,7 +130,7 @@ def test_the_schedule_of_the_seed():
 
     world.server.fault = meanwhile
     with pytest.raises(LeadershipLost):
-        one.jobs.clean("job-0")
+        one.jobs.clean_up("job-0")
     [two] = found
     assert two.jobs.read("job-0")[0].clean  # by 2, which did not run it
     assert len(world.processes) == 1
@@ -229,7 +230,7 @@ def test_a_submit_whose_answer_is_lost(then):
             assert world.states() == set()
             continue
         [job] = jobs.names()
-        assert f"whether job {job!r} is stored: submit it again with this id" in str(raised.value)
+        assert f"whether job {job!r} was stored: submit it again with this id" in str(raised.value)
         assert jobs.submit(SPEC, job) == job
         assert jobs.names() == [job]
 
@@ -242,7 +243,7 @@ def test_cancel_and_finish():
     known = driver.jobs.read("job-0")
     driver.jobs.finish("job-0", known, JobState.SUCCEEDED, Result.of_value(1))
     with pytest.raises(StagecrewError):
-        driver.jobs.end("job-0", known, JobState.CANCELLED, "late")
+        driver.jobs.start_ending("job-0", known, JobState.CANCELLED, "late")
     assert session_of(world).cancel("job-0") == "succeeded"
     world.processes[0].act()  # which finds that its job has ended
     assert world.processes[0].code == 75

@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from jobsim import Killed, SimDriver, World, check, consistent
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError
-from stagecrew.recovery.election import HOLDER
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import HOLDER
 from stagecrew.recovery.stores.contract import Check
 
 WHICH = st.integers(0, 2)
@@ -67,7 +67,7 @@ class Contender(SimDriver):
         elif self.next == "is granted" and self.term is not None and self.tending is None:
             self.granted(self.term)
         elif self.next == "looks" and self.tending is not None:
-            self.tending.look()
+            self.tending.reconcile()
 
 
 class Machine(RuleBasedStateMachine):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from jobsim import Killed, SimDriver, World, check, consistent, driver_module, indexed
+from jobsim import Killed, SimDriver, World, check, consistent, indexed, reconciler_module
 from stagecrew.errors import (
     JobError,
     JobExists,
@@ -17,12 +17,14 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.files import quoted
-from stagecrew.recovery.driver import JobReconciler
-from stagecrew.recovery.election import HOLDER, TERM
-from stagecrew.recovery.jobs import Jobs, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.driver.reconciler import JobReconciler
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
@@ -35,7 +37,7 @@ def quiet(*_):
 
 def jobs_of(world):
     """The jobs, as a process with a session of its own has them."""
-    return Jobs(world.server.session(), world.storage, lambda: world.clock)
+    return FencedJobs(world.server.session(), world.storage, lambda: world.clock)
 
 
 def leading(world):
@@ -144,9 +146,9 @@ def test_a_look_reads_open_jobs_alone(keep):
         for one in range(number):
             job = f"ended-{one}"
             jobs.submit(SPEC, job)
-            jobs.start(job, jobs.read(job), jobs.claim(job))
+            jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
             jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(one))
-            jobs.clean(job)
+            jobs.clean_up(job)
         assert len(jobs.names()) == number
         store = Counted(world.server.session())
         found = []
@@ -156,8 +158,8 @@ def test_a_look_reads_open_jobs_alone(keep):
             store.reads.clear()
             if tending is None:
                 clock = lambda world=world: world.clock  # noqa: E731
-                tending = JobReconciler(Jobs(store, world.storage, clock), 1, Idle(), 16, clock, keep)
-            tending.look()
+                tending = JobReconciler(FencedJobs(store, world.storage, clock), 1, Idle(), 16, clock, keep)
+            tending.reconcile()
             found.append(list(store.reads))
         assert store.writes == 0
         assert found[2:] == [["open"], ["open"]]
@@ -178,11 +180,11 @@ def test_what_a_prune_leaves():
     for job in ("open", "runs", "unclean", "unreadable", "lingers"):
         made[job] = jobs.submit(SPEC, job)
     for job in ("runs", "unclean", "unreadable", "lingers"):
-        jobs.start(job, jobs.read(job), jobs.claim(job))
+        jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
     for job in ("unclean", "unreadable", "lingers"):
         jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(1))
     for job in ("unreadable", "lingers"):
-        jobs.clean(job)
+        jobs.clean_up(job)
     session = world.server.session()
     session.transact(Create("jobs/lingers/process", b"{}", ephemeral=True))
     world.server.done = quiet  # the record below is no record
@@ -190,9 +192,9 @@ def test_what_a_prune_leaves():
     session.transact(Replace("jobs/unreadable", b"{", session.read("jobs/unreadable").version))
     world.clock += 100.0
     jobs.submit(SPEC, "young")
-    jobs.start("young", jobs.read("young"), jobs.claim("young"))
+    jobs.start_run("young", jobs.read("young"), jobs.claim_version("young"))
     jobs.finish("young", jobs.read("young"), JobState.FAILED, Result("failed"))
-    jobs.clean("young")
+    jobs.clean_up("young")
     before = dict(world.server.entries)
     found = {one.job: one for one in jobs.prune(50.0)}
     assert [job for job, one in found.items() if one.removed] == ["job-0"]
@@ -262,7 +264,7 @@ def test_a_leader_forgets_jobs_that_have_ended():
 
     driver.prepare = fails
     jobs_of(world).submit(SPEC, "troubled")
-    names = ("_later", "_stopped", "_said", "_ended", "_waiting")
+    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting")
     for _ in range(3):
         driver.act()
         assert any("troubled" in getattr(driver.tending, name) for name in names)
@@ -303,7 +305,7 @@ def test_a_result_that_cannot_be_deleted(monkeypatch, caplog):
             [one] = jobs_of(world).prune(50.0)
         assert (one.removed, one.reason) == (True, "")
         assert removed(world)
-        assert "left until it is swept" in caplog.text
+        assert "a sweep will delete it" in caplog.text
         if then == "sweep":
             jobs_of(world).sweep(0.0, lambda: 1e12)
             assert world.states() == set()
@@ -319,15 +321,15 @@ def test_a_result_that_cannot_be_deleted(monkeypatch, caplog):
 def test_a_leader_removes_old_jobs_a_few_at_each_look(monkeypatch):
     """A leader that keeps jobs for some time removes older ones, few at each look, and tends to its open jobs meanwhile. Without a time it
     keeps all of them."""
-    monkeypatch.setattr(driver_module, "_PRUNED", 2)
+    monkeypatch.setattr(reconciler_module, "_PRUNED_PER_PASS", 2)
     for keep in (None, 50.0):
         world, _ = ended(7)
         jobs = jobs_of(world)
         for one in range(7):
             jobs.submit(SPEC, f"old-{one}")
-            jobs.start(f"old-{one}", jobs.read(f"old-{one}"), jobs.claim(f"old-{one}"))
+            jobs.start_run(f"old-{one}", jobs.read(f"old-{one}"), jobs.claim_version(f"old-{one}"))
             jobs.finish(f"old-{one}", jobs.read(f"old-{one}"), JobState.SUCCEEDED, Result.of_value(one))
-            jobs.clean(f"old-{one}")
+            jobs.clean_up(f"old-{one}")
         world.clock += 100.0
         jobs.submit(SPEC, "new")
         world.keep = keep
@@ -353,13 +355,16 @@ def test_a_prune_that_fails_stops_nothing(monkeypatch, caplog):
 
     monkeypatch.setattr(Jobs, "prune", away)
     driver = leading(world)
-    assert "ended jobs cannot be removed now: StoreUnavailable: the store is away" in caplog.text
+    assert (
+        "old jobs could not be removed; the leader tries again in 5 s: StoreUnavailable: the store is away"
+        in caplog.text
+    )
     monkeypatch.setattr(Jobs, "prune", real)
     jobs_of(world).submit(SPEC, "new")
     driver.act()
     assert [process.run.job for process in world.processes][1:] == ["new"]
     assert not removed_names(world)
-    world.clock += driver_module._PRUNE
+    world.clock += reconciler_module._PRUNE_PERIOD
     driver.act()
     assert removed_names(world)
 
@@ -486,7 +491,7 @@ def cancels(world):
 
 def prunes(world):
     for one in jobs_of(world).prune(0.0):
-        assert not one.reason or "has process" in one.reason  # a run that is in the middle of something
+        assert not one.reason or "still has process" in one.reason  # a run that is in the middle of something
 
 
 def sweeps(world):

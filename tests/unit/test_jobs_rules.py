@@ -19,13 +19,15 @@ from stagecrew.errors import (
 )
 from stagecrew.operators import commits
 from stagecrew.operators.commits import commit
-from stagecrew.recovery import run, writes
-from stagecrew.recovery.election import Fenced, fence
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job_commits import StoredCommitLog, finish_commits
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.jobs.commit_log import StoredCommitLog, finish_commits
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import FencedStore, fence
+from stagecrew.recovery.run import execution
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 
 
@@ -113,7 +115,7 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
     """What is decided is done by the run that finds its sink or its storage away, when that is back; what is corrupt is not waited for."""
     monkeypatch.setattr(commits, "_TRIES", 1)
     waits = []
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(two.sink, "commit", lambda *_: 1 / 0)
         with pytest.raises(CommitPending):
@@ -133,11 +135,11 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
     else:
         monkeypatch.setattr(StateStorage, "read", fails)
     if away in ("the sink", "the storage"):
-        finish_commits(two.other, ending=True, patience=60.0)
+        finish_commits(two.other, ending=True, retry_timeout=60.0)
         assert (two.sink.visible, two.sink.staged, len(waits) >= 7) == ({"c": ["row"]}, {}, True)
     else:
         with pytest.raises(CommitPending if away == "for ever" else StateCorrupt):
-            finish_commits(two.other, ending=True, patience=0.5 if away == "for ever" else 60.0)
+            finish_commits(two.other, ending=True, retry_timeout=0.5 if away == "for ever" else 60.0)
         assert (len(waits) > 2) == (away == "for ever")
         assert len(two.sink.staged) == 1
 
@@ -145,7 +147,7 @@ def test_a_run_waits_for_what_is_away(two, monkeypatch, away):
 @pytest.mark.parametrize("back", [True, False])
 def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
     """What was staged for a commit that is aborted is deleted when its sink is back in time; else the log says what stays, of which runs."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     runs, asked = [], []
 
     def dies(staging):
@@ -170,7 +172,7 @@ def test_an_abort_waits_for_its_sink(two, monkeypatch, caplog, back):
         return done(commit_id)
 
     two.sink.done = away
-    finish_commits(two.other, ending=True, patience=60.0 if back else 0.2)
+    finish_commits(two.other, ending=True, retry_timeout=60.0 if back else 0.2)
     state = two.other.get("c").data.decode()
     assert '"aborted"' in state
     assert (len(asked), len(two.sink.staged)) == ((5, 0) if back else (2, 2))
@@ -307,7 +309,7 @@ def test_a_checkpoint_that_is_not_taken(monkeypatch, error, run_number, state):
 def test_a_job_with_a_record_of_an_earlier_version(caplog, cancelled):
     """A job with such a record of a commit, which may be cancelled, calls none of its code and does not end; the record stays as it is."""
     world, driver = begun(28)
-    handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
+    handles = Jobs(world.server.session(), world.storage).handles("job-0", "commits")
     StoredCommitLog(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
     before = handles.get("job-0/sink")
     if cancelled:
@@ -378,8 +380,8 @@ def test_a_cancelled_job_that_cannot_be_finished(monkeypatch):
     driver.act()
     assert driver.jobs.read("job-0")[0].state == "ending"
     # A process that only finishes makes room for others soon, however long a run waits.
-    world.patience = writes.PATIENCE
-    monkeypatch.setattr(run, "_BRIEF", 0.0)
+    world.patience = retry.RETRY_TIMEOUT
+    monkeypatch.setattr(execution, "_FINISH_TIMEOUT", 0.0)
     assert 5 <= looks(world, driver, 62) <= 8
     assert all(process.finishing for process in world.processes[-5:])
     assert driver.jobs.read("job-0")[0].state == "ending"
@@ -394,7 +396,7 @@ def test_a_cancel_of_a_run(caplog):
     world, driver = begun(27)
     world.cancelled.add("job-0")
     [process] = world.processes
-    Jobs(process.session, world.storage).take(
+    FencedJobs(process.session, world.storage).claim_run(
         process.run, {"pid": 7, "host": "here"}
     )  # and it is in the middle of something
     process.busy = True
@@ -408,7 +410,7 @@ def test_a_cancel_of_a_run(caplog):
         while world.doomed:
             world.server.expire(world.doomed.pop())
     assert [one.finishing for one in world.processes] == [False, True]
-    assert "looked at again" not in caplog.text
+    assert "tried again" not in caplog.text
     check(world, driver.jobs)
 
 
@@ -417,17 +419,17 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted(monkeypatch):
     world, driver = begun(26)
     world.cancelled.add("job-0")
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
-    real, tried = driver.jobs.clean, []
+    real, tried = driver.jobs.clean_up, []
 
     def clean(job):
         tried.append(job)
         raise StateStorageError("access denied")
 
-    monkeypatch.setattr(driver.jobs, "clean", clean)
+    monkeypatch.setattr(driver.jobs, "clean_up", clean)
     looks(world, driver, 62)
     assert driver.jobs.read("job-0")[0].state == "cancelled"
     assert 5 <= len(tried) <= 8
-    monkeypatch.setattr(driver.jobs, "clean", real)
+    monkeypatch.setattr(driver.jobs, "clean_up", real)
     looks(world, driver, 60)
     check(world, driver.jobs)
 
@@ -438,8 +440,8 @@ def test_a_successor_waits_for_the_process_before():
     world, old = begun(22)
     [process] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
-    known = Jobs(Fenced(process.session, fence(1)), world.storage)
-    known.take(process.run, {"pid": 7, "host": "here"})  # and it is paused there
+    known = FencedJobs(FencedStore(process.session, fence(1)), world.storage)
+    known.claim_run(process.run, {"pid": 7, "host": "here"})  # and it is paused there
     process.busy = True
     old.die()
     world.server.expire(world.doomed.pop())

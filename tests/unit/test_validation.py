@@ -15,7 +15,7 @@ from pyspark import cloudpickle
 from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
 from stagecrew.errors import RecoveryMisused
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.session.registration import checked, pickled
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
