@@ -101,10 +101,7 @@ if TYPE_CHECKING:
         read_committed,
     )
     from stagecrew.partitions.report import PartitionReport, Release
-    from stagecrew.recovery.job import Job, current_job
-    from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
-    from stagecrew.recovery.results import Result
-    from stagecrew.recovery.specs import JobSpec
+    from stagecrew.recovery import Job, JobRecord, Jobs, JobSpec, JobState, Result, current_job, open_jobs
     from stagecrew.session.builder import configure, crew, is_active
     from stagecrew.session.crew import Crew
     from stagecrew.session.reports import LatencySummary, ListenerReport, OperatorReport, TopologyReport
@@ -254,10 +251,9 @@ _LAZY = {
     ),
     "TaskGateway": "stagecrew.worker.evaluations",
     **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
-    **dict.fromkeys(("Job", "current_job"), "stagecrew.recovery.job"),
-    **dict.fromkeys(("JobRecord", "JobState", "Jobs", "open_jobs"), "stagecrew.recovery.jobs"),
-    "Result": "stagecrew.recovery.results",
-    "JobSpec": "stagecrew.recovery.specs",
+    **dict.fromkeys(
+        ("Job", "JobRecord", "JobSpec", "JobState", "Jobs", "Result", "current_job", "open_jobs"), "stagecrew.recovery"
+    ),
     **dict.fromkeys(
         ("ListenerReport", "OperatorReport", "LatencySummary", "TopologyReport"), "stagecrew.session.reports"
     ),

@@ -197,7 +197,7 @@ def pandas_version() -> Check:
 
 def coordination_store(url: str) -> Check:
     """Checks the coordination store that STAGECREW_STORE names. A leader may be using it."""
-    from stagecrew.recovery.election import leader_of
+    from stagecrew.recovery.leadership.fencing import leader_of
     from stagecrew.recovery.stores import open_store
 
     try:
@@ -214,7 +214,7 @@ def coordination_store(url: str) -> Check:
 
 def state_storage(uri: str) -> Check:
     """Checks the state storage that STAGECREW_STATE names: writes, reads and deletes a file."""
-    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.state.storage import StateStorage
 
     try:
         storage = StateStorage(uri)

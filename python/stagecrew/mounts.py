@@ -1,4 +1,7 @@
-"""Mount points: whether a folder is on a file system that several machines may use. File locks hold on one host only."""
+"""Mount points: whether a folder is on a file system that several machines may share.
+
+File locks work on one host only.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,44 @@ __all__ = ["filesystem", "mounted", "shared"]
 
 MOUNTS: Final = "/proc/self/mountinfo"
 
-#: What other machines may have mounted too, as Linux names it. Of FUSE nothing is known but the name that a program gives.
+#: File systems that several machines may mount, by their Linux names. Of a FUSE file system, only the name is known
+#: that its program chose.
 _SHARED: Final = re.compile(
-    r"nfs\d*|cifs|smb\w*|ncpfs|afs|auristorfs|coda|ceph|lustre|gpfs|beegfs|orangefs|pvfs2|glusterfs|panfs|wekafs|gfs2?|ocfs2"
-    r"|9p|virtiofs|vboxsf|vmhgfs|prl_fs|fuse(\..+)?"
+    r"nfs\d*|cifs|smb\w*|ncpfs|afs|auristorfs|coda|ceph|lustre|gpfs|beegfs|orangefs|pvfs2|glusterfs|panfs|wekafs|gfs2?"
+    r"|ocfs2|9p|virtiofs|vboxsf|vmhgfs|prl_fs|fuse(\..+)?"
 )
-#: Programs of FUSE that show what is on disks of this host.
+#: FUSE programs that show local disks.
 _LOCAL: Final = frozenset({"fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.lxcfs"})
 
 
 def filesystem(folder: str, mounts: str = MOUNTS) -> str | None:
-    """The name of the file system that a folder is on; None where the system does not tell."""
+    """Returns the name of the file system that a folder is on, or None if the system does not report it."""
     real = os.path.realpath(folder)
-    best, found = -1, None
+    longest, found = -1, None
     for point, name in mounted(mounts):
-        # What was mounted last hides what was mounted there before.
-        if len(point) >= best and (real == point or real.startswith(point.rstrip("/") + "/")):
-            best, found = len(point), name
+        # A later mount hides an earlier one at the same point.
+        if len(point) >= longest and (real == point or real.startswith(point.rstrip("/") + "/")):
+            longest, found = len(point), name
     return found
 
 
 def mounted(mounts: str = MOUNTS) -> list[tuple[str, str]]:
-    """The mount points of this process's namespace, in their order, each with its file system; none where the system does not say.
+    """Returns the mount points of this process's namespace, in their order, each with its file system.
 
-    Also those of a folder on its own disk, which `os.path.ismount` does not see.
+    The list includes folders that are bind-mounted on their own disk, which `os.path.ismount` does not detect. It is
+    empty if the system does not report its mount points.
     """
     try:
         with open(mounts, encoding="utf-8", errors="surrogateescape") as lines:  # noqa: PTH123
-            known = [line.split() for line in lines]
+            entries = [line.split() for line in lines]
     except OSError:
         return []
     return [
         (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4]), fields[fields.index("-", 6) + 1])
-        for fields in known
+        for fields in entries
     ]
 
 
 def shared(name: str | None) -> bool:
-    """Whether a file system of this name may be in use by several machines."""
+    """Returns whether several machines may share a file system with this name."""
     return name is not None and name not in _LOCAL and bool(_SHARED.fullmatch(name))

@@ -42,7 +42,7 @@ JOBS = 1000
 
 
 def _failover(store, folder):
-    from stagecrew.recovery.specs import JobSpec
+    from stagecrew.recovery.jobs.spec import JobSpec
 
     (folder / "bench_job.py").write_text(MODULE)
     drivers = DriverProcesses(store, folder)
@@ -96,20 +96,20 @@ class _Nothing:
 
 
 def _thousand(store_of, folder):
-    from stagecrew.recovery.driver import JobReconciler
-    from stagecrew.recovery.jobs import Jobs
-    from stagecrew.recovery.specs import JobSpec
-    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.driver.reconciler import JobReconciler
+    from stagecrew.recovery.jobs.fenced import FencedJobs
+    from stagecrew.recovery.jobs.spec import JobSpec
+    from stagecrew.recovery.state.storage import StateStorage
 
     storage = StateStorage(str(folder))
     with contextlib.closing(store_of()) as store:
-        jobs = Jobs(store, storage)
+        jobs = FencedJobs(store, storage)
         for number in range(JOBS):
             jobs.submit(JobSpec(f"job-{number}.py", (), {}, {}, b"pass"), f"job-{number}")
     with contextlib.closing(store_of()) as store:
-        tending = JobReconciler(Jobs(store, storage), 1, _Nothing(), at_once=JOBS)
+        tending = JobReconciler(FencedJobs(store, storage), 1, _Nothing(), at_once=JOBS)
         began = time.perf_counter()
-        tending.look()
+        tending.reconcile()
         seconds = time.perf_counter() - began
         assert len(tending.processes) == JOBS
         return seconds

@@ -18,7 +18,7 @@ sys.path.insert(0, str(TESTS))
 
 from playwright.sync_api import sync_playwright  # noqa: E402
 
-from stagecrew.recovery.specs import JobSpec  # noqa: E402
+from stagecrew.recovery.jobs.spec import JobSpec  # noqa: E402
 from support.driver_processes import QUICK_CONF, campaigning_drivers, wait_until  # noqa: E402
 from support.spark_home import use_spark_home  # noqa: E402
 from support.web_pages import THEMES, checked_page, fetch_json, launch_browser, set_theme  # noqa: E402

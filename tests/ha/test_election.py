@@ -11,7 +11,7 @@ import uuid
 import pytest
 
 from stagecrew.errors import LeadershipLost
-from stagecrew.recovery.election import Fenced, fence, leader_of
+from stagecrew.recovery.leadership.fencing import FencedStore, fence, leader_of
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Check
 from support.candidate_process import CandidateProcess
@@ -109,7 +109,7 @@ def kill_leaders(campaign, kills):
     _, leader, _ = campaign.wait_for_term(1)
     for _ in range(kills):
         campaign.wait_for_write(term)
-        job = Fenced(campaign.observer, fence(term))  # of a process that is not killed
+        job = FencedStore(campaign.observer, fence(term))  # of a process that is not killed
         job.transact(Check("count"))
         campaign.start_process()  # the next standby
         killed_at = leader.signal(signal.SIGKILL)

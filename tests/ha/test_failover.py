@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from stagecrew.errors import StateStorageError, StoreUnavailable
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import FORMAT
 from support.cli import run_stagecrew
@@ -486,9 +486,10 @@ def test_drivers_wait_for_a_store_that_starts_later(tmp_path):
             for number in (0, 1):
                 log = tmp_path / f"driver-{number}.log"
                 wait_until(
-                    lambda log=log: "no campaign, it is tried again" in log.read_text(), "a driver fails to campaign"
+                    lambda log=log: "cannot use the coordination store, and tries again" in log.read_text(),
+                    "a driver fails to campaign",
                 )
-                assert "the store cannot be reached yet" in log.read_text()
+                assert "the store is not available yet" in log.read_text()
             assert (first.poll(), second.poll()) == (None, None)
             server.start()
             server.wait()
@@ -543,7 +544,7 @@ def test_a_job_waits_while_the_storage_is_missing(drivers):
     away = drivers.state.rename(drivers.folder / "away")
     (out / "go-0").touch()
     wait_until(lambda: "waits for its result to be stored" in drivers.logs("job"), "the step waits")
-    with pytest.raises(StateStorageError, match="no folder that is there"):
+    with pytest.raises(StateStorageError, match="is not an existing folder"):
         drivers.submit(job_spec("steps", drivers, count=1), "other")
     assert recorded_lines(drivers, "step-1") == []
     away.rename(drivers.state)

@@ -68,8 +68,8 @@ def drivers(tmp_path, disk):
 BROKEN_STORAGE = pytest.mark.parametrize(
     ("break_storage", "repair_storage", "message"),
     [
-        pytest.param(Disk.fill, Disk.make_room, "There is no room left: make room", id="full"),
-        pytest.param(Disk.lock, Disk.unlock, "It is read-only: give this user a storage", id="read-only"),
+        pytest.param(Disk.fill, Disk.make_room, "No space is left: free some", id="full"),
+        pytest.param(Disk.lock, Disk.unlock, "It is read-only: use a storage", id="read-only"),
     ],
 )
 
@@ -110,7 +110,7 @@ def test_running_jobs_wait_until_the_storage_is_repaired(drivers, disk, break_st
     for name in ("go-0", "go-stage", "go-ending"):
         (drivers.folder / "out" / name).touch()
     for job, log_line in {
-        "steps": "is done, and waits for its result",
+        "steps": "is done and waits for its result",
         "rows": "waits for its record",
         "ends": "waits for its result",
     }.items():

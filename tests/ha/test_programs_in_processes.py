@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import support
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point
 from support.job_program_histories import history
 from support.job_program_strategy import programs as drawn

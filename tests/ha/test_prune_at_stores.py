@@ -8,9 +8,11 @@ import uuid
 import pytest
 
 from stagecrew.errors import JobUnknown
-from stagecrew.recovery.jobs import JobState, open_jobs
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import open_jobs
 from support.waiting import eventually
 
 SPEC = JobSpec("job.py", (), {}, {}, b"", 50)
@@ -29,9 +31,10 @@ def store_and_storage(request, tmp_path):
 def run_to_cleanup(jobs, id_):
     """Takes a job from its submit to its cleanup, as a run and a leader do."""
     jobs.submit(SPEC, id_)
-    jobs.start(id_, jobs.read(id_), jobs.claim(id_))
+    jobs = FencedJobs(jobs._store, jobs._storage)
+    jobs.start_run(id_, jobs.read(id_), jobs.claim_version(id_))
     jobs.finish(id_, jobs.read(id_), JobState.SUCCEEDED, Result.of_value(id_))
-    jobs.clean(id_)
+    jobs.clean_up(id_)
 
 
 def test_concurrent_prunes_remove_each_ended_job_once(store_and_storage, tmp_path):
@@ -66,7 +69,7 @@ def test_concurrent_prunes_remove_each_ended_job_once(store_and_storage, tmp_pat
             thread.join(60)
         assert not errors
         assert sorted(removed) == sorted(ids)
-        assert jobs.names() == jobs.open_names() == sorted([*ids[-3:], "open"])
+        assert jobs.names() == FencedJobs(jobs._store, jobs._storage).open_names() == sorted([*ids[-3:], "open"])
         with pytest.raises(JobUnknown):
             jobs.result(ids[0])
         assert not list(jobs.prune(0.0))

@@ -29,11 +29,10 @@ from stagecrew.errors import (
     StoreUnsupported,
 )
 from stagecrew.mounts import filesystem, shared
-from stagecrew.recovery.candidate import LeaseClient
-from stagecrew.recovery.election import Unanswered
-from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace
-from stagecrew.recovery.stores.sessionfiles import alive
-from stagecrew.recovery.stores.sqlite import FORMAT, SQLiteStore
+from stagecrew.recovery.leadership.lease_client import LeaseClient
+from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
+from stagecrew.recovery.stores.sqlite import SQLiteStore
+from stagecrew.recovery.stores.sqlite.session_files import is_alive
 from support.store_process import StoreProcess
 from support.waiting import eventually
 
@@ -189,9 +188,9 @@ def test_a_session_whose_file_is_deleted_is_lost(path, store):
         (Path(f"{path}.sessions") / store.session).unlink()
         assert store.suspended
         assert other.read("e") is None
-        with pytest.raises(SessionLost, match="is over"):
+        with pytest.raises(SessionLost, match="has ended"):
             store.transact(Create("late"))
-        with pytest.raises(SessionLost, match="is over"):
+        with pytest.raises(SessionLost, match="has ended"):
             store.read("late")
         assert other.read("late") is None
 
@@ -203,7 +202,7 @@ def test_a_session_that_was_declared_dead_writes_nothing(path, store):
         (Path(f"{path}.sessions") / store.session).unlink()
         assert other.read("e") is None  # this read declares the session dead
         for operations in ((Check("a"), Replace("b", b"late", 0)), (Check("a", 0), Create("c")), (Check("a"),), ()):
-            with pytest.raises(SessionLost, match="is over"):
+            with pytest.raises(SessionLost, match="has ended"):
                 store.transact(*operations)
         assert (other.read("b"), other.read("c")) == (Entry(b"before", 0, None), None)
 
@@ -218,16 +217,16 @@ def test_an_inaccessible_directory_is_an_error_of_the_store(tmp_path):
         directory.write_bytes(b"")  # a file in its place, so that system calls fail with ENOTDIR
         for call in (lambda: store.read("a"), lambda: store.children("a"), lambda: store.transact(Create("b"))):
             with pytest.raises(
-                StoreUnavailable, match=r"crew.db cannot be used: .*Not a directory.*; nothing was done"
+                StoreUnavailable, match=r"crew.db cannot be used .*Not a directory.*: nothing was changed"
             ):
                 call()
-        assert isinstance(LeaseClient(store, time.monotonic).ask(), Unanswered)
+        assert isinstance(LeaseClient(store, time.monotonic).acquire_or_renew(), LeaseClient)
         directory.unlink()
         (tmp_path / "away").rename(directory)
         assert store.transact(Create("b")) == [0]
         directory.rename(tmp_path / "away")
         directory.write_bytes(b"")
-    assert not alive(str(tmp_path / "away" / "crew.db.sessions"), store.session)
+    assert not is_alive(str(tmp_path / "away" / "crew.db.sessions"), store.session)
 
 
 def test_nothing_is_written_to_a_deleted_database(path, store):
@@ -282,7 +281,7 @@ def test_a_newer_format_is_refused_and_unchanged(path):
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {FORMAT + 1}")
     before = path.read_bytes()
-    with pytest.raises(StoreUnsupported, match=f"has format {FORMAT + 1}, and this stagecrew knows format {FORMAT}"):
+    with pytest.raises(StoreUnsupported, match=f"has format {FORMAT + 1}, and this stagecrew supports format {FORMAT}"):
         SQLiteStore(path)
     assert path.read_bytes() == before
 
@@ -298,7 +297,7 @@ def test_a_database_of_another_program_is_refused_and_unchanged(path):
 
 def test_a_file_that_is_no_database_is_refused_and_unchanged(path):
     path.write_bytes(b"a letter to my aunt\n" * 100)
-    with pytest.raises(StoreUnsupported, match="is damaged, or no database"):
+    with pytest.raises(StoreUnsupported, match="is damaged or not a database"):
         SQLiteStore(path)
     assert path.read_bytes() == b"a letter to my aunt\n" * 100
 
@@ -316,7 +315,7 @@ def test_a_damaged_database_is_refused_and_not_deleted(path):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(RecoveryMisused, match="there is no folder for .*none/crew.db"):
+    with pytest.raises(RecoveryMisused, match="the folder of .*none/crew.db does not exist"):
         SQLiteStore(tmp_path / "none" / "crew.db")
 
 
@@ -359,7 +358,7 @@ def test_a_full_database_refuses_writes_until_there_is_room(store):
     store.ensure("a")
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StoreRefused, match="no room .*nothing was done"):
+    with pytest.raises(StoreRefused, match="no room .*nothing was changed"):
         store.transact(Replace("a", b"1", 0), *(Create(f"a/{number}", b"x" * 4000) for number in range(20)))
     assert store.read("a") == Entry(b"", 0)
     store._connection.execute("PRAGMA max_page_count = 1000000")
@@ -371,9 +370,9 @@ def test_a_commit_that_cannot_be_written_has_an_unknown_outcome(path):
     with contextlib.closing(SQLiteStore(path)) as store, StoreProcess(url(path)) as process:
         process("transact", Create("a"))
         process("limit", os.path.getsize(f"{path}-wal"))
-        with pytest.raises(PossiblyInconsistentError, match="nobody knows"):
+        with pytest.raises(PossiblyInconsistentError, match="it is unknown"):
             process("transact", Replace("a", b"x" * 9000, 0))
-        with pytest.raises(PossiblyInconsistentError, match="nobody knows"):
+        with pytest.raises(PossiblyInconsistentError, match="it is unknown"):
             process("transact", Replace("a", b"x" * 9000, 0))
         assert process("read", "a") == Entry(b"", 0)
         assert store.transact(Replace("a", b"y" * 9000, 0)) == [1]
@@ -428,16 +427,16 @@ def test_a_full_disk_refuses_writes_and_changes_nothing(tmp_path):
 
 def test_waiting_too_long_for_a_lock_raises_and_changes_nothing(path):
     with (
-        contextlib.closing(SQLiteStore(path, patience=0.3)) as store,
+        contextlib.closing(SQLiteStore(path, call_timeout=0.3)) as store,
         contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other,
     ):
         store.ensure("a")
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailable, match="for 0.3 s another process has held .*crew.db"):
+        with pytest.raises(StoreUnavailable, match="another process has held .*crew.db for 0.3 s"):
             store.transact(Replace("a", b"1", 0))
         assert store.read("a") == Entry(b"", 0), "readers do not wait"
         with pytest.raises(StoreUnavailable):
-            SQLiteStore(path, patience=0.3)
+            SQLiteStore(path, call_timeout=0.3)
         assert len(list(Path(f"{path}.sessions").iterdir())) == 1
         started = time.monotonic()
         SQLiteStore.close(store)
@@ -448,7 +447,7 @@ def test_waiting_too_long_for_a_lock_raises_and_changes_nothing(path):
 
 
 def test_a_process_stopped_in_a_transaction_blocks_others_only_while_stopped(path):
-    with contextlib.closing(SQLiteStore(path, patience=0.2)) as store, StoreProcess(url(path)) as process:
+    with contextlib.closing(SQLiteStore(path, call_timeout=0.2)) as store, StoreProcess(url(path)) as process:
         store.ensure("a", "b")
         process.send("count", "a", "b")
         rng = random.Random(3)

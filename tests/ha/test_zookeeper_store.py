@@ -126,7 +126,7 @@ def test_a_conflict_after_a_lost_request_is_reported(store, direct_store, proxy)
         direct_store.transact(Replace("a", b"other", 0))
         proxy.cut()
         proxy.heal()
-        with pytest.raises(StoreConflict, match="another version"):
+        with pytest.raises(StoreConflict, match="a different version"):
             get_result()
     assert direct_store.read("a") == Entry(b"other", 1)
 
@@ -151,13 +151,13 @@ def test_a_late_duplicate_is_not_done_again(store, direct_store, proxy):
 
 
 def test_an_unknown_outcome_is_resolved_by_the_next_transaction(zookeeper, proxy, direct_store, chroot):
-    with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
+    with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.5)) as store:
         store.ensure("a")
         proxy.hold("from")
-        with pytest.raises(PossiblyInconsistentError, match="nobody knows"):
+        with pytest.raises(PossiblyInconsistentError, match="it is unknown"):
             store.transact(Create("a/done"))
         assert direct_store.children("a") == ["done"]
-        with pytest.raises(StoreUnavailable, match="nothing was done"):
+        with pytest.raises(StoreUnavailable, match="nothing was changed"):
             store.transact(Create("a/other"))
         with pytest.raises(StoreUnavailable):
             store.read("a")
@@ -177,24 +177,24 @@ def test_an_unknown_outcome_is_resolved_by_the_next_transaction(zookeeper, proxy
 
 def test_an_unreachable_server_is_reported_and_nothing_is_done(zookeeper, chroot):
     proxy = Proxy(zookeeper.port)
-    with proxy, contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.5)) as store:
+    with proxy, contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.5)) as store:
         store.ensure("a")
         proxy.cut()
         proxy.close()
         eventually(lambda: store.suspended)
         for call in (store.read, store.children, lambda key: store.transact(Create(key))):
-            with pytest.raises(StoreUnavailable, match="did not answer within 0.5 s .*nothing was done"):
+            with pytest.raises(StoreUnavailable, match="did not respond within 0.5 s .*nothing was changed"):
                 call("b")
 
 
 def test_an_unavailable_store_is_opened_by_the_first_call_that_reaches_it(zookeeper, chroot):
     with Proxy(zookeeper.port) as proxy:
         proxy.hold("to", "from")
-        with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=0.3)) as store:
+        with contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=0.3)) as store:
             assert store.suspended
-            with pytest.raises(StoreUnavailable, match="did not answer"):
+            with pytest.raises(StoreUnavailable, match="did not respond"):
                 _ = store.session
-            with pytest.raises(StoreUnavailable, match="did not answer"):
+            with pytest.raises(StoreUnavailable, match="did not respond"):
                 store.read("a")
             proxy.heal()
 
@@ -248,7 +248,7 @@ def test_kazoo_does_not_start_a_second_session(store, direct_store):
 def test_a_session_whose_entry_is_deleted_writes_nothing_more(store, direct_store, zookeeper):
     other = KazooClient(zookeeper.hosts)
     other.start()
-    other.delete(store._own)
+    other.delete(store._session_entry)
     other.stop()
     other.close()
     for _ in range(2):
@@ -371,10 +371,13 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (b"stagecrew store %d" % (FORMAT + 1), rf"has format {FORMAT + 1}, and this .* knows format {FORMAT}: a newer"),
-        (b"stagecrew store 1", rf"has format 1, and this .* knows format {FORMAT}: an older .*Finish its jobs"),
-        (b"stagecrew store ", rf"has format 0, and this .* knows format {FORMAT}: an older .*another store"),
-        (b"something", "of another program"),
+        (
+            b"stagecrew store %d" % (FORMAT + 1),
+            rf"has format {FORMAT + 1}, and this .* supports format {FORMAT}\. A newer",
+        ),
+        (b"stagecrew store 1", rf"has format 1, and this .* supports format {FORMAT}\. An older .*Finish its jobs"),
+        (b"stagecrew store ", rf"has format 0, and this .* supports format {FORMAT}\. An older .*another store"),
+        (b"something", "belongs to another program"),
     ],
 )
 def test_another_format_is_refused_and_unchanged(direct_store, zookeeper, chroot, value, message):
@@ -415,11 +418,11 @@ def test_an_invalid_store_url_is_refused_with_both_valid_forms(url):
         ("zookeeper://host:port/a", "host:port,host2:port"),
         ("zookeeper://ho st/a", "host:port,host2:port"),
         ("zookeeper://host/a?timeout=soon", "number of seconds"),
-        ("zookeeper://host/a?timeout=0", "more than 0"),
-        ("zookeeper://host/a?password=s3cret", "options of ZooKeeper are"),
-        ("zookeeper://host/a?verify=no", "options of ZooKeeper are"),
+        ("zookeeper://host/a?timeout=0", "must be positive"),
+        ("zookeeper://host/a?password=s3cret", "options of the ZooKeeper URL are invalid"),
+        ("zookeeper://host/a?verify=no", "options of the ZooKeeper URL are invalid"),
         ("zookeeper://host/a?ca=/none", "certificates for ZooKeeper cannot be read"),
-        ("zookeeper://host/a//b", "is no key"),
+        ("zookeeper://host/a//b", "is not a valid key"),
     ],
 )
 def test_the_error_names_the_invalid_part_of_a_url(url, message):
@@ -483,7 +486,7 @@ def test_tls_requires_the_right_certificates(chroot, tmp_path):
             assert store.transact(Replace("a", b"1", 0)) == [1]
         with (
             contextlib.closing(
-                ZooKeeperStore(f"127.0.0.1:{port}", chroot, patience=1, tls=ssl.create_default_context())
+                ZooKeeperStore(f"127.0.0.1:{port}", chroot, call_timeout=1, tls=ssl.create_default_context())
             ) as store,
             pytest.raises(StoreUnavailable, match="certificate"),
         ):
@@ -494,7 +497,7 @@ def test_tls_requires_the_right_certificates(chroot, tmp_path):
                 ZooKeeperStore(
                     f"127.0.0.1:{port}",
                     chroot,
-                    patience=1,
+                    call_timeout=1,
                     tls=ssl.create_default_context(cafile=str(tmp_path / "ca.pem")),
                 )
             ) as store,
@@ -507,7 +510,7 @@ def test_tls_requires_the_right_certificates(chroot, tmp_path):
 def test_transactions_are_done_at_most_once_when_ensemble_leaders_die(chroot):
     with ensemble() as servers:
         hosts = ",".join(server.hosts for server in servers)
-        stores = [ZooKeeperStore(hosts, chroot, timeout=10, patience=20) for _ in range(2)]
+        stores = [ZooKeeperStore(hosts, chroot, timeout=10, call_timeout=20) for _ in range(2)]
         with contextlib.ExitStack() as stack:
             for store in stores:
                 stack.enter_context(contextlib.closing(store))
@@ -554,7 +557,7 @@ def test_a_session_at_a_lagging_server_is_current_after_a_transaction(chroot):
     network = []
     with ensemble(network) as servers, contextlib.ExitStack() as stack:
         near, far = (
-            stack.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, patience=20)))
+            stack.enter_context(contextlib.closing(ZooKeeperStore(server.hosts, chroot, timeout=10, call_timeout=20)))
             for server in (servers[1], servers[0])
         )
         near.ensure("jobs", "leader")
@@ -597,7 +600,7 @@ def replace_over_a_bad_network(seed, seconds, zookeeper, direct_store, chroot):
 
         def new_store():
             return stack.enter_context(
-                contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, patience=1))
+                contextlib.closing(ZooKeeperStore(proxy.hosts, chroot, timeout=TIMEOUT, call_timeout=1))
             )
 
         def disturb():
@@ -639,7 +642,7 @@ def replace_over_a_bad_network(seed, seconds, zookeeper, direct_store, chroot):
                     assert found in (version, version + 1)
                     outcomes[f"unknown, {'done' if found > version else 'not done'}"] += 1
                     version = found
-                if store.suspended and store._session is not None and store._session.over:
+                if store.suspended and store._session is not None and store._session.ended:
                     store = new_store()
             stop.set()
             wait_for_disturber()

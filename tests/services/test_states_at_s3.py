@@ -7,9 +7,9 @@ import time
 import pytest
 
 from stagecrew.errors import StateCorrupt, StateStorageError
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.storage import Reference, StateStorage
-from stagecrew.recovery.sweep import Report, sweep
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import Reference, StateStorage
+from stagecrew.recovery.state.sweep import SweepReport, sweep
 from support.model_store import ModelServer
 from support.s3 import s3_server
 
@@ -36,8 +36,8 @@ def test_states_can_be_stored_on_s3():
         with pytest.raises(StateCorrupt, match="SHA-256"):
             handles.get("a")
         storage.write("orphan", b"123", folder)
-        assert sweep(store, storage, ["jobs"], 3600) == Report(kept=3)
-        assert sweep(store, storage, ["jobs"], 0, lambda: 1e12) == Report(kept=2, removed=1, bytes=3)
+        assert sweep(store, storage, ["jobs"], 3600) == SweepReport(kept=3)
+        assert sweep(store, storage, ["jobs"], 0, lambda: 1e12) == SweepReport(kept=2, removed=1, bytes=3)
         handles.remove("a")
         handles.remove("b")
         storage.discard(reference)

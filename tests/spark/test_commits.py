@@ -18,10 +18,10 @@ from pyspark.sql import functions as f
 
 import stagecrew
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.run import _no_fault_of_its_own
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.run.execution import infrastructure_error
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.session.running_job import set_running_job
 from support.driver_scripts import driver_script
 from support.model_store import ModelServer
@@ -210,7 +210,7 @@ def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pendi
     query = stream.writeStream.foreachBatch(process_batch).start()
     with pytest.raises(StreamingQueryException) as raised:
         query.awaitTermination(120)
-    excuse = _no_fault_of_its_own(raised.value)
+    excuse = infrastructure_error(raised.value)
     assert excuse == ("CommitPending: it waits" if pending else None)
 
 

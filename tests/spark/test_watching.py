@@ -27,9 +27,9 @@ from pyspark.sql import SparkSession
 
 import stagecrew
 from stagecrew.cli import main
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from support.coordination import batch_of
 from support.journal import Journal, Recorder, executor_wide
 from support.model_store import ModelServer

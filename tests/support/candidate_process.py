@@ -60,8 +60,8 @@ class CandidateProcess:
 
 def main(url: str, path: str) -> None:
     from stagecrew.errors import LeadershipLost, SessionLost, StoreConflict, StoreError
-    from stagecrew.recovery.candidate import Contender
-    from stagecrew.recovery.election import Fenced, fence
+    from stagecrew.recovery.leadership.candidate import Candidate
+    from stagecrew.recovery.leadership.fencing import FencedStore, fence
     from stagecrew.recovery.stores import open_store
     from stagecrew.recovery.stores.contract import Create, Replace
     from support.journal import Journal
@@ -78,7 +78,7 @@ def main(url: str, path: str) -> None:
         """
         while True:
             try:
-                fenced = Fenced(store, fence(term))
+                fenced = FencedStore(store, fence(term))
                 fenced.ensure("count", "work")
                 version = fenced.read("count").version
                 fenced.transact(Replace("count", b"", version), Create(f"work/{version:08d}", f"{term} {who}".encode()))
@@ -99,8 +99,11 @@ def main(url: str, path: str) -> None:
         for who, store in (("leader", leadership.store._store), ("job", open_store(url))):
             threading.Thread(target=write, args=(who, leadership.term, store), daemon=True).start()
 
-    contender = Contender(
-        lambda: open_store(url), on_grant, lambda term, reason: say("revoke", term=term, reason=reason), ending=5
+    contender = Candidate(
+        lambda: open_store(url),
+        on_grant,
+        lambda term, reason: say("revoke", term=term, reason=reason),
+        callback_timeout=5,
     )
     say("begins")
     sys.stdin.read()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from stagecrew.recovery.jobs import Jobs, open_jobs
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.store import Jobs, open_jobs
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from support.waiting import eventually
 
@@ -136,7 +136,7 @@ class DriverProcesses:
                         (job, what)
                         for job in known.names()
                         for what in ("steps", "commits")
-                        if known.below(job, what).audit().states
+                        if known.handles(job, what).audit().states
                     ],
                     "results": sorted(set(store.children("results")) ^ set(jobs))
                     + sorted(set(known.names()) ^ set(jobs)),

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from support.driver_processes import QUICK_CONF
 
 __all__ = ["job_spec", "recorded_lines"]

@@ -25,10 +25,10 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, segment
-from stagecrew.recovery.sweep import Report, sweep
-from stagecrew.recovery.writes import GENERATION
+from stagecrew.recovery.state.generation import GENERATION
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.sweep import SweepReport, sweep
+from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, encode_segment
 from support.handle_faults import FAR_FUTURE, ROOT
 
 DEFINITE = [StoreUnavailable("away"), SessionLost("over"), StoreRefused("no"), LeadershipLost("another leads")]
@@ -43,7 +43,8 @@ def handles(world):
 def state_path(world, name):
     """Returns the path of a state's file."""
     return (
-        pathlib.Path(world.storage._folder) / json.loads(world.observer.read(f"{ROOT}/{segment(name)}").value)["name"]
+        pathlib.Path(world.storage._folder)
+        / json.loads(world.observer.read(f"{ROOT}/{encode_segment(name)}").value)["name"]
     )
 
 
@@ -146,7 +147,7 @@ class TestAdd:
         handles.add("a", state)
         assert len(world.files()) == 1
         assert world.assert_clean() == {"a": b"1"}
-        with pytest.raises(RecoveryMisused, match="prepare it again"):
+        with pytest.raises(RecoveryMisused, match="prepare another one"):
             handles.add("b", state)
         with pytest.raises(HandleExists):
             handles.add("a", b"1")
@@ -243,7 +244,7 @@ class TestAdd:
         arm()
         with pytest.raises(HandleExists) as caught:
             other.add("a", b"2")
-        assert any("until it is swept" in note for note in caught.value.__notes__)
+        assert any("a sweep will delete it" in note for note in caught.value.__notes__)
         assert len(world.files()) == 2
         assert world.assert_clean() == {"a": b"1"}
 
@@ -259,7 +260,7 @@ class TestAdd:
         world.handles(moment).add("a", b"1")
         assert [report.removed for report in sweeps] == [1, 1, 1]
         limit = 1000
-        with pytest.raises(StoreUnavailable, match="a sweep"):
+        with pytest.raises(StoreUnavailable, match="sweeps or removals"):
             world.handles(moment).add("b", b"1")
         assert world.assert_clean() == {"a": b"1"}
 
@@ -344,7 +345,7 @@ class TestReplace:
         handles.add("a", b"0")
         arm()
         assert handles.replace("a", 0, b"1") == 1
-        assert "until it is swept" in caplog.text
+        assert "a sweep will delete it" in caplog.text
         assert len(world.files()) == 2
         assert world.assert_clean() == {"a": b"1"}
 
@@ -361,7 +362,7 @@ class TestGet:
         """A missing handle has no state, no version and no lock."""
         assert not handles.exists("a")
         for ask in (handles.get, handles.lock):
-            with pytest.raises(HandleMissing, match="'a' in jobs"):
+            with pytest.raises(HandleMissing, match="'a' does not exist in jobs"):
                 ask("a")
         assert handles.get_all() == ([], {})
         assert handles.names() == []
@@ -591,7 +592,9 @@ class TestRemove:
         handles, arm = failing(world, StateStorageError("the disk is away"), method="discard")
         for name in ("a", "b", "c"):
             handles.add(name, b"1", lock=True)
-        world.observer.transact(Delete("jobs/c/locks/" + segment(handles._store.session)), Delete("jobs/c/locks"))
+        world.observer.transact(
+            Delete("jobs/c/locks/" + encode_segment(handles._store.session)), Delete("jobs/c/locks")
+        )
         other = world.handles()
         other.lock("b")
         arm()
@@ -622,10 +625,10 @@ class TestSweep:
         world.observer.transact(Delete("jobs/half/locks"))
         young = sweep(world.observer, world.storage, [ROOT], 3600)
         assert (young.kept, young.removed, young.bytes) == (2, 0, 0)
-        assert world.sweep() == Report(kept=1, removed=1, bytes=3)
-        assert world.sweep() == Report(kept=1)
+        assert world.sweep() == SweepReport(kept=1, removed=1, bytes=3)
+        assert world.sweep() == SweepReport(kept=1)
         assert len(world.files()) == 4
-        assert world.sweep(roots=[ROOT, "results", "results", "never"]) == Report(kept=2, removed=1, bytes=3)
+        assert world.sweep(roots=[ROOT, "results", "results", "never"]) == SweepReport(kept=2, removed=1, bytes=3)
         assert world.readable_data() == {"a": b"1"}
         assert world.readable_data("results") == {"r": b"22"}
 

@@ -12,12 +12,12 @@ import tempfile
 import threading
 
 from stagecrew.errors import StoreConflict
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.state.generation import read_generation
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
+from stagecrew.recovery.state.sweep import sweep
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Replace
-from stagecrew.recovery.sweep import sweep
-from stagecrew.recovery.writes import generation
 from support.model_store import ModelServer
 
 ROOT = "jobs"
@@ -146,12 +146,12 @@ class World:
         assert not report.failed
         entries = self.readable_data()
         assert len(self.files()) == len(entries)
-        assert StateHandleStore(self.observer, self.storage, ROOT).audit().marked == []
+        assert StateHandleStore(self.observer, self.storage, ROOT).audit().unfinished == []
         assert report.kept == len(entries)
         return entries
 
     def folder(self, root=ROOT):
-        return generation(self.observer).folder(root)
+        return read_generation(self.observer).folder(root)
 
 
 @contextlib.contextmanager

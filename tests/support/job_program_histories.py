@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.fs
 
 from stagecrew.errors import StagecrewError
-from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.run import Claimed, carry_out
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.leadership.fencing import HOLDER, FencedStore, fence
+from stagecrew.recovery.run.claim import ClaimedRun
+from stagecrew.recovery.run.execution import execute_run
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 from stagecrew.session.running_job import set_running_job
 from support.job_programs import Runner, Scope, Tally
@@ -77,7 +78,7 @@ class World:
             Create(HOLDER, b"leader", ephemeral=True),
             Replace("leader/term", b"leader", leader.read("leader/term").version),
         )
-        self.jobs = Jobs(Fenced(leader, fence(self.term)), self.storage, lambda: 0.0)
+        self.jobs = FencedJobs(FencedStore(leader, fence(self.term)), self.storage, lambda: 0.0)
         self.jobs.submit(JobSpec("job.py", (), {}, {}, b"", 50), JOB)
 
     def _point(self, session, operations, moment):
@@ -86,18 +87,18 @@ class World:
 
     def run(self, program, seed, kill):
         """Runs the job once: the run ends the job, or is lost."""
-        run = self.jobs.start(JOB, self.jobs.read(JOB), self.jobs.claim(JOB))
+        run = self.jobs.start_run(JOB, self.jobs.read(JOB), self.jobs.claim_version(JOB))
         session = self.server.session()
         self.scheduler = scheduler = ThreadScheduler(seed, kill)
         try:
-            claim = Jobs(Fenced(session, fence(self.term)), self.storage, lambda: 0.0).take(run, {})
-            claimed = Claimed(session, self.storage, self.term, run, claim)
+            claim = FencedJobs(FencedStore(session, fence(self.term)), self.storage, lambda: 0.0).claim_run(run, {})
+            claimed = ClaimedRun(session, self.storage, self.term, run, claim)
 
             def call(_spec):
                 with process(scheduler, self.log, {"c": Tally} if "session" in str(program) else {}) as crew:
                     return Runner(Ground(self, crew.context), crew).body(program, Scope())
 
-            carry_out(claimed, False, call, lambda: "killed" if scheduler.dead else None, patience=0.0)
+            execute_run(claimed, False, call, lambda: "killed" if scheduler.dead else None, retry_timeout=0.0)
         except (Killed, StagecrewError):
             pass
         finally:

@@ -29,7 +29,7 @@ import pyarrow as pa
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.operator import Operator
-from stagecrew.recovery.job import current_job
+from stagecrew.recovery.jobs.job import current_job
 
 #: Whether uses can be named.
 NAMED = "name" in inspect.signature(Operator.map).parameters

@@ -5,7 +5,7 @@ import threading
 
 from stagecrew.errors import PossiblyInconsistentError, SessionLost, StoreConflict, StoreUnavailable
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Replace, checked_key, parents
-from stagecrew.recovery.stores.requests import checked, ensured
+from stagecrew.recovery.stores.validation import check_transaction, ensure_entries
 
 
 class ModelServer:
@@ -103,7 +103,7 @@ class ModelStore:
             raise SessionLost(f"{self.session} is over")
 
     def ensure(self, *keys):
-        ensured(self, keys)
+        ensure_entries(self, keys)
 
     def read(self, key):
         checked_key(key)
@@ -124,7 +124,7 @@ class ModelStore:
             )
 
     def transact(self, *operations):
-        checked(operations)
+        check_transaction(operations)
         self._alive()
         self.server.fault(self.session, operations, "before")
         self._alive()

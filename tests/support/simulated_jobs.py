@@ -19,23 +19,25 @@ import pyarrow.fs
 
 from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
-from stagecrew.recovery import driver as driver_module
-from stagecrew.recovery import writes
-from stagecrew.recovery.driver import JobReconciler
-from stagecrew.recovery.election import HOLDER, Fenced, fence
-from stagecrew.recovery.job import current_job
-from stagecrew.recovery.jobs import JobRecord, Jobs
-from stagecrew.recovery.run import Claimed, carry_out
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.driver import reconciler as reconciler_module
+from stagecrew.recovery.driver.reconciler import JobReconciler
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.job import current_job
+from stagecrew.recovery.jobs.record import JobRecord
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.leadership.fencing import HOLDER, FencedStore, fence
+from stagecrew.recovery.retry import RETRY_TIMEOUT
+from stagecrew.recovery.run.claim import ClaimedRun
+from stagecrew.recovery.run.execution import execute_run
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
-from stagecrew.recovery.writes import PATIENCE
 from stagecrew.session.running_job import set_running_job
 from support.model_store import ModelServer
 
 SCHEMA = pa.schema([("id", pa.int64())])
-writes._PAUSE = 0.0  # only the clock of the world advances
-driver_module._PRUNE, driver_module._PRUNED = 5.0, 1
+retry._PAUSE = 0.0  # only the clock of the world advances
+reconciler_module._PRUNE_PERIOD, reconciler_module._PRUNED_PER_PASS = 5.0, 1
 
 
 class Killed(BaseException):
@@ -92,7 +94,7 @@ class World:
         filesystem.create_dir("states")
         self.storage = StateStorage("states", filesystem)
         self.clock = 0.0
-        self.patience = PATIENCE
+        self.patience = RETRY_TIMEOUT
         self.faults = faults
         self.depth = 0
         self.current = None
@@ -154,7 +156,9 @@ class World:
         with self.acting_as(None):
             session = self.server.session()
             try:
-                Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
+                FencedJobs(session, self.storage, lambda: self.clock).submit(
+                    JobSpec(f"{job}.py", (), {}, {}, b"", 50), job
+                )
                 self.submitted.add(job)
             except StagecrewError:
                 pass  # a real user would submit again
@@ -168,7 +172,7 @@ class World:
             session = self.server.session()
             try:
                 self.cancelled.add(job)
-                Jobs(session, self.storage, lambda: self.clock).cancel(job)
+                FencedJobs(session, self.storage, lambda: self.clock).cancel(job)
             except StagecrewError:
                 pass
             session.close()
@@ -179,14 +183,14 @@ class World:
         with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
-                Jobs(session, self.storage).sweep(0.0, lambda: math.inf)
+                FencedJobs(session, self.storage).sweep(0.0, lambda: math.inf)
             session.close()
 
     def _prune(self):
         with self.acting_as(None):
             session = self.server.session()
             with contextlib.suppress(StagecrewError):
-                list(Jobs(session, self.storage, lambda: self.clock).prune(self.random.choice([0.0, 2.0, 20.0])))
+                list(FencedJobs(session, self.storage, lambda: self.clock).prune(self.random.choice([0.0, 2.0, 20.0])))
             session.close()
 
     def states(self):
@@ -243,7 +247,7 @@ class World:
             self.server.expire(self.dead_sessions.pop())
         for job in self.names if submit else ():
             session = self.server.session()
-            Jobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
+            FencedJobs(session, self.storage, lambda: self.clock).submit(JobSpec(f"{job}.py", (), {}, {}, b"", 50), job)
             session.close()
         last = SimDriver(self)
         self.drivers.append(last)
@@ -302,7 +306,7 @@ class SimDriver(Actor):
             if (term := self.campaign()) is None:
                 return
             self.become_leader(term)
-        self.reconciler.look()
+        self.reconciler.reconcile()
 
     def campaign(self):
         """Returns the term that the store granted, or None if another driver leads."""
@@ -319,7 +323,7 @@ class SimDriver(Actor):
 
     def become_leader(self, term):
         """Starts reconciling jobs with this term."""
-        self.jobs = Jobs(Fenced(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
+        self.jobs = FencedJobs(FencedStore(self.session, fence(term)), self.world.storage, lambda: self.world.clock)
         self.reconciler = JobReconciler(self.jobs, term, self, 16, lambda: self.world.clock, self.world.keep)
 
     def prepare(self, spec, job):
@@ -340,10 +344,10 @@ class SimProcess(Actor):
         self.life = world.lives[run.job]
         self.code = None
 
-    def ended(self):
+    def exit_code(self):
         return self.code if self.code is not None else (137 if self.dead else None)
 
-    def ask(self):
+    def terminate(self):
         self.die()
 
     def kill(self):
@@ -357,16 +361,16 @@ class SimProcess(Actor):
             return
         world, job = self.world, self.run.job
         try:
-            claim = Jobs(Fenced(self.session, fence(self.term)), world.storage, lambda: world.clock).take(
-                self.run, {"pid": id(self)}
-            )
-            claimed = Claimed(self.session, world.storage, self.term, self.run, claim, lambda: world.clock)
-            done = carry_out(
+            claim = FencedJobs(
+                FencedStore(self.session, fence(self.term)), world.storage, lambda: world.clock
+            ).claim_run(self.run, {"pid": id(self)})
+            claimed = ClaimedRun(self.session, world.storage, self.term, self.run, claim, lambda: world.clock)
+            done = execute_run(
                 claimed,
                 self.finishing,
                 lambda spec: self._program(current_job()),
                 lambda: "killed" if self.killed else None,
-                patience=world.patience,
+                retry_timeout=world.patience,
             )
         except StagecrewError:
             done = False
@@ -425,7 +429,7 @@ class SimProcess(Actor):
 
 def assert_consistent(world):
     """Asserts what holds at any time: a job that may run again has its spec, and a clean job has only its result."""
-    jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
+    jobs = FencedJobs(world.server.session(), world.storage, lambda: world.clock)
     records, unreadable = jobs.all()
     assert not unreadable
     for job, (record, _) in records.items():

@@ -100,7 +100,7 @@ def test_an_unreachable_store_is_reported_in_one_line():
     )  # fmt: skip
     assert result.returncode == 1
     [line] = result.stderr.splitlines()
-    assert "did not answer within 1 s" in line
+    assert "did not respond within 1 s" in line
 
 
 def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):

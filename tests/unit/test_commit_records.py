@@ -29,11 +29,11 @@ from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
 from stagecrew.operators.commit_records import FORMAT, columns_of, read_mark
 from stagecrew.operators.commits import Staging, abandon, commit, resume
 from stagecrew.operators.sinks import DatabaseSink, ObjectSink, ParquetSink, read_committed
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job_commits import StoredCommitLog, finish_commits, is_over
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.commit_log import StoredCommitLog, finish_commits, is_done
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from support.commit_trials import SCHEMA, SinkWrapper, Tasks
 from support.local_sinks import SINKS, files, iceberg, objects, parquet, small_disk, sqlite
@@ -414,21 +414,22 @@ def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplo
     session = ModelServer().session()
     (tmp_path / "state").mkdir()
     storage = StateStorage(tmp_path / "state")
-    jobs = Jobs(session, storage)
+    jobs = FencedJobs(session, storage)
     jobs.submit(JobSpec("job.py", (), {}, {}, b"", 2), "nightly")
-    handles, sink = jobs.below("nightly", "commits"), MemorySink(str(tmp_path))
+    handles, sink = jobs.handles("nightly", "commits"), MemorySink(str(tmp_path))
     StoredCommitLog(handles, sink).write("nightly/sink", earlier_record("decided", sink=str(tmp_path)), 0)
     stored = {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()}
     sink.staged["0" * 32] = ["row"]
     with pytest.raises(
-        JobUnreadable, match="'nightly/sink', of its commits, cannot be read: an earlier version of stagecrew wrote"
+        JobUnreadable,
+        match="'nightly/sink' of the commits of job 'nightly' cannot be read: an earlier version of stagecrew wrote",
     ):
         jobs.require_readable("nightly")
     for ending in (False, True):
         with pytest.raises(CommitUnreadable, match="Finish the commit with the version that wrote it"):
-            finish_commits(handles, ending=ending, patience=60.0)
+            finish_commits(handles, ending=ending, retry_timeout=60.0)
     with pytest.raises(CommitUnreadable):
-        is_over(handles, "nightly/sink")
+        is_done(handles, "nightly/sink")
     assert (sink.visible, sink.staged) == ({}, {"0" * 32: ["row"]})
     assert {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()} == stored
 

@@ -69,7 +69,7 @@ def test_an_error_of_the_database_driver_is_shown_without_the_password(monkeypat
 def test_a_refused_zookeeper_connection_names_host_port_and_reason(closed_port):
     """The innermost cause is the operating system's error."""
     with (
-        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed_port}", "/x", timeout=2, patience=0.5)) as store,
+        contextlib.closing(ZooKeeperStore(f"127.0.0.1:{closed_port}", "/x", timeout=2, call_timeout=0.5)) as store,
         pytest.raises(StoreUnavailable, match=f"127.0.0.1:{closed_port}: .*Connection refused") as unavailable,
     ):
         store.read("a")
@@ -87,7 +87,7 @@ def test_an_unknown_zookeeper_host_is_named_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     with (
-        contextlib.closing(ZooKeeperStore("zookeeper.invalid:2181", "/x", timeout=2, patience=0.5)) as store,
+        contextlib.closing(ZooKeeperStore("zookeeper.invalid:2181", "/x", timeout=2, call_timeout=0.5)) as store,
         pytest.raises(StoreUnavailable, match="zookeeper.invalid: .*Name or service not known") as unavailable,
     ):
         store.read("a")
@@ -112,7 +112,7 @@ def test_a_zookeeper_server_without_tls_is_a_tls_error():
         threading.Thread(target=greet, daemon=True).start()
         with (
             contextlib.closing(
-                ZooKeeperStore(f"127.0.0.1:{port}", "/x", timeout=2, patience=1, tls=ssl.create_default_context())
+                ZooKeeperStore(f"127.0.0.1:{port}", "/x", timeout=2, call_timeout=1, tls=ssl.create_default_context())
             ) as store,
             pytest.raises(StoreUnavailable, match="SSL") as unavailable,
         ):

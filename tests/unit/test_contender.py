@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
-from stagecrew.recovery.candidate import Contender
-from stagecrew.recovery.election import HOLDER, TERM, Fenced, fence, leader_of
+from stagecrew.recovery.leadership.candidate import Candidate
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, FencedStore, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
 from support.model_store import ModelServer, ModelStore
 from support.waiting import eventually
@@ -63,8 +63,8 @@ class World:
             self.record(name, "revoke", term)
             revoked(term, reason)
 
-        options = {"clock": self.clock, "period": 0.01, "ending": 10.0, **more}
-        contender = Contender(options.pop("open_store", self.open), on_grant, on_revoke, **options)
+        options = {"clock": self.clock, "period": 0.01, "callback_timeout": 10.0, **more}
+        contender = Candidate(options.pop("open_store", self.open), on_grant, on_revoke, **options)
         self.contenders.append(contender)
         return contender
 
@@ -154,7 +154,7 @@ def test_a_write_in_an_old_term_ends_leadership(world):
     leadership = world.wait_for_leadership(contender)
     other = world.server.session()
     other.transact(Delete(TERM), Delete(HOLDER), Create(TERM))
-    with pytest.raises(LeadershipLost, match="leader/term is not as this process left it"):
+    with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more"):
         leadership.store.transact(Create("a"))
     assert not leadership.valid
     other.close()
@@ -177,7 +177,9 @@ def test_leadership_ends_by_time_while_the_store_does_not_respond(world):
     assert leadership.valid
     world.clock.advance(0.2)
     assert not leadership.valid
-    with pytest.raises(LeadershipLost, match="the store has not answered for two thirds of the session's 3 s"):
+    with pytest.raises(
+        LeadershipLost, match="the store has not responded for two thirds of the session timeout of 3 s"
+    ):
         leadership.check()
     eventually(lambda: world.calls[:2] == [("a", "grant", 1), ("a", "revoke", 1)])
     released.set()
@@ -285,14 +287,14 @@ def test_leadership_is_released_after_on_revoke(world):
 def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, caplog):
     """After `ending` another contender leads. `close` returns False because the thread has not ended."""
     released = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: released.wait(20), ending=0.1)
+    first = world.contender("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.1)
     world.wait_for_leadership(first)
     second = world.contender("b")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stagecrew.recovery.candidate._STORE", 0.5)
+        patch.setattr("stagecrew.recovery.leadership.candidate._JOIN_TIMEOUT", 0.5)
         assert not first.close()
-    assert "the callbacks of term 1 run on" in caplog.text
-    assert "has not ended: stagecrew-leadership" in caplog.text
+    assert "the callbacks of term 1 have not returned" in caplog.text
+    assert "these threads still run: stagecrew-leadership" in caplog.text
     assert world.wait_for_leadership(second).term == 2
     released.set()
     assert first.close()
@@ -301,9 +303,9 @@ def test_an_on_revoke_that_does_not_return_delays_others_only_for_a_time(world, 
 def test_a_contender_does_not_campaign_while_its_callbacks_run(world):
     """It could not lead, however long they take."""
     released = threading.Event()
-    first = world.contender("a", revoked=lambda term, reason: released.wait(20), ending=0.05)
+    first = world.contender("a", revoked=lambda term, reason: released.wait(20), callback_timeout=0.05)
     leadership = world.wait_for_leadership(first)
-    leadership.over("ended by the test")
+    leadership.end("ended by the test")
     eventually(lambda: world.stores[0].session not in world.server.live)
     threading.Event().wait(0.1)  # time for a wrong call
     assert len(world.stores) == 1
@@ -313,7 +315,7 @@ def test_a_contender_does_not_campaign_while_its_callbacks_run(world):
 
 def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
     """The contender continues. After `on_grant` has raised, another contender may lead first."""
-    monkeypatch.setattr("stagecrew.recovery.candidate._HOLD_OFF", 0.3)
+    monkeypatch.setattr("stagecrew.recovery.leadership.candidate._HOLD_OFF", 0.3)
 
     def granted(leadership):
         if leadership.term == 1:
@@ -331,7 +333,7 @@ def test_exceptions_in_callbacks_are_logged(world, caplog, monkeypatch):
     assert world.wait_for_leadership(first).term == 3
     first.close()
     assert caplog.text.count("ValueError: in on_revoke") == 2
-    assert "on_grant of term 1 failed: leadership is given up" in caplog.text
+    assert "on_grant of term 1 failed: this process gives up leadership" in caplog.text
 
 
 def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
@@ -349,7 +351,7 @@ def test_a_store_that_cannot_be_opened_is_retried(world, caplog):
         world.wait_for_leadership(contender)
     assert contender.error is None
     assert caplog.text.count("the store does not exist yet") == 1
-    assert caplog.text.count("the coordination store answers again") == 1
+    assert caplog.text.count("the coordination store responds again") == 1
 
 
 def test_an_unexpected_exception_of_the_store_ends_leadership(world, caplog):
@@ -447,7 +449,7 @@ def test_a_session_that_cannot_be_closed_is_logged(world, caplog):
     contender = world.contender()
     leadership, store = world.wait_for_leadership(contender), world.stores[0]
     store.close = close
-    leadership.over("ended by the test")
+    leadership.end("ended by the test")
     assert world.wait_for_leadership(contender).term == 2
     assert "OSError: in close" in caplog.text
 
@@ -470,7 +472,7 @@ def test_a_callback_can_close_its_contender(world, callback):
         )
     )
     if callback == "on_revoke":
-        world.wait_for_leadership(contenders[0]).over("ended by the test")
+        world.wait_for_leadership(contenders[0]).end("ended by the test")
     eventually(lambda: len(world.calls) == 2)
     eventually(lambda: not any(thread.is_alive() for thread in contenders[0]._threads))
 
@@ -500,7 +502,7 @@ def test_a_job_of_an_old_term_cannot_write(world):
     contender = world.contender()
     leadership = world.wait_for_leadership(contender)
     session = world.server.session()
-    job = Fenced(session, fence(leadership.term))
+    job = FencedStore(session, fence(leadership.term))
     job.transact(Create("a"))
     world.server.expire(world.stores[0].session)
     next_leadership = eventually(lambda: (led := contender.leadership) and led.term == 2 and led)
@@ -513,9 +515,9 @@ def test_a_job_of_an_old_term_cannot_write(world):
 
 def test_invalid_arguments_are_refused():
     """No thread is started."""
-    for bad in ({"period": 0}, {"period": -1}, {"ending": -1}):
-        with pytest.raises(RecoveryMisused, match="seconds"):
-            Contender(None, None, None, **bad)
+    for bad in ({"period": 0}, {"period": -1}, {"callback_timeout": -1}):
+        with pytest.raises(RecoveryMisused, match="must be positive"):
+            Candidate(None, None, None, **bad)
 
 
 def test_terms_grow_and_every_write_is_in_the_current_term(world):

@@ -21,26 +21,22 @@ from stagecrew.errors import (
     StoreUnavailable,
     StoreUnsupported,
 )
-from stagecrew.recovery.candidate import Contender, LeaseClient
-from stagecrew.recovery.election import (
-    HOLDER,
-    TERM,
+from stagecrew.recovery.leadership.candidate import Candidate
+from stagecrew.recovery.leadership.election import (
     Acquired,
     Election,
-    Fenced,
     Granted,
-    LeaderInfo,
     Lost,
+    NoResponse,
     Refused,
     Renewed,
     Resigned,
     Revoked,
     Suspended,
     Ticked,
-    Unanswered,
-    fence,
-    leader_of,
 )
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, FencedStore, LeaderInfo, fence, leader_of
+from stagecrew.recovery.leadership.lease_client import LeaseClient
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace
 from support.model_store import ModelServer, ModelStore
 
@@ -52,49 +48,51 @@ TIMEOUT = 3.0
 def test_leadership_is_granted_renewed_and_ends_by_time():
     """It ends two thirds of the session timeout after the last answered request was sent."""
     election = Election()
-    assert election.hear(Acquired(1, asked_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
+    assert election.handle(Acquired(1, requested_at=10.0, timeout=TIMEOUT), 10.5) == Granted(1)
     assert (election.term, election.deadline) == (1, 12.0)
-    assert election.hear(Renewed(1, asked_at=11.0), 11.9) is None
+    assert election.handle(Renewed(1, requested_at=11.0), 11.9) is None
     assert election.deadline == 13.0
-    assert election.hear(Renewed(1, asked_at=10.5), 12.0) is None
+    assert election.handle(Renewed(1, requested_at=10.5), 12.0) is None
     assert election.deadline == 13.0, "an old reply must not shorten the deadline"
-    assert election.hear(Unanswered(), 12.9) is None
-    assert election.valid(12.9)
-    assert not election.valid(13.0)
-    revoked = election.hear(Renewed(1, asked_at=12.8), 13.0)
-    assert revoked == Revoked(1, "the store has not answered for two thirds of the session's 3 s"), "the reply is late"
-    assert election.hear(Ticked(), 14.0) is None
+    assert election.handle(NoResponse(), 12.9) is None
+    assert election.is_valid(12.9)
+    assert not election.is_valid(13.0)
+    revoked = election.handle(Renewed(1, requested_at=12.8), 13.0)
+    assert revoked == Revoked(1, "the store has not responded for two thirds of the session timeout of 3 s"), (
+        "the reply is late"
+    )
+    assert election.handle(Ticked(), 14.0) is None
 
 
 def test_without_a_timeout_leadership_does_not_end_by_time():
     """The session ends only with its process."""
     election = Election()
-    assert election.hear(Acquired(1, 0.0), 1e6) == Granted(1)
-    assert election.hear(Renewed(1, 0.0), 1e9) is None
-    assert election.hear(Ticked(), 1e12) is None
-    assert election.valid(1e15)
+    assert election.handle(Acquired(1, 0.0), 1e6) == Granted(1)
+    assert election.handle(Renewed(1, 0.0), 1e9) is None
+    assert election.handle(Ticked(), 1e12) is None
+    assert election.is_valid(1e15)
 
 
 @pytest.mark.parametrize("end", [Suspended(), Lost("gone"), Lost("gone", 3), Resigned()], ids=repr)
 def test_events_that_end_leadership_at_once(end):
     """An acquisition that was requested before the end is not used. A later one is, except after resigning."""
     election = Election()
-    election.hear(Acquired(3, 0.0), 0.0)
-    assert isinstance(election.hear(end, 1.0), Revoked)
-    assert election.hear(end, 1.0) is None
-    assert election.hear(Acquired(4, 0.9), 1.1) is None
-    assert election.hear(Acquired(4, 1.0), 1.1) is None
-    assert election.hear(Acquired(3, 1.1), 1.2) is None, "a term is granted once"
-    later = election.hear(Acquired(5, 1.1), 1.2)
+    election.handle(Acquired(3, 0.0), 0.0)
+    assert isinstance(election.handle(end, 1.0), Revoked)
+    assert election.handle(end, 1.0) is None
+    assert election.handle(Acquired(4, 0.9), 1.1) is None
+    assert election.handle(Acquired(4, 1.0), 1.1) is None
+    assert election.handle(Acquired(3, 1.1), 1.2) is None, "a term is granted once"
+    later = election.handle(Acquired(5, 1.1), 1.2)
     assert later == (None if isinstance(end, Resigned) else Granted(5))
 
 
 def test_events_of_another_term_change_nothing():
     """The end of an old session does not end a new one."""
     election = Election()
-    election.hear(Acquired(5, 0.0, TIMEOUT), 0.0)
-    assert election.hear(Lost("late", 4), 1.0) is None
-    assert election.hear(Renewed(4, 1.0), 1.0) is None
+    election.handle(Acquired(5, 0.0, TIMEOUT), 0.0)
+    assert election.handle(Lost("late", 4), 1.0) is None
+    assert election.handle(Renewed(4, 1.0), 1.0) is None
     assert (election.term, election.deadline) == (5, 2.0)
 
 
@@ -123,22 +121,22 @@ def follow(election, now, depth, history):
     for make in EVENTS:
         event, branch = make(now), copy.copy(election)
         granted, leads, last_answer, resigned, timed, interrupted_at = history
-        before = branch.valid(now)
-        output = branch.hear(event, now)
+        before = branch.is_valid(now)
+        output = branch.handle(event, now)
         if isinstance(output, Granted):
             assert isinstance(event, Acquired)
             assert leads is None
             assert not resigned
-            assert event.asked_at > interrupted_at
-            assert branch.valid(now), "a late acquisition must not be granted"
+            assert event.requested_at > interrupted_at
+            assert branch.is_valid(now), "a late acquisition must not be granted"
             assert output.term == event.term > max(granted, default=0)
             granted, leads, timed = (*granted, output.term), output.term, event.timeout is not None
-            last_answer = event.asked_at
+            last_answer = event.requested_at
         elif isinstance(output, Revoked):
             assert output.term == leads
             leads, interrupted_at = None, now
         elif isinstance(event, Renewed) and event.term == leads:
-            last_answer = max(last_answer, event.asked_at)
+            last_answer = max(last_answer, event.requested_at)
         if isinstance(event, (Suspended, Lost, Resigned)):
             interrupted_at = now
             assert leads is None
@@ -146,12 +144,12 @@ def follow(election, now, depth, history):
             resigned = True
         assert branch.term == leads
         if not before and not isinstance(output, Granted):
-            assert not branch.valid(now), "only an acquisition may make it valid"
+            assert not branch.is_valid(now), "only an acquisition may make it valid"
         if leads is not None and timed:
-            assert branch.valid(now) == (now < last_answer + 2.0)
-            assert not branch.valid(last_answer + 2.0)
+            assert branch.is_valid(now) == (now < last_answer + 2.0)
+            assert not branch.is_valid(last_answer + 2.0)
         else:
-            assert branch.valid(now) == (leads is not None)
+            assert branch.is_valid(now) == (leads is not None)
         total += follow(branch, now, depth - 1, (granted, leads, last_answer, resigned, timed, interrupted_at))
     return total
 
@@ -173,7 +171,7 @@ def test_all_sequences_of_five_events():
 def acquire(server, session=None):
     """The lease client of a new session, and the term it has acquired."""
     client = LeaseClient(session or server.session(), lambda: 0.0)
-    event = client.ask()
+    event = client.acquire_or_renew()
     assert isinstance(event, Acquired)
     return client, event.term
 
@@ -182,7 +180,7 @@ def test_fenced_writes_are_refused_after_their_term():
     """Nothing is written then. A conflict's index counts from the caller's own operations."""
     server = ModelServer()
     client, term = acquire(server)
-    store = Fenced(client.store, fence(term))
+    store = FencedStore(client.store, fence(term))
     assert (term, fence(term)) == (1, Check("leader/term", 1))
     store.ensure("jobs/a", "jobs/b", "jobs")
     assert store.children("jobs") == ["a", "b"]
@@ -195,11 +193,11 @@ def test_fenced_writes_are_refused_after_their_term():
         store.transact(Create("nowhere/a"))
     assert (store.session, store.timeout, store.suspended) == (client.store.session, None, False)
 
-    job = Fenced(server.session(), fence(term), Check("jobs/a", 1))  # a process with its own session
+    job = FencedStore(server.session(), fence(term), Check("jobs/a", 1))  # a process with its own session
     job.transact(Replace("jobs/a", b"of the job", 1))
-    with pytest.raises(LeadershipLost, match="jobs/a is not as this process left it"):
+    with pytest.raises(LeadershipLost, match="jobs/a does not have version 1 any more"):
         job.transact(Create("jobs/c"))
-    job = Fenced(job, Check("jobs/a", 2))
+    job = FencedStore(job, Check("jobs/a", 2))
     server.expire(client.store.session)
     _, next_term = acquire(server)
     assert next_term == 2
@@ -209,13 +207,13 @@ def test_fenced_writes_are_refused_after_their_term():
         lambda: job.ensure("jobs/a", "jobs/d"),
         lambda: job.transact(),
     ):
-        with pytest.raises(LeadershipLost, match="leader/term is not as this process left it .version, not version 1."):
+        with pytest.raises(LeadershipLost, match="leader/term does not have version 1 any more .version."):
             write()
     assert server.entries is before
     job.ensure("jobs/a")  # it exists, so nothing is written
     job.close()
     assert job.read("jobs/a").value == b"of the job", "only the owner of the session closes it"
-    with pytest.raises(RecoveryMisused, match="0 is no term"):
+    with pytest.raises(RecoveryMisused, match="0 is not a term"):
         fence(0)
 
 
@@ -223,7 +221,7 @@ def test_a_fenced_write_can_have_an_unknown_outcome():
     """The store's error is raised unchanged."""
     server = ModelServer()
     client, term = acquire(server)
-    store = Fenced(client.store, fence(term))
+    store = FencedStore(client.store, fence(term))
 
     def lose_reply(_session, _operations, moment):
         if moment == "after":
@@ -252,11 +250,11 @@ def test_everybody_can_read_who_leads():
     assert leader_of(observer) is None
     for value in (b"", b"null", b"{}", b"[]", b"\xff", json.dumps({"format": 1, "term": 1}).encode()):
         observer.transact(Create(HOLDER, value))
-        with pytest.raises(StoreUnsupported, match="leader/holder is not what stagecrew writes there"):
+        with pytest.raises(StoreUnsupported, match="leader/holder was not written by stagecrew"):
             leader_of(observer)
         observer.transact(Delete(HOLDER))
     observer.transact(Create(HOLDER, b'{"format": 2}'))
-    with pytest.raises(StoreUnsupported, match="of another format"):
+    with pytest.raises(StoreUnsupported, match="does not have format 1"):
         leader_of(observer)
 
 
@@ -268,9 +266,9 @@ def test_a_standby_writes_nothing():
     server = ModelServer()
     acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
-    assert standby.ask() == Refused()
+    assert standby.acquire_or_renew() == Refused()
     done = len(server.log)
-    assert [standby.ask() for _ in range(5)] == [Refused()] * 5
+    assert [standby.acquire_or_renew() for _ in range(5)] == [Refused()] * 5
     assert len(server.log) == done
 
 
@@ -287,17 +285,17 @@ def test_a_request_with_an_unknown_outcome_is_repeated():
                 raise lost.pop()
 
         server.fault = fault
-        events = [client.ask() for _ in range(3)]
+        events = [client.acquire_or_renew() for _ in range(3)]
         assert (
-            [type(event) for event in events] == [Unanswered] * 3
+            [type(event) for event in events] == [NoResponse] * 3
             if moment == "before"
-            else [Unanswered, Acquired, Renewed]
+            else [NoResponse, Acquired, Renewed]
         )
         while not isinstance(events[-1], Renewed):
-            events.append(client.ask())
+            events.append(client.acquire_or_renew())
         (acquired,) = [event for event in events if isinstance(event, Acquired)]
         assert acquired.term == 1 == server.entries[TERM].version
-        assert acquired.asked_at == (3.0 if moment == "before" else 1.0), "the time of the answered request"
+        assert acquired.requested_at == (3.0 if moment == "before" else 1.0), "the time of the answered request"
 
 
 def test_a_late_acquisition_is_given_back():
@@ -313,13 +311,13 @@ def test_a_late_acquisition_is_given_back():
             raise PossiblyInconsistentError("the request is under way")
 
     server.fault = delay
-    assert isinstance(late.ask(), Unanswered)
+    assert isinstance(late.acquire_or_renew(), NoResponse)
     other = server.session()
     other.transact(Create(HOLDER, b"another holder", ephemeral=True))
-    assert late.ask() == Refused()
+    assert late.acquire_or_renew() == Refused()
     other.close()
     server.apply(*in_flight[0])
-    assert late.ask() == Lost("this session holds a term that was not granted to it")
+    assert late.acquire_or_renew() == Lost("this session holds a term that was not granted to it")
 
 
 @pytest.mark.parametrize("deleted", [HOLDER, TERM])
@@ -327,9 +325,9 @@ def test_a_leader_whose_entry_is_deleted_loses_leadership(deleted):
     """It notices with its next request."""
     server = ModelServer()
     client, _ = acquire(server)
-    assert client.ask() == Renewed(1, 0.0)
+    assert client.acquire_or_renew() == Renewed(1, 0.0)
     server.session().transact(Delete(deleted))
-    assert isinstance(client.ask(), Lost)
+    assert isinstance(client.acquire_or_renew(), Lost)
 
 
 def test_a_standby_creates_deleted_entries_again():
@@ -337,11 +335,11 @@ def test_a_standby_creates_deleted_entries_again():
     server = ModelServer()
     client, _ = acquire(server)
     standby = LeaseClient(server.session(), lambda: 0.0)
-    assert standby.ask() == Refused()
+    assert standby.acquire_or_renew() == Refused()
     client.store.close()
     server.session().transact(Delete(TERM), Delete("leader"))
-    assert standby.ask() == Refused()
-    assert isinstance(standby.ask(), Acquired)
+    assert standby.acquire_or_renew() == Refused()
+    assert isinstance(standby.acquire_or_renew(), Acquired)
 
 
 # -- Processes on an in-memory store
@@ -354,7 +352,7 @@ class SlowSession(ModelStore):
     suspended = False
 
 
-class Process(Contender):
+class Process(Candidate):
     """A contender whose threads are replaced by calls of the test."""
 
     def __init__(self, world):
@@ -380,8 +378,8 @@ class Process(Contender):
             if self._granted is not None:
                 return  # its callbacks run
             self.client = LeaseClient(self._open_store(), self._clock)
-        if not self._turn(self.client):
-            self._hear(Lost("its session is no longer used"))
+        if not self._send_request(self.client):
+            self._handle(Lost("its session is no longer used"))
             if self._granted is None or self._granted not in self.leaderships:
                 self._granted = None
                 self.client.store.close()
@@ -516,9 +514,9 @@ class World(RuleBasedStateMachine):
         leadership = leaderships[index % len(leaderships)]
         store = leadership.store
         if writer == "job":
-            store = Fenced(self.open(), fence(leadership.term))
+            store = FencedStore(self.open(), fence(leadership.term))
         elif writer == "unchecked":
-            store = Fenced(store._store, fence(leadership.term))
+            store = FencedStore(store._store, fence(leadership.term))
         self.numbers += 1
         self.faults = list(faults)
         try:
@@ -534,7 +532,7 @@ class World(RuleBasedStateMachine):
     @rule(index=st.integers(0, 2))
     def a_process_resigns(self, index):
         process = self.processes[index % len(self.processes)]
-        process._hear(Resigned())
+        process._handle(Resigned())
         process._closing = True
         self.processes[self.processes.index(process)] = successor = Process(self)  # another process replaces it
         successor.leaderships = process.leaderships
@@ -634,7 +632,7 @@ def test_a_late_leader_cannot_remove_a_resubmitted_job(session):
     (leadership,) = first.leaderships
     leadership.store.ensure("jobs")
     leadership.store.transact(Create("jobs/a", b"submitted to 1"))
-    job = leadership.store if "own" in session else Fenced(world.open(), fence(leadership.term))
+    job = leadership.store if "own" in session else FencedStore(world.open(), fence(leadership.term))
     finished = leadership.store.read("jobs/a")
 
     world.server.expire(first.client.store.session)  # it is not notified

@@ -21,12 +21,12 @@ from stagecrew.errors import (
     StateCorrupt,
     StateStorageError,
 )
-from stagecrew.recovery import job as job_module
-from stagecrew.recovery import writes
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job import Job, current_job
-from stagecrew.recovery.progress import JobProgress
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.jobs import coordinator_states
+from stagecrew.recovery.jobs.job import Job, current_job
+from stagecrew.recovery.jobs.progress import JobProgress
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.session import builder
 from stagecrew.session.running_job import set_running_job
 from support.model_store import ModelServer
@@ -80,7 +80,7 @@ def stored():
 def operators(monkeypatch):
     """One open topology with a coordinator."""
     open_ = [FakeOperators("load")]
-    monkeypatch.setattr(job_module, "_open_operators", lambda: open_)
+    monkeypatch.setattr(coordinator_states, "_open_operators", lambda: open_)
     return open_
 
 
@@ -132,7 +132,7 @@ def test_a_step_name_can_be_used_once_in_one_place(stored):
     job.step("a", lambda: job.step("b", lambda: 1))
     job.step("b", lambda: 2)
     for name in ("a", "b"):
-        with pytest.raises(JobStepReused, match="Name them apart"):
+        with pytest.raises(JobStepReused, match="use different names"):
             job.step(name, lambda: 3)
     assert job.commit_id("sink") == "job/sink"
     with pytest.raises(JobStepReused):
@@ -143,7 +143,7 @@ def test_a_step_name_can_be_used_once_in_one_place(stored):
 @pytest.mark.parametrize("name", ["", "a/b"])
 def test_invalid_step_names_are_refused(stored, name):
     """A name must not be empty or contain a slash."""
-    with pytest.raises(RecoveryMisused, match="without slashes"):
+    with pytest.raises(RecoveryMisused, match="has no slash"):
         stored.run().step(name, lambda: 1)
 
 
@@ -185,7 +185,7 @@ def test_each_step_has_its_own_coordinators(stored, monkeypatch, outside):
         coordinators, host = [], Host(DroppingWire(), 1 << 20, 30.0)
         operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
         operators.name_operator("o")
-        monkeypatch.setattr(job_module, "_open_operators", lambda: [operators])
+        monkeypatch.setattr(coordinator_states, "_open_operators", lambda: [operators])
 
         def bind(text=""):
             id_ = operators.add("o", lambda context: TextCoordinator(context, coordinators), host)
@@ -253,7 +253,7 @@ def open_topology(monkeypatch):
             self.operators = Operators(FakeTopology(), lambda: 5.0, uses=Uses(Place(), is_application=True))
             self.operators.name_operator("o")
             self.host = Host(DroppingWire(), 1 << 20, 30.0)
-            monkeypatch.setattr(job_module, "_open_operators", lambda: [self.operators])
+            monkeypatch.setattr(coordinator_states, "_open_operators", lambda: [self.operators])
             opened.append(self)
 
         def bind(self, text="", name=None):
@@ -285,7 +285,7 @@ def test_a_step_that_runs_again_begins_without_state(stored, open_topology):
     assert job.step("two", second.bind) == ""
 
 
-def test_a_step_is_refused_beside_a_use_in_another_thread(stored, open_topology):
+def test_a_step_is_refused_by_another_thread_a_use_in_another_thread(stored, open_topology):
     """The other thread is outside of steps and uses the same topology. After it has ended, the step is accepted."""
     topology, job = open_topology(), stored.run()
     bound, go = threading.Event(), threading.Event()
@@ -299,7 +299,7 @@ def test_a_step_is_refused_beside_a_use_in_another_thread(stored, open_topology)
     thread.start()
     assert bound.wait(10)
     try:
-        with pytest.raises(JobError, match="another thread uses operator 'o' of topology 'load' beside step 'a'"):
+        with pytest.raises(JobError, match="another thread uses operator 'o' of topology 'load' during step 'a'"):
             job.step("a", lambda: topology.bind("x"))
     finally:
         go.set()
@@ -355,10 +355,10 @@ def test_a_batch_runs_once(stored, operators):
     operators[0] = FakeOperators("load")
     assert stored.run().batch("load", 5, lambda: body(5)) == 111111  # Spark had committed 4
     assert ran == [0, 1, 2, 3, 4, 5]
-    with pytest.raises(JobError, match="another checkpoint location"):
+    with pytest.raises(JobError, match="previous checkpoint location"):
         stored.run().batch("load", 0, lambda: body(0))
     for invalid in (-1, "1"):
-        with pytest.raises(RecoveryMisused, match="numbered from 0"):
+        with pytest.raises(RecoveryMisused, match="is not the id of a batch"):
             stored.run().batch("load", invalid, lambda: 1)
 
 
@@ -413,7 +413,7 @@ def test_concurrent_steps_in_one_topology_are_refused(stored, operators):
     """The topology has coordinators. A nested step is accepted."""
     job = stored.run()
     job.step("outer", lambda: job.step("inner", lambda: 1))
-    with pytest.raises(JobError, match="run at once in topology 'load'"):
+    with pytest.raises(JobError, match="run at the same time in topology 'load'"):
         job.step("a", lambda: contextvars.Context().run(job.step, "b", lambda: 1))
 
 
@@ -427,7 +427,7 @@ def test_a_job_that_has_ended_cannot_commit(stored):
 
 def test_a_step_is_written_again_after_a_lost_reply(stored, monkeypatch):
     """It is stored once, whether or not the first write was done, and does not run again."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     faults, runs = ["before", "after"], []
 
     def fault(session, operations, moment):
@@ -452,7 +452,7 @@ def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch
         return real(self, *arguments)
 
     monkeypatch.setattr(StateStorage, "write", full)
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     assert stored.run(patience=60.0).step("a", lambda: runs.append(1) or 5) == 5
     assert (len(writes_tried), len(runs)) == (3, 1)
     monkeypatch.setattr(StateStorage, "write", lambda *_: (_ for _ in ()).throw(StateStorageError("no space left")))
@@ -463,7 +463,7 @@ def test_a_result_is_written_again_while_the_storage_is_full(stored, monkeypatch
 @pytest.mark.parametrize("method", ["read", "discard"])
 def test_a_run_waits_for_an_unavailable_storage(stored, operators, monkeypatch, method):
     """It waits to read stored results and to remove old batches. A corrupt state is an error at once."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     real, tried = getattr(StateStorage, method), []
 
     def unavailable(self, *arguments):
@@ -532,17 +532,17 @@ def test_progress_keeps_running_steps_and_the_last_finished_ones():
     def names() -> list[str]:
         return [step["name"] for step in json.loads(progress.to_json())["steps"]]
 
-    progress.step("long", "running")
+    progress.record_step("long", "running")
     for number in range(300):
-        progress.step(f"s{number}", "running")
-        progress.step(f"s{number}", "finished")
+        progress.record_step(f"s{number}", "running")
+        progress.record_step(f"s{number}", "finished")
     assert names() == ["long", *(f"s{number}" for number in range(101, 300))]
     assert json.loads(progress.to_json())["forgottenSteps"] == 101
-    progress.step("long", "finished")
-    progress.step("one more", "found")
+    progress.record_step("long", "finished")
+    progress.record_step("one more", "found")
     assert names() == ["long", *(f"s{number}" for number in range(102, 300)), "one more"]
     for number in range(300):
-        progress.step(f"r{number}", "running")
+        progress.record_step(f"r{number}", "running")
     assert len(names()) == 300
     assert json.loads(progress.to_json())["forgottenSteps"] == 302
 

@@ -9,9 +9,9 @@ import zipfile
 import pytest
 
 from stagecrew.errors import JobError, JobFailed, JobUnreadable, RecoveryMisused, StoreUnsupported
-from stagecrew.recovery.jobs import JobRecord, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.record import JobRecord, JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
 
 SUBMITTED = JobRecord(digest="d", max_attempts=2, submitted=1.0)
 
@@ -117,7 +117,7 @@ def test_the_digest_depends_on_the_content_of_a_job(tmp_path):
 #: Prints the digest of a job in a process with its own hash seed, in which equal strings may be one object or two.
 PRINT_DIGEST = """if True:
     import datetime, decimal, pathlib, sys
-    from stagecrew.recovery.specs import JobSpec
+    from stagecrew.recovery.jobs.spec import JobSpec
     text = "".join(["ab", "c"]) if sys.argv[1] == "1" else "abc"
     words = {f"word {number}" for number in range(20)}
     scale = 3
@@ -183,7 +183,7 @@ def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
     assert JobSpec.of_function("json:loads", {"s": "1"}).files == {}
     with pytest.raises(RecoveryMisused, match="--py-files"):
         JobSpec.of_function("nightly_package:load", {})
-    with pytest.raises(RecoveryMisused, match="defines no 'unload'"):
+    with pytest.raises(RecoveryMisused, match="does not define 'unload'"):
         JobSpec.of_function("nightly_etl:unload", {})
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.write(tmp_path / "nightly_package" / "__init__.py", "nightly_package/__init__.py")
@@ -201,12 +201,12 @@ def test_invalid_jobs_are_refused(tmp_path):
     (other / "job.py").write_text("print(1)")
     for call, text in (
         (lambda: JobSpec.of_function("etl.load", {}), "module:function"),
-        (lambda: JobSpec.of_function("no_such_module_here:load", {}), "no module 'no_such_module_here'"),
+        (lambda: JobSpec.of_function("no_such_module_here:load", {}), "module 'no_such_module_here' is neither"),
         (lambda: JobSpec.of_function("json:loads", {"s": (value for value in ())}), "cannot be pickled"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [tmp_path / "absent.zip"]), "cannot be read"),
         (lambda: JobSpec.of_function("json:loads", {}, None, [script, other / "job.py"]), "two files are named job.py"),
-        (lambda: JobSpec.of_function("json:loads", {}, max_attempts=0), "at least one run"),
-        (lambda: JobSpec.of_script(script), "no Python script"),
+        (lambda: JobSpec.of_function("json:loads", {}, max_attempts=0), "must be at least 1"),
+        (lambda: JobSpec.of_script(script), "not a valid Python script"),
         (lambda: JobSpec.of_script(tmp_path / "absent.py"), "cannot be read"),
     ):
         with pytest.raises(RecoveryMisused, match=text):

@@ -16,11 +16,12 @@ from stagecrew.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from stagecrew.recovery.election import HOLDER, TERM
-from stagecrew.recovery.jobs import Jobs, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Check, Create, Replace
 from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
@@ -58,7 +59,7 @@ class FaultAt:
 
 
 def new_jobs(world):
-    return Jobs(world.server.session(), world.storage, lambda: world.clock)
+    return FencedJobs(world.server.session(), world.storage, lambda: world.clock)
 
 
 def run_job(world, cancel):
@@ -128,7 +129,7 @@ def test_a_late_leader_cannot_remove_a_job_that_its_successor_recovers():
 
     world.server.fault = meanwhile
     with pytest.raises(LeadershipLost):
-        first.jobs.clean("job-0")
+        first.jobs.clean_up("job-0")
     [second] = successors
     assert second.jobs.read("job-0")[0].clean  # cleaned by leader 2, which did not run it
     assert len(world.processes) == 1
@@ -230,7 +231,7 @@ def test_a_submit_with_a_lost_reply_has_an_unknown_outcome(next_error):
             assert world.states() == set()
             continue
         [job] = jobs.names()
-        assert f"whether job {job!r} is stored: submit it again with this id" in str(raised.value)
+        assert f"whether job {job!r} was stored: submit it again with this id" in str(raised.value)
         assert jobs.submit(SPEC, job) == job
         assert jobs.names() == [job]
 
@@ -243,7 +244,7 @@ def test_the_first_of_a_cancel_and_an_end_wins():
     known = driver.jobs.read("job-0")
     driver.jobs.finish("job-0", known, JobState.SUCCEEDED, Result.of_value(1))
     with pytest.raises(StagecrewError):
-        driver.jobs.end("job-0", known, JobState.CANCELLED, "late")
+        driver.jobs.start_ending("job-0", known, JobState.CANCELLED, "late")
     assert new_jobs(world).cancel("job-0") == "succeeded"
     world.processes[0].act()  # it finds that its job has ended
     assert world.processes[0].code == 75

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from stagecrew.errors import PossiblyInconsistentError, StagecrewError
-from stagecrew.recovery.election import HOLDER
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import HOLDER
 from stagecrew.recovery.stores.contract import Check
 from support.simulated_jobs import Killed, SimDriver, World, assert_consistent, assert_final_state
 
@@ -67,7 +67,7 @@ class Contender(SimDriver):
         elif self.action == "is granted" and self.term is not None and self.reconciler is None:
             self.become_leader(self.term)
         elif self.action == "reconcile" and self.reconciler is not None:
-            self.reconciler.look()
+            self.reconciler.reconcile()
 
 
 class Machine(RuleBasedStateMachine):

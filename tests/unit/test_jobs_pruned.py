@@ -16,12 +16,14 @@ from stagecrew.errors import (
     StoreUnavailable,
 )
 from stagecrew.files import quoted
-from stagecrew.recovery.driver import JobReconciler
-from stagecrew.recovery.election import HOLDER, TERM
-from stagecrew.recovery.jobs import Jobs, JobState
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.driver.reconciler import JobReconciler
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Create, Replace
 from support.simulated_jobs import (
     Killed,
@@ -30,7 +32,7 @@ from support.simulated_jobs import (
     assert_consistent,
     assert_final_state,
     assert_indexes_match,
-    driver_module,
+    reconciler_module,
 )
 
 SPEC = JobSpec("job-0.py", (), {}, {}, b"", 50)
@@ -43,7 +45,7 @@ def no_fault(*_):
 
 def new_jobs(world):
     """The jobs as seen by a process with its own session."""
-    return Jobs(world.server.session(), world.storage, lambda: world.clock)
+    return FencedJobs(world.server.session(), world.storage, lambda: world.clock)
 
 
 def new_leader(world):
@@ -152,9 +154,9 @@ def test_a_poll_reads_only_open_jobs(keep):
         for index in range(number):
             job = f"ended-{index}"
             jobs.submit(SPEC, job)
-            jobs.start(job, jobs.read(job), jobs.claim(job))
+            jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
             jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(index))
-            jobs.clean(job)
+            jobs.clean_up(job)
         assert len(jobs.names()) == number
         store = CountingStore(world.server.session())
         reads = []
@@ -164,8 +166,8 @@ def test_a_poll_reads_only_open_jobs(keep):
             store.reads.clear()
             if reconciler is None:
                 clock = lambda world=world: world.clock  # noqa: E731
-                reconciler = JobReconciler(Jobs(store, world.storage, clock), 1, NoLauncher(), 16, clock, keep)
-            reconciler.look()
+                reconciler = JobReconciler(FencedJobs(store, world.storage, clock), 1, NoLauncher(), 16, clock, keep)
+            reconciler.reconcile()
             reads.append(list(store.reads))
         assert store.writes == 0
         assert reads[2:] == [["open"], ["open"]]
@@ -185,11 +187,11 @@ def test_a_prune_removes_only_old_clean_jobs():
     for job in ("open", "runs", "unclean", "unreadable", "lingers"):
         jobs.submit(SPEC, job)
     for job in ("runs", "unclean", "unreadable", "lingers"):
-        jobs.start(job, jobs.read(job), jobs.claim(job))
+        jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
     for job in ("unclean", "unreadable", "lingers"):
         jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(1))
     for job in ("unreadable", "lingers"):
-        jobs.clean(job)
+        jobs.clean_up(job)
     session = world.server.session()
     session.transact(Create("jobs/lingers/process", b"{}", ephemeral=True))
     world.server.on_transaction = no_fault  # the record below is invalid
@@ -197,9 +199,9 @@ def test_a_prune_removes_only_old_clean_jobs():
     session.transact(Replace("jobs/unreadable", b"{", session.read("jobs/unreadable").version))
     world.clock += 100.0
     jobs.submit(SPEC, "young")
-    jobs.start("young", jobs.read("young"), jobs.claim("young"))
+    jobs.start_run("young", jobs.read("young"), jobs.claim_version("young"))
     jobs.finish("young", jobs.read("young"), JobState.FAILED, Result("failed"))
-    jobs.clean("young")
+    jobs.clean_up("young")
     before = dict(world.server.entries)
     pruned = {result.job: result for result in jobs.prune(50.0)}
     assert [job for job, result in pruned.items() if result.removed] == ["job-0"]
@@ -269,7 +271,7 @@ def test_a_leader_forgets_jobs_that_have_ended():
 
     driver.prepare = prepare_fails_twice
     new_jobs(world).submit(SPEC, "troubled")
-    names = ("_later", "_stopped", "_said", "_ended", "_waiting")
+    names = ("_retries", "_ended_by_us", "_logged_errors", "_lingering_since", "_waiting")
     for _ in range(3):
         driver.act()
         assert any("troubled" in getattr(driver.reconciler, name) for name in names)
@@ -310,7 +312,7 @@ def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
             [result] = new_jobs(world).prune(50.0)
         assert (result.removed, result.reason) == (True, "")
         assert is_removed(world)
-        assert "left until it is swept" in caplog.text
+        assert "a sweep will delete it" in caplog.text
         if cleanup == "sweep":
             new_jobs(world).sweep(0.0, lambda: 1e12)
             assert world.states() == set()
@@ -325,16 +327,16 @@ def test_a_result_that_cannot_be_deleted_is_swept(monkeypatch, caplog):
 
 def test_a_leader_removes_a_few_old_jobs_at_each_poll(monkeypatch):
     """It still runs its open jobs. Without a time to keep jobs it removes none."""
-    monkeypatch.setattr(driver_module, "_PRUNED", 2)
+    monkeypatch.setattr(reconciler_module, "_PRUNED_PER_PASS", 2)
     for keep in (None, 50.0):
         world, _ = world_with_job(7)
         jobs = new_jobs(world)
         for number in range(7):
             job = f"old-{number}"
             jobs.submit(SPEC, job)
-            jobs.start(job, jobs.read(job), jobs.claim(job))
+            jobs.start_run(job, jobs.read(job), jobs.claim_version(job))
             jobs.finish(job, jobs.read(job), JobState.SUCCEEDED, Result.of_value(number))
-            jobs.clean(job)
+            jobs.clean_up(job)
         world.clock += 100.0
         jobs.submit(SPEC, "new")
         world.keep = keep
@@ -366,7 +368,7 @@ def test_a_failed_prune_does_not_stop_the_leader(monkeypatch, caplog):
     driver.act()
     assert [process.run.job for process in world.processes][1:] == ["new"]
     assert not is_unlisted(world)
-    world.clock += driver_module._PRUNE
+    world.clock += reconciler_module._PRUNE_PERIOD
     driver.act()
     assert is_unlisted(world)
 
@@ -493,7 +495,7 @@ def cancel(world):
 
 def prune(world):
     for result in new_jobs(world).prune(0.0):
-        assert not result.reason or "has process" in result.reason  # a run that is working
+        assert not result.reason or "still has process" in result.reason  # a run that is working
 
 
 def sweep(world):

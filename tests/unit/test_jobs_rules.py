@@ -17,13 +17,15 @@ from stagecrew.errors import (
 )
 from stagecrew.operators import commit_rollforward
 from stagecrew.operators.commits import commit
-from stagecrew.recovery import run, writes
-from stagecrew.recovery.election import Fenced, fence
-from stagecrew.recovery.handles import StateHandleStore
-from stagecrew.recovery.job_commits import StoredCommitLog, finish_commits
-from stagecrew.recovery.jobs import Jobs
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery import retry
+from stagecrew.recovery.jobs.commit_log import StoredCommitLog, finish_commits
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.leadership.fencing import FencedStore, fence
+from stagecrew.recovery.run import execution
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores.contract import Replace
 from support.model_store import ModelServer
 from support.simulated_jobs import SCHEMA, Killed, MemorySink, SimDriver, SimProcess, World, assert_final_state
@@ -113,7 +115,7 @@ def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
     """It applies the decided commit when they are available again. It does not wait for a corrupt state."""
     monkeypatch.setattr(commit_rollforward, "_TRIES", 1)
     waits = []
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(drivers.sink, "commit", lambda *_: 1 / 0)
         with pytest.raises(CommitPending):
@@ -134,11 +136,11 @@ def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
     else:
         monkeypatch.setattr(StateStorage, "read", fail)
     if problem in ("sink away for a while", "storage away for a while"):
-        finish_commits(drivers.other, ending=True, patience=60.0)
+        finish_commits(drivers.other, ending=True, retry_timeout=60.0)
         assert (drivers.sink.visible, drivers.sink.staged, len(waits) >= 7) == ({"c": ["row"]}, {}, True)
     else:
         with pytest.raises(CommitPending if problem == "sink away" else StateCorrupt):
-            finish_commits(drivers.other, ending=True, patience=0.5 if problem == "sink away" else 60.0)
+            finish_commits(drivers.other, ending=True, retry_timeout=0.5 if problem == "sink away" else 60.0)
         assert (len(waits) > 2) == (problem == "sink away")
         assert len(drivers.sink.staged) == 1
 
@@ -146,7 +148,7 @@ def test_a_run_waits_for_its_sink_and_storage(drivers, monkeypatch, problem):
 @pytest.mark.parametrize("recovers", [True, False])
 def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
     """Staged rows of an aborted commit are deleted if the sink recovers in time. Otherwise the log names the runs."""
-    monkeypatch.setattr(writes, "_PAUSE", 0.0)
+    monkeypatch.setattr(retry, "_PAUSE", 0.0)
     runs, calls = [], []
 
     def stage_and_die(staging):
@@ -171,7 +173,7 @@ def test_an_abort_waits_for_its_sink(drivers, monkeypatch, caplog, recovers):
         return done(commit_id)
 
     drivers.sink.done = unavailable
-    finish_commits(drivers.other, ending=True, patience=60.0 if recovers else 0.2)
+    finish_commits(drivers.other, ending=True, retry_timeout=60.0 if recovers else 0.2)
     state = drivers.other.get("c").data.decode()
     assert '"aborted"' in state
     assert (len(calls), len(drivers.sink.staged)) == ((5, 0) if recovers else (2, 2))
@@ -308,7 +310,7 @@ def test_a_checkpoint_that_is_late_loses_the_run(monkeypatch, error, run_number,
 def test_a_job_with_a_commit_record_of_an_earlier_version_does_not_run(caplog, cancelled):
     """Its code is not called, it does not end even if it is cancelled, and the record does not change."""
     world, driver = started_job(28)
-    handles = Jobs(world.server.session(), world.storage).below("job-0", "commits")
+    handles = Jobs(world.server.session(), world.storage).handles("job-0", "commits")
     StoredCommitLog(handles, world.sink).write("job-0/sink", {"state": "open", "run": "0" * 32}, 0)
     before = handles.get("job-0/sink")
     if cancelled:
@@ -379,8 +381,8 @@ def test_a_cancelled_job_that_cannot_be_finished_is_retried_with_pauses(monkeypa
     driver.act()
     assert driver.jobs.read("job-0")[0].state == "ending"
     # A process that only finishes a job soon makes room for others, however long a run would wait.
-    world.patience = writes.PATIENCE
-    monkeypatch.setattr(run, "_BRIEF", 0.0)
+    world.patience = retry.RETRY_TIMEOUT
+    monkeypatch.setattr(execution, "_FINISH_TIMEOUT", 0.0)
     assert 5 <= poll(world, driver, 62) <= 8
     assert all(process.finishing for process in world.processes[-5:])
     assert driver.jobs.read("job-0")[0].state == "ending"
@@ -395,7 +397,7 @@ def test_a_cancelled_run_ends_without_pauses(caplog):
     world, driver = started_job(27)
     world.cancelled.add("job-0")
     [process] = world.processes
-    Jobs(process.session, world.storage).take(process.run, {"pid": 7, "host": "here"})
+    FencedJobs(process.session, world.storage).claim_run(process.run, {"pid": 7, "host": "here"})
     process.busy = True  # it is working
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
     for _ in range(5):
@@ -407,7 +409,7 @@ def test_a_cancelled_run_ends_without_pauses(caplog):
         while world.dead_sessions:
             world.server.expire(world.dead_sessions.pop())
     assert [process.finishing for process in world.processes] == [False, True]
-    assert "looked at again" not in caplog.text
+    assert "tried again" not in caplog.text
     assert_final_state(world, driver.jobs)
 
 
@@ -416,17 +418,17 @@ def test_a_cancelled_job_whose_state_cannot_be_deleted_is_retried_with_pauses(mo
     world, driver = started_job(26)
     world.cancelled.add("job-0")
     Jobs(world.server.session(), world.storage, lambda: world.clock).cancel("job-0")
-    real, tried = driver.jobs.clean, []
+    real, tried = driver.jobs.clean_up, []
 
     def clean(job):
         tried.append(job)
         raise StateStorageError("access denied")
 
-    monkeypatch.setattr(driver.jobs, "clean", clean)
+    monkeypatch.setattr(driver.jobs, "clean_up", clean)
     poll(world, driver, 62)
     assert driver.jobs.read("job-0")[0].state == "cancelled"
     assert 5 <= len(tried) <= 8
-    monkeypatch.setattr(driver.jobs, "clean", real)
+    monkeypatch.setattr(driver.jobs, "clean_up", real)
     poll(world, driver, 60)
     assert_final_state(world, driver.jobs)
 
@@ -437,8 +439,8 @@ def test_a_successor_waits_for_the_previous_process_of_a_job():
     world, old = started_job(22)
     [process] = world.processes
     jobs = Jobs(world.server.session(), world.storage, lambda: world.clock)
-    known = Jobs(Fenced(process.session, fence(1)), world.storage)
-    known.take(process.run, {"pid": 7, "host": "here"})
+    known = FencedJobs(FencedStore(process.session, fence(1)), world.storage)
+    known.claim_run(process.run, {"pid": 7, "host": "here"})
     process.busy = True  # it is paused
     old.die()
     world.server.expire(world.dead_sessions.pop())

@@ -18,12 +18,14 @@ from pyspark import cloudpickle
 from stagecrew.cli import main
 from stagecrew.doctor import coordination_store
 from stagecrew.errors import RecoveryMisused, StoreUnsupported
-from stagecrew.recovery import run as run_module
-from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
-from stagecrew.recovery.job import Job
-from stagecrew.recovery.jobs import JobRecord, Jobs, JobState, open_jobs
-from stagecrew.recovery.results import Result
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.jobs.record import JobRecord, JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.jobs.store import Jobs, open_jobs
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, LeaderInfo
+from stagecrew.recovery.run import main as run_module
 from stagecrew.recovery.stores.contract import FORMAT, Create, Replace
 
 
@@ -43,15 +45,17 @@ def run(*arguments):
     return CliRunner().invoke(main, arguments, catch_exceptions=False)
 
 
+@contextlib.contextmanager
 def jobs():
-    return open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"])
+    with open_jobs(os.environ["STAGECREW_STORE"], os.environ["STAGECREW_STATE"]) as known:
+        yield FencedJobs(known._store, known._storage)
 
 
 def end(job, result):
     """Ends a job as its run would."""
     with jobs() as known:
         record, version = known.read(job)
-        known.start(job, (record, version), known.claim(job))
+        known.start_run(job, (record, version), known.claim_version(job))
         known.finish(job, known.read(job), JobState(result.state), result)
 
 
@@ -64,7 +68,7 @@ def test_an_id_submitted_twice_is_one_job(places):
     again = run("submit", "--json", "--id", "nightly", "--arg", "day=1", "etl:load")
     assert (again.exit_code, json.loads(again.output)) == (0, {"id": "nightly"})
     other = run("submit", "--id", "nightly", "--arg", "day=2", "etl:load")
-    assert (other.exit_code, "is there with other content, submitted" in other.stderr) == (1, True)
+    assert (other.exit_code, "already exists with different content (state: submitted)" in other.stderr) == (1, True)
     end("nightly", Result.of_value(7))
     assert run("submit", "--id", "nightly", "--arg", "day=1", "etl:load").output == "nightly\n"
     with jobs() as known:
@@ -79,9 +83,7 @@ def test_a_missing_store_or_state_option(places, monkeypatch, option, command):
     monkeypatch.delenv(f"STAGECREW_{option.upper()}")
     refused = run(*command)
     assert refused.exit_code == 2
-    assert (
-        f"Missing option '--{option}'. Set STAGECREW_{option.upper()}, or give --{option}, such as " in refused.stderr
-    )
+    assert f"Missing option '--{option}'. Set STAGECREW_{option.upper()} or pass --{option}, such as " in refused.stderr
 
 
 def test_options_of_a_function_may_follow_it(places):
@@ -133,10 +135,10 @@ def test_the_longest_names(places):
     assert len(json.loads(made.output)["id"]) < 100
     with jobs() as known:
         assert known.names() == sorted([json.loads(made.output)["id"], "y" * 100])
-        record = Job("y" * 100, 1, known.below("y" * 100, "steps"), known.below("y" * 100, "commits"))
+        record = Job("y" * 100, 1, known.handles("y" * 100, "steps"), known.handles("y" * 100, "commits"))
         name = "z" * 40
         assert len(record.step(name, lambda: record.commit_id(name))) == 182
-        with pytest.raises(RecoveryMisused, match="has 201 characters, and 200 at most"):
+        with pytest.raises(RecoveryMisused, match="has 201 characters, and the limit is 200"):
             record.commit_id("z" * 100)
 
 
@@ -214,12 +216,12 @@ def test_the_result_of_a_cancelled_job(places):
     """The exit code of a cancelled job's result is 4. The result has a reason and no value."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
     with jobs() as known:
-        known.end("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
+        known.start_ending("one", known.read("one"), JobState.CANCELLED, "somebody has cancelled it")
         assert run("result", "one").exit_code == 5  # its decided commits may not be applied yet
         result = Result("cancelled", "somebody has cancelled it")
         known.finish("one", known.read("one"), JobState.CANCELLED, result)
     outcome = run("result", "one", "--wait")
-    assert (outcome.exit_code, outcome.output) == (4, "job one has cancelled: somebody has cancelled it\n")
+    assert (outcome.exit_code, outcome.output) == (4, "job one has been cancelled: somebody has cancelled it\n")
     outcome = run("result", "--json", "one")
     body = json.loads(outcome.output)
     assert (outcome.exit_code, body["state"], body["value"]) == (4, "cancelled", None)
@@ -237,7 +239,7 @@ def test_an_unreadable_result(places, damage):
     for words in (("one",), ("--json", "one"), ("--wait", "one")):
         outcome = run("result", *words)
         assert (outcome.exit_code, outcome.output) == (1, outcome.stderr)
-        assert "the result of job 'one', which has succeeded, cannot be read" in outcome.stderr
+        assert "the result of job 'one' (state: succeeded) cannot be read" in outcome.stderr
         assert "Traceback" not in outcome.stderr
     assert run("result", "two").output == "two\n"
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["one", "two"]
@@ -249,12 +251,12 @@ def test_an_unreadable_result(places, damage):
 def test_cancel_can_be_repeated(places):
     """A job can be cancelled repeatedly. A job that has ended does not change."""
     run("submit", "--id", "one", "--arg", "day=1", "etl:load")
-    assert "whoever leads ends it" in run("cancel", "one").output
+    assert "the leader will end it" in run("cancel", "one").output
     assert json.loads(run("cancel", "--json", "one").output) == {"id": "one", "state": "submitted", "requested": True}
     with jobs() as known:
         assert known.is_cancel_requested("one")
     end("one", Result.of_value(None))
-    assert "has succeeded already" in run("cancel", "one").output
+    assert "is already succeeded" in run("cancel", "one").output
 
 
 def test_one_unreadable_job_does_not_hide_the_others(places):
@@ -363,8 +365,8 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
         ("driver", "--work", "work"), ("submit", "--id", "two", "--arg", "day=1", "etl:load"),
     )  # fmt: skip
     words = (
-        f"has format {number}, and this stagecrew knows format {FORMAT}", "an older stagecrew wrote it", "nothing in it was changed",
-        "Finish its jobs with that one, or use another store",
+        f"has format {number}, and this stagecrew supports format {FORMAT}", "An older stagecrew wrote it", "it was not changed",
+        "Finish its jobs with that version, or use another store",
     )  # fmt: skip
     for command in commands:
         outcome = run(*command)
@@ -374,11 +376,11 @@ def test_a_store_of_an_older_stagecrew(places, number, ending):
         assert bytes_below(places) == before, command
     started = [sys.executable, run_module.__file__, "--job=one", "--folder=work", "--run=2", "--claim=1", "--term=1"]
     ended = subprocess.run(started, check=False, timeout=120, capture_output=True, text=True)
-    assert ended.returncode == run_module.LOST
+    assert ended.returncode == run_module.EXIT_LOST
     [line] = ended.stderr.splitlines()
-    assert "run 2 of job 'one' cannot begin" in line
+    assert "run 2 of job 'one' cannot start" in line
     assert not [part for part in words if part not in line], line
-    with pytest.raises(StoreUnsupported, match="an older stagecrew wrote it"), jobs():
+    with pytest.raises(StoreUnsupported, match="An older stagecrew wrote it"), jobs():
         pass
     found = coordination_store(os.environ["STAGECREW_STORE"])
     assert found.status == "failed"
@@ -414,7 +416,7 @@ def test_a_store_of_a_newer_stagecrew(places):
 def test_leader_without_a_driver(places):
     """Without a driver, `leader` says so, and how to start one. The exit code is 1."""
     outcome = run("leader")
-    assert (outcome.exit_code, "nobody leads" in outcome.output) == (1, True)
+    assert (outcome.exit_code, "no driver leads" in outcome.output) == (1, True)
     assert run("leader", "--json").output == "null\n"
     assert run("jobs").output == "no jobs\n"
 
@@ -467,9 +469,9 @@ def cleaned(job, ended_ago):
     run("submit", "--id", job, "--arg", "day=1", "etl:load")
     with jobs() as known:
         known._clock = lambda: time.time() - ended_ago
-        known.start(job, known.read(job), known.claim(job))
+        known.start_run(job, known.read(job), known.claim_version(job))
         known.finish(job, known.read(job), JobState.SUCCEEDED, Result.of_value(job))
-        known.clean(job)
+        known.clean_up(job)
 
 
 def test_prune(places):
@@ -490,7 +492,7 @@ def test_prune(places):
     assert (outcome.exit_code, outcome.output) == (0, "2 jobs removed\n")
     assert len(bytes_below(places / "state")) == states - 2
     assert [one["id"] for one in json.loads(run("jobs", "--json").output)["jobs"]] == ["young", "open", "unclean"]
-    assert "there is no job 'old'" in run("result", "old").stderr
+    assert "job 'old' does not exist" in run("result", "old").stderr
     assert run("result", "young").output == "young\n"
     assert json.loads(run("jobs", "--json", "--prune", "30d").output) == {"removed": 0, "failed": {}}
     assert run("jobs", "--prune", "12h").output == "1 job removed\n"
@@ -528,7 +530,7 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
         def close(self):
             return True
 
-    monkeypatch.setattr("stagecrew.recovery.driver.Driver", Started)
+    monkeypatch.setattr("stagecrew.recovery.driver.service.Driver", Started)
     monkeypatch.setattr("threading.Event.wait", lambda *_: True)
     for words in ((), ("--keep", "90d"), ("--keep", "12h")):
         outcome = run("driver", "--work", "work", *words)
@@ -539,35 +541,35 @@ def test_the_option_keep_of_a_driver(places, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (("result", "absent"), 1, "no job 'absent'"),
-        (("cancel", "absent"), 1, "no job 'absent'"),
+        (("result", "absent"), 1, "job 'absent' does not exist"),
+        (("cancel", "absent"), 1, "job 'absent' does not exist"),
         (("submit", "--id", "", "--arg", "day=1", "etl:load"), 1, "1 to 100 characters"),
-        (("submit", "--id", "x" * 101, "--arg", "day=1", "etl:load"), 1, "1 to 100 characters, not of 101"),
+        (("submit", "--id", "x" * 101, "--arg", "day=1", "etl:load"), 1, "1 to 100 characters, and this one has 101"),
         (("submit", "etl.load"), 1, "module:function"),
-        (("submit", "etl:unload"), 1, "defines no 'unload'"),
-        (("submit", "no_such_module:load"), 1, "no module 'no_such_module'"),
+        (("submit", "etl:unload"), 1, "does not define 'unload'"),
+        (("submit", "no_such_module:load"), 1, "module 'no_such_module' is neither"),
         (("submit", "absent.py"), 1, "cannot be read"),
         (("submit", "etl:load", "1"), 1, "--arg name=text"),
-        (("submit", "--arg", "day=1", "job.py"), 1, "--arg is for functions"),
-        (("submit", "--arg", "day", "etl:load"), 2, "no key=value"),
+        (("submit", "--arg", "day=1", "job.py"), 1, "--arg is only for functions"),
+        (("submit", "--arg", "day", "etl:load"), 2, "is not valid: write key=value"),
         (("submit", "etl:load"), 1, "etl:load is called without day"),
         (("submit", "etl:load", "--arg", "days=1"), 1, "etl:load is called without day and does not take days"),
-        (("submit", "--conf", "=1", "etl:load"), 2, "no key=value"),
+        (("submit", "--conf", "=1", "etl:load"), 2, "is not valid: write key=value"),
         (("submit", "--max-attempts", "0", "etl:load"), 2, "0 is not in the range"),
         (("jobs", "--store", "postgres://host/db"), 1, "sqlite:///path"),
         (("jobs", "--store", "sqlite:///nowhere/at/all/jobs.db"), 1, "nowhere"),
-        (("jobs", "--state", "nowhere"), 1, "is no folder that is there"),
-        (("jobs", "--state", "gopher://host/x"), 1, "is no place for states"),
+        (("jobs", "--state", "nowhere"), 1, "is not an existing folder"),
+        (("jobs", "--state", "gopher://host/x"), 1, "is not the address of a state storage"),
         (("submit", "--conf", "spark.submit.deployMode=cluster", "etl:load"), 1, "client mode"),
         (("driver", "--store", "postgres://host/db"), 1, "sqlite:///path"),
-        (("driver", "--state", "nowhere"), 1, "is no folder that is there"),
-        (("driver", "--work", "etl.py/work"), 1, "etl.py/work cannot be written"),
-        (("driver", "--work", "/proc"), 1, "/proc cannot be written"),
+        (("driver", "--state", "nowhere"), 1, "is not an existing folder"),
+        (("driver", "--work", "etl.py/work"), 1, "etl.py/work is not writable"),
+        (("driver", "--work", "/proc"), 1, "/proc is not writable"),
         (("submit",), 2, "Missing argument"),
-        (("jobs", "--prune", "30"), 2, "'30' is no age: write a number and s, m, h or d, such as 30d"),
-        (("jobs", "--prune", "-1d"), 2, "is no age"),
-        (("jobs", "--prune", "5ms"), 2, "is no age"),
-        (("driver", "--keep", "for ever"), 2, "is no age"),
+        (("jobs", "--prune", "30"), 2, "'30' is not a valid age: write a number and s, m, h or d, such as 30d"),
+        (("jobs", "--prune", "-1d"), 2, "is not a valid age"),
+        (("jobs", "--prune", "5ms"), 2, "is not a valid age"),
+        (("driver", "--keep", "for ever"), 2, "is not a valid age"),
     ],
 )
 def test_bad_input(places, arguments, code, text):

@@ -22,14 +22,17 @@ from stagecrew.errors import (
     LeadershipLost,
     StoreUnavailable,
 )
-from stagecrew.recovery import driver
-from stagecrew.recovery import run as run_module
-from stagecrew.recovery.driver import Launcher
-from stagecrew.recovery.election import HOLDER, TERM, LeaderInfo
-from stagecrew.recovery.jobs import Jobs, Run
-from stagecrew.recovery.run import LOST, Claimed, Watch, _no_fault_of_its_own
-from stagecrew.recovery.specs import JobSpec
-from stagecrew.recovery.storage import StateStorage
+from stagecrew.recovery.driver import launcher as launcher_module
+from stagecrew.recovery.driver.launcher import Launcher
+from stagecrew.recovery.jobs.fenced import FencedJobs
+from stagecrew.recovery.jobs.record import Run
+from stagecrew.recovery.jobs.spec import JobSpec
+from stagecrew.recovery.leadership.fencing import HOLDER, TERM, LeaderInfo
+from stagecrew.recovery.run.claim import ClaimedRun
+from stagecrew.recovery.run.execution import infrastructure_error
+from stagecrew.recovery.run.main import EXIT_LOST
+from stagecrew.recovery.run.watchdog import RunWatchdog
+from stagecrew.recovery.state.storage import StateStorage
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import Create, Delete, Replace
 from stagecrew.testing import CoordinatorHarness
@@ -50,8 +53,8 @@ class MonitoredRun:
         self.now = 0.0
         filesystem = pyarrow.fs._MockFileSystem()
         filesystem.create_dir("states")
-        self.claimed = Claimed(self.store, StateStorage("states", filesystem), 1, Run("one", 1, 1), 2)
-        self.watch = Watch(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
+        self.claimed = ClaimedRun(self.store, StateStorage("states", filesystem), 1, Run("one", 1, 1), 2)
+        self.watch = RunWatchdog(self.store, 1, self.claimed, lambda reason: None, lambda: self.now)
 
 
 def test_a_run_that_may_continue():
@@ -59,7 +62,7 @@ def test_a_run_that_may_continue():
     watched = MonitoredRun(timeout=9.0)
     for second in range(100):
         watched.now = float(second)
-        assert watched.watch.look() is None
+        assert watched.watch.check() is None
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,9 @@ def test_a_run_that_may_continue():
 def test_a_run_that_must_end(change, reason):
     """A run ends when its leader no longer leads, its claim is not the latest, or its own session has expired."""
     watched = MonitoredRun()
-    assert watched.watch.look() is None
+    assert watched.watch.check() is None
     change(watched)
-    assert reason in watched.watch.look()
+    assert reason in watched.watch.check()
 
 
 def test_a_store_that_does_not_respond(monkeypatch):
@@ -92,27 +95,27 @@ def test_a_store_that_does_not_respond(monkeypatch):
     for timeout in (9.0, None):
         watched = MonitoredRun(timeout)
         watched.now = 100.0
-        assert watched.watch.look() is None
+        assert watched.watch.check() is None
         monkeypatch.setattr(watched.store, "read", away)
         watched.now = 105.9
-        assert watched.watch.look() is None
+        assert watched.watch.check() is None
         watched.now = 106.1
-        assert (watched.watch.look() is None) == (timeout is None)
+        assert (watched.watch.check() is None) == (timeout is None)
 
 
 def test_a_hanging_read():
     """A run whose read of the store hangs, or fails with an unexpected error, ends by its own clock."""
     watched = MonitoredRun(9.0)
     watched.now = 6.1
-    assert "has not answered" in watched.watch.late()
-    assert "KeyError" in watched.watch._why(lambda: {}["x"])
+    assert "has not responded" in watched.watch.check_silence()
+    assert "KeyError" in watched.watch._reason(lambda: {}["x"])
 
 
 def test_a_jvm_that_has_ended(monkeypatch):
     """A run ends when the process that started it is gone: SIGKILL of a JVM leaves its Python alive."""
     watched = MonitoredRun()
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert "started it is gone" in watched.watch.look()
+    assert "started it has ended" in watched.watch.check()
 
 
 MODULE = """
@@ -148,14 +151,14 @@ def process_of(tmp_path, function, leads, number=1):
     store.ensure("leader", TERM)
     info = LeaderInfo.of_this_process(1, store.session).to_bytes()
     store.transact(Create(HOLDER, info, ephemeral=True), Replace(TERM, info, 0))
-    jobs = Jobs(store, StateStorage(tmp_path / "state"))
+    jobs = FencedJobs(store, StateStorage(tmp_path / "state"))
     jobs.submit(spec, "job")
-    run = jobs.start("job", jobs.read("job"), jobs.claim("job"))
+    run = jobs.start_run("job", jobs.read("job"), jobs.claim_version("job"))
     folder = tmp_path / "run"
     (folder / "files").mkdir(parents=True)
     (folder / "files" / "run_jobs.py").write_text(MODULE)
     command = [
-        sys.executable, run_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
+        sys.executable, launcher_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
         f"--claim={run.claim}", "--term=1",
     ]  # fmt: skip
     started = [
@@ -189,9 +192,9 @@ def test_a_run_that_is_lost(tmp_path):
     """
     with contextlib.ExitStack() as leads:
         ended, jobs = process_of(tmp_path, "lost", leads)
-        assert ended.returncode == LOST, ended.stderr
+        assert ended.returncode == EXIT_LOST, ended.stderr
         assert "said before it was lost" in ended.stdout
-        assert "this run ends: its job is not at its end" in ended.stderr
+        assert "this run ends: its job has not ended" in ended.stderr
         assert (jobs.read("job")[0].state, jobs.process("job")) == ("running", None)
 
 
@@ -199,27 +202,27 @@ def test_processes_of_one_run(tmp_path):
     """Of three processes that are started for one run, one runs the job. The others end, and run no code of the job."""
     with contextlib.ExitStack() as leads:
         ended, jobs = process_of(tmp_path, "marks", leads, number=3)
-        assert sorted(one.returncode for one in ended) == [0, LOST, LOST], ended
+        assert sorted(one.returncode for one in ended) == [0, EXIT_LOST, EXIT_LOST], ended
         assert (tmp_path / "marks").read_text() == "here\n"
-        assert [one.stderr.count("is not this process's") for one in ended if one.returncode] == [1, 1]
+        assert [one.stderr.count("belongs to another process") for one in ended if one.returncode] == [1, 1]
         assert jobs.result("job").value() is None
 
 
 def test_a_process_whose_threads_do_not_end():
     """A run that has ended its job does not wait forever for threads of the job's code."""
-    code = "import threading, time\nfrom stagecrew.recovery.run import ends_within\nends_within(0.3, 7)\n"
+    code = "import threading, time\nfrom stagecrew.recovery.run.exits import exit_within\nexit_within(0.3, 7)\n"
     code += "threading.Thread(target=time.sleep, args=(600,)).start()"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 7
 
 
 def test_a_run_that_leaves_is_gone(tmp_path):
     """A lost run ends although the disk for its output is full and files hang, and closes its session before."""
-    code = "import sys, time, pathlib\nfrom stagecrew.recovery import run\nrun._CLOSE = 1.0\n"
-    code += "run.leave_behind(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
+    code = "import sys, time, pathlib\nfrom stagecrew.recovery.run import exits\nexits._LAST_ACTIONS_TIMEOUT = 1.0\n"
+    code += "exits.exit_as_lost(lambda: print('why', file=sys.stderr, flush=True), lambda: time.sleep(600), "
     code += f"pathlib.Path({str(tmp_path / 'closed')!r}).touch)"
     with open("/dev/full", "wb", buffering=0) as full:
         ended = subprocess.run([sys.executable, "-c", code], timeout=120, check=False, stderr=full)
-    assert (ended.returncode, (tmp_path / "closed").exists()) == (LOST, True)
+    assert (ended.returncode, (tmp_path / "closed").exists()) == (EXIT_LOST, True)
 
 
 def test_a_watch_that_is_stopped():
@@ -230,7 +233,7 @@ def test_a_watch_that_is_stopped():
         watched.leader.close()
         if stopped:
             watched.watch.stop()
-        watched.watch._watch(watched.watch.look)
+        watched.watch._watch(watched.watch.check)
         assert len(ends) == (not stopped)
 
 
@@ -264,19 +267,19 @@ def test_secrets_are_passed_to_spark_in_a_file(tmp_path, monkeypatch):
         assert stat.S_IMODE(properties.parent.stat().st_mode) == 0o700
         assert (properties.parent / "script" / "job.py").read_bytes() == b"print(1)"
     finally:
-        process.ask()
+        process.terminate()
         process.wait(10)
         process.kill()
-    assert process.ended() == -15
+    assert process.exit_code() == -15
     assert not properties.parent.exists()
 
 
 def test_the_jobs_own_plugins_stay():
     """A job keeps its own plugins and jars, with stagecrew's in addition."""
-    given = driver._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
+    given = launcher_module._properties(JobSpec("a.py", (), {"spark.plugins": "x.Y", "spark.jars": "/x.jar"}))
     assert given["spark.plugins"] == "x.Y,stagecrew.StagecrewPlugin"
     assert given["spark.jars"].startswith("/x.jar,")
-    assert driver._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
+    assert launcher_module._properties(JobSpec("a.py"))["spark.plugins"] == "stagecrew.StagecrewPlugin"
 
 
 def test_a_work_folder_that_cannot_be_written(tmp_path, monkeypatch):
@@ -297,7 +300,7 @@ def test_a_work_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 def test_files_of_killed_runs(tmp_path, monkeypatch):
     """Files of a run that was killed with its driver are deleted when the job runs here again. Logs stay."""
-    monkeypatch.setattr(driver, "found_spark_submit", lambda: "spark-submit")
+    monkeypatch.setattr(launcher_module, "found_spark_submit", lambda: "spark-submit")
     launcher = Launcher("sqlite:///x", "/y", tmp_path)
     [first, other] = [launcher.prepare(JobSpec("a.py"), job) for job in ("job", "other")]
     (first.parent / "run-1.log").touch()
@@ -320,10 +323,10 @@ def test_errors_that_are_no_failure_of_the_job():
         except RuntimeError as error:
             return error
 
-    assert "away" in _no_fault_of_its_own(wrapped(StoreUnavailable("away")))
-    assert "CommitUnknown" in _no_fault_of_its_own(CommitUnknown("lost"))
-    assert _no_fault_of_its_own(wrapped(ValueError("mine"))) is None
-    assert "away" in _no_fault_of_its_own(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
+    assert "away" in infrastructure_error(wrapped(StoreUnavailable("away")))
+    assert "CommitUnknown" in infrastructure_error(CommitUnknown("lost"))
+    assert infrastructure_error(wrapped(ValueError("mine"))) is None
+    assert "away" in infrastructure_error(ExceptionGroup("two", [ValueError("mine"), StoreUnavailable("away")]))
     # Spark's text for an error in foreachBatch. tests/spark/test_commits.py has a real one.
     for text, message in (
         (
@@ -335,9 +338,9 @@ def test_errors_that_are_no_failure_of_the_job():
         ("Traceback:\nstagecrew.errors.NoSuch: x", None),
         ("it said that stagecrew.errors.CommitPending: it waits", None),
     ):
-        why = _no_fault_of_its_own(wrapped(PySparkException(text)))
+        why = infrastructure_error(wrapped(PySparkException(text)))
         assert message in why if message else why is None
-    assert _no_fault_of_its_own(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
+    assert infrastructure_error(ValueError("\nstagecrew.errors.CommitPending: it waits")) is None
 
 
 class Slow(Coordinator):
@@ -370,26 +373,26 @@ def test_a_late_checkpoint_is_no_failure_of_the_job():
         harness.coordinator.state = Future()
         late = checkpoint_error(harness)
         assert isinstance(late, CheckpointTimeout)
-        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(late)
+        assert "for the coordinators of 'operator'" in infrastructure_error(late)
         text = PySparkException(f"Traceback:\nstagecrew.errors.CheckpointTimeout: {late}\n SQLSTATE: 39000")
-        assert "for the coordinators of 'operator'" in _no_fault_of_its_own(text)
+        assert "for the coordinators of 'operator'" in infrastructure_error(text)
         harness.coordinator.state = None
         task = harness.evaluation(0)
         task.acknowledges = False
         harness.coordinator.gateway.send("never acknowledged")
-        assert _no_fault_of_its_own(checkpoint_error(harness)) is not None
+        assert infrastructure_error(checkpoint_error(harness)) is not None
         task.fail()
         misused = checkpoint_error(harness, checkpoint_id=1)
         assert "use a larger id" in str(misused)
-        assert _no_fault_of_its_own(misused) is None
+        assert infrastructure_error(misused) is None
         harness.coordinator.state = "no bytes"
-        assert _no_fault_of_its_own(checkpoint_error(harness)) is None
+        assert infrastructure_error(checkpoint_error(harness)) is None
     with CoordinatorHarness(Slow) as harness:
         harness.coordinator.state = Future()
         harness.coordinator.state.set_exception(OSError("I have no state now"))
         declined = checkpoint_error(harness)
         assert "I have no state now" in str(declined)
-        assert _no_fault_of_its_own(declined) is None
+        assert infrastructure_error(declined) is None
 
 
 def test_a_claim_that_is_renewed():
@@ -397,6 +400,6 @@ def test_a_claim_that_is_renewed():
     watched = MonitoredRun()
     old = watched.claimed.jobs
     watched.claimed.renew()
-    assert watched.watch.look() is None
+    assert watched.watch.check() is None
     with pytest.raises(LeadershipLost):
-        old.renew("one", 3)
+        old.renew_claim("one", 3)

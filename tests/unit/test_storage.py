@@ -13,8 +13,8 @@ import pyarrow.fs
 import pytest
 
 from stagecrew.errors import RecoveryMisused, StateCorrupt, StateStorageError
-from stagecrew.recovery import storage as module
-from stagecrew.recovery.storage import Reference, StateStorage
+from stagecrew.recovery.state import storage as module
+from stagecrew.recovery.state.storage import Reference, StateStorage
 
 
 @pytest.fixture
@@ -76,11 +76,11 @@ def test_a_write_is_synced_before_it_returns(storage, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "error", "match"),
     [
-        (lambda path: path.write_bytes(b"12345"), StateCorrupt, "another SHA-256"),
+        (lambda path: path.write_bytes(b"12345"), StateCorrupt, "SHA-256 of state .* has changed"),
         (lambda path: path.write_bytes(b"123"), StateCorrupt, "3 bytes, but 5"),
         (lambda path: path.write_bytes(b""), StateCorrupt, "0 bytes, but 5"),
         (lambda path: path.write_bytes(b"state and more"), StateCorrupt, "longer"),
-        (lambda path: path.unlink(), StateCorrupt, "not there any more"),
+        (lambda path: path.unlink(), StateCorrupt, "does not exist any more"),
         (lambda path: (path.unlink(), path.mkdir()), StateStorageError, "could not be read"),
     ],
     ids=["corrupt", "truncated", "emptied", "longer", "missing", "a folder"],
@@ -128,7 +128,7 @@ def test_discard_is_repeatable_and_reports_failures(storage, tmp_path):
 def test_names_stay_in_the_storage(storage, name):
     """Whatever a reference contains, no file outside the storage is read or deleted."""
     for ask in (storage.read, storage.discard):
-        with pytest.raises(StateCorrupt, match="no name"):
+        with pytest.raises(StateCorrupt, match="not the name of a state"):
             ask(Reference(name, 1, ""))
 
 
@@ -166,7 +166,7 @@ def test_a_storage_without_times(tmp_path):
 
     storage._filesystem = WithoutTimes()
     assert [one.modified for one in storage.names("jobs")] == [None]
-    with pytest.raises(StateStorageError, match="does not tell"):
+    with pytest.raises(StateStorageError, match="does not report"):
         storage.now("jobs")
     assert len(storage.names("jobs")) == 1
 
@@ -174,10 +174,10 @@ def test_a_storage_without_times(tmp_path):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "make room"),
-        (errno.EDQUOT, "make room"),
-        (errno.EROFS, "may write to"),
-        (errno.EACCES, "may write to"),
+        (errno.ENOSPC, "free some"),
+        (errno.EDQUOT, "free some"),
+        (errno.EROFS, "can write to"),
+        (errno.EACCES, "can write to"),
         (errno.EIO, "could not be written"),
     ],
     ids=errno.errorcode.get,
@@ -203,7 +203,7 @@ def test_a_full_device(storage, tmp_path, monkeypatch):
     real = os.open
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", lambda path, flags, *mode: real("/dev/full", os.O_WRONLY))
-        with pytest.raises(StateStorageError, match="make room"):
+        with pytest.raises(StateStorageError, match="free some"):
             storage.write("a", b"1" * 100_000)
     assert files(tmp_path) == []
 
@@ -219,7 +219,7 @@ def test_a_full_file_system(tmp_path):
     try:
         storage = StateStorage(tmp_path)
         first = storage.write("a", b"1" * 30_000)
-        with pytest.raises(StateStorageError, match="make room"):
+        with pytest.raises(StateStorageError, match="free some"):
             storage.write("a", b"2" * 100_000)
         assert files(tmp_path) == [first.name]
         storage.discard(first)
@@ -249,15 +249,15 @@ def test_an_interrupted_write_leaves_nothing(storage, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("uri", "error", "match"),
     [
-        ("", RecoveryMisused, "needs a folder"),
-        ("ftp://host/path", RecoveryMisused, "no place for states"),
+        ("", RecoveryMisused, "is empty"),
+        ("ftp://host/path", RecoveryMisused, "not the address of a state storage"),
         ("s3://key:very-secret@bucket/a b?secret_key=very-secret", RecoveryMisused, "s3://bucket"),
-        ("s3://key:very/secret@very-secret@bucket/a", RecoveryMisused, "^s3://bucket/a is no place"),
-        ("s3://key:very-secret@[bucket", RecoveryMisused, r"s3://\[bucket is no place"),
-        ("file://relative", RecoveryMisused, "no place for states"),
-        ("file:///nowhere/at/all", StateStorageError, "make it, or mount"),
-        ("/nowhere/at/all", StateStorageError, "make it, or mount"),
-        ("/dev/null", StateStorageError, "no folder"),
+        ("s3://key:very/secret@very-secret@bucket/a", RecoveryMisused, "^s3://bucket/a is not the address"),
+        ("s3://key:very-secret@[bucket", RecoveryMisused, r"s3://\[bucket is not the address"),
+        ("file://relative", RecoveryMisused, "not the address of a state storage"),
+        ("file:///nowhere/at/all", StateStorageError, "create it, or mount"),
+        ("/nowhere/at/all", StateStorageError, "create it, or mount"),
+        ("/dev/null", StateStorageError, "not an existing folder"),
     ],
 )
 def test_invalid_storages(uri, error, match):
@@ -297,5 +297,5 @@ def test_a_file_system_in_python(tmp_path):
     storage.discard(reference)
     storage.discard(reference)
     assert storage.names("jobs") == []
-    with pytest.raises(StateCorrupt, match="not there any more"):
+    with pytest.raises(StateCorrupt, match="does not exist any more"):
         storage.read(reference)

@@ -15,7 +15,7 @@ from pyspark import cloudpickle
 from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
 from stagecrew.errors import RecoveryMisused
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
-from stagecrew.recovery.specs import JobSpec
+from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.session.registration import checked, pickled
 
 CONTEXT = ListenerContext("app", "topology", "id", "1", "localhost", Scope.WORKER)
@@ -231,7 +231,7 @@ def module(tmp_path, monkeypatch):
         ("load", {}, "is called without day"),
         ("load", {"day": 1, "limits": 2}, "does not take limits"),
         ("load", {"days": 1}, "is called without day and does not take days"),
-        ("positional", {"a": 1, "b": 1}, "takes a by position alone"),
+        ("positional", {"a": 1, "b": 1}, "takes a by position only"),
     ],
 )
 def test_a_job_must_match_the_arguments_of_its_function(module, name, function, arguments, problem):

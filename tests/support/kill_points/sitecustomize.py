@@ -14,7 +14,7 @@ import sys
 
 def _role():
     command = sys.orig_argv
-    if any(word.endswith("/recovery/run.py") for word in command):
+    if any(word.endswith("/recovery/run/main.py") for word in command):
         return "run"
     return next((word for word in command if word in ("driver", "submit")), None)
 
@@ -51,8 +51,8 @@ class _KillPoint:
 
 
 def _instrument(point):
-    from stagecrew.recovery.driver import Launcher
-    from stagecrew.recovery.storage import StateStorage
+    from stagecrew.recovery.driver.launcher import Launcher
+    from stagecrew.recovery.state.storage import StateStorage
     from stagecrew.recovery.stores.sqlite import SQLiteStore
     from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 

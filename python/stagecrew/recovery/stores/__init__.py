@@ -1,4 +1,4 @@
-"""Coordination stores: one contract, and a room for each store behind it."""
+"""Coordination stores: their contract, and its implementations on SQLite and ZooKeeper."""
 
 from __future__ import annotations
 
@@ -12,55 +12,61 @@ from stagecrew.recovery.stores.contract import Store
 
 __all__ = ["CREDENTIALS", "open_store"]
 
-#: The environment variable that holds `user:password` for ZooKeeper; with `_FILE` behind it, the path of a file that does.
+#: The environment variable that holds `user:password` for ZooKeeper. With the suffix `_FILE`, it holds the path of a
+#: file.
 CREDENTIALS: Final = "STAGECREW_STORE_CREDENTIALS"
 
 _FORMS: Final = "write sqlite:///path, or zookeeper://host:port,host2:port/chroot"
 
 
 def open_store(url: str, environment: Mapping[str, str] = os.environ) -> Store:
-    """A new session at the store of this URL.
+    """Opens a new session at the store with this URL.
 
-    * `sqlite:///var/lib/crew.db`: for processes of one host; the path is absolute.
-    * `zookeeper://host:port,host2:port/chroot`, with these options behind a `?`: `timeout` of a session in seconds, and for TLS
-      `ca`, `certfile`, `keyfile` (files) and `verify` (false: any server is believed). One of them turns TLS on.
+    * `sqlite:///var/lib/crew.db` serves processes on one host. The path is absolute.
+    * `zookeeper://host:port,host2:port/chroot` takes these options after a `?`: `timeout` (of a session, in seconds),
+      and for TLS `ca`, `certfile`, `keyfile` (paths) and `verify` (false accepts any server). Any of the TLS options
+      turns TLS on.
 
-    Credentials do not belong in a URL, which is logged: `STAGECREW_STORE_CREDENTIALS` holds `user:password` for ZooKeeper, or
-    `STAGECREW_STORE_CREDENTIALS_FILE` the path of a file that does.
+    URLs are logged, so a URL must not contain credentials. `STAGECREW_STORE_CREDENTIALS` holds `user:password` for
+    ZooKeeper, or `STAGECREW_STORE_CREDENTIALS_FILE` holds the path of a file that contains it.
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in ("sqlite", "zookeeper"):
         from stagecrew.files import address
 
-        raise RecoveryMisused(f"{address(url)!r} is no store: {_FORMS}")
+        raise RecoveryMisused(f"{address(url)!r} is not the URL of a store: {_FORMS}")
     place, _, query = rest.partition("?")
     hosts, slash, path = place.partition("/")
     path = urllib.parse.unquote(path)
-    # A password may have a slash or a question mark in it. A path on this host has no credentials.
+    # A password may contain a slash or a question mark. A path on this host has no credentials.
     if "@" in (hosts if scheme == "sqlite" else rest):
         raise RecoveryMisused(
-            f"the URL of a store has credentials in it, and URLs are logged: set {CREDENTIALS} instead"
+            f"the URL of the store contains credentials, and URLs are logged: set {CREDENTIALS} instead"
         )
     if scheme == "sqlite":
         if hosts or query or not path.strip("/") or path.endswith("/"):
-            raise RecoveryMisused(f"{url!r} is no store: {_FORMS}; the path of a database is absolute")
+            raise RecoveryMisused(f"{url!r} is not the URL of a store: {_FORMS}; the path of a database is absolute")
         from stagecrew.recovery.stores.sqlite import SQLiteStore
 
         return SQLiteStore(f"/{path.lstrip('/')}")
     if not hosts or not slash or not path.strip("/"):
-        raise RecoveryMisused(f"{url!r} is no store: {_FORMS}; stagecrew needs a path of its own on ZooKeeper")
+        raise RecoveryMisused(
+            f"{url!r} is not the URL of a store: {_FORMS}; stagecrew needs a path of its own in ZooKeeper"
+        )
     from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
 
     return ZooKeeperStore.from_options(hosts, path, urllib.parse.parse_qsl(query, True), _credentials(environment))
 
 
 def _credentials(environment: Mapping[str, str]) -> str | None:
-    known = environment.get(CREDENTIALS)
-    file = environment.get(f"{CREDENTIALS}_FILE")
-    if known is not None or file is None:
-        return known
+    credentials = environment.get(CREDENTIALS)
+    path = environment.get(f"{CREDENTIALS}_FILE")
+    if credentials is not None or path is None:
+        return credentials
     try:
-        with open(file, encoding="utf-8") as lines:  # noqa: PTH123
-            return lines.read().strip()
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123
+            return file.read().strip()
     except OSError as error:
-        raise RecoveryMisused(f"{CREDENTIALS}_FILE names a file that cannot be read: {error}") from error
+        raise RecoveryMisused(
+            f"the file {path} cannot be read ({error}): set {CREDENTIALS}_FILE to a readable file"
+        ) from error

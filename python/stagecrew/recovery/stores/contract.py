@@ -1,4 +1,4 @@
-"""What a coordination store is: a tree of small entries, changed by transactions, with sessions that end with their process."""
+"""The contract of a coordination store: a tree of small entries, changed by transactions of sessions."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Final, Protocol
 from stagecrew.errors import RecoveryMisused
 
 __all__ = [
-    "FORMAT", "Check", "Create", "Delete", "Entry", "Operation", "Replace", "Store", "checked_key", "segment", "text_of",
+    "FORMAT", "MAX_VALUE_BYTES", "Check", "Create", "Delete", "Entry", "Operation", "Replace", "Store", "checked_key",
+    "decode_segment", "encode_segment", "parents",
 ]  # fmt: skip
 
-#: The format of all that is kept in a store: entries, and the states that they refer to. Each store carries this number, and every
-#: process checks it before it reads or writes anything else.
-#: 2: keys of coordinators in checkpoints, records of commits, and the indexes of open and of ended jobs are new.
+#: The format of everything in a store: its entries, and the states that they reference. Every store records this
+#: number, and every process checks it before it reads or writes anything else. Format 2 changed the keys of
+#: coordinators in checkpoints and the records of commits, and added the indexes of open and ended jobs.
 FORMAT: Final = 2
 
-#: The largest value of an entry, in bytes: an entry is a small reference. ZooKeeper's own limit is 1 MiB for a whole request.
-LARGEST: Final = 64 << 10
+#: The largest value of an entry, in bytes. An entry is a small reference; ZooKeeper limits a whole request to 1 MiB.
+MAX_VALUE_BYTES: Final = 64 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is at a key. `version` is 0 when it was created, and grows by one with each `Replace`.
+    """The value and version of one key. The version is 0 at first and grows by one with each `Replace`.
 
-    `session` names the session that an ephemeral entry lives and ends with; None for one that stays.
+    `session` is the owner of an ephemeral entry, which is deleted when that session ends. It is None for a permanent
+    entry.
     """
 
     value: bytes
@@ -37,17 +39,17 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Create:
-    """Makes an entry whose parent is there. `exists` when it is there already, `no parent`."""
+    """Creates an entry below an existing parent. Conflicts: `exists`, `no parent`."""
 
     key: str
     value: bytes = b""
-    #: Ends with the session that made it; can have no children.
+    #: An ephemeral entry is deleted when the session that created it ends. It cannot have children.
     ephemeral: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Replace:
-    """Changes the value of an entry that has this version. `missing`, `version`."""
+    """Replaces the value of an entry that has this version. Conflicts: `missing`, `version`."""
 
     key: str
     value: bytes
@@ -56,7 +58,10 @@ class Replace:
 
 @dataclasses.dataclass(frozen=True)
 class Delete:
-    """Takes an entry away that has this version; any, when it is None. `missing`, `version`, `not empty` when it has children."""
+    """Deletes an entry that has this version, or any version if it is None.
+
+    Conflicts: `missing`, `version`, `not empty`.
+    """
 
     key: str
     version: int | None = None
@@ -64,7 +69,10 @@ class Delete:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Changes nothing: fails the transaction unless the entry has this version; any, when it is None. `missing`, `version`."""
+    """Fails the transaction unless the entry has this version, or exists if it is None.
+
+    Conflicts: `missing`, `version`.
+    """
 
     key: str
     version: int | None = None
@@ -74,94 +82,111 @@ Operation = Create | Replace | Delete | Check
 
 
 class Store(Protocol):
-    """One session at a coordination store. Usable from any thread of one process, not from its forks.
+    """One session at a coordination store. Any thread of one process can use it; its forks cannot.
 
-    Keys are paths such as `jobs/nightly`; each part between slashes is made by `segment` unless it is a word of the program.
-    The root has no entry. Values are at most 64 KiB.
+    Keys are paths such as `jobs/nightly`. Each part between slashes is a word of the program or the result of
+    `encode_segment`. The root has no entry. A value has at most 64 KiB.
 
     Guarantees:
 
-    * A transaction is done whole or not at all, and behind all transactions that any session was answered for before.
-    * Whoever was answered reads what it wrote, and whatever was there before: the first read of a session is not an older state
-      than any answer that was given to anybody before that session began.
-    * Ephemeral entries of a session are gone some time after its process has died or `close` was called: at once on a store of one
-      host, after the session's time-out on ZooKeeper. From then on no write of that session is done, also when its process was
-      only paused.
+    * A transaction is applied completely or not at all. It is ordered after every transaction that was acknowledged to
+      any session before it was sent.
+    * A session reads its own writes. The first read of a session is never older than a response that any session
+      received before this session began.
+    * Ephemeral entries of a session are deleted some time after its process dies or calls `close`: at once in a store
+      on one host, after the session timeout in ZooKeeper. From then on no write of that session is applied, even if its
+      process was only paused.
 
-    Not promised: that a session whose process lives is not ended by the store; that entries are read in a common order across
-    keys outside a transaction.
+    Not promised: that the store keeps the session of a live process; that reads of several keys outside a transaction
+    see one common order.
     """
 
     @property
     def session(self) -> str:
-        """The name of this session, unique for ever. Raises `StoreUnavailable` when none could be had yet."""
+        """The name of this session.
+
+        No other session ever has it. Raises `StoreUnavailable` if no session could be opened yet.
+        """
 
     @property
     def timeout(self) -> float | None:
-        """After how many seconds of silence the store ends this session; None when it ends with its process alone."""
+        """The seconds of silence after which the store ends this session.
+
+        None if a session ends only with its process.
+        """
 
     @property
     def suspended(self) -> bool:
-        """Whether the connection is down, or the session is over: what only a live session may do has to stop now."""
+        """Whether the connection is down or the session has ended. Work that needs a live session must stop."""
 
     def ensure(self, *keys: str) -> None:
-        """Makes these entries that stay, with their parents, where they are not there. Raises as `transact`."""
+        """Creates the missing ones of these permanent entries and of their parents.
+
+        Raises the same errors as `transact`.
+        """
 
     def read(self, key: str) -> Entry | None:
-        """The entry; None when there is none. Raises `StoreUnavailable`, `SessionLost`."""
+        """Returns the entry, or None if it does not exist. Raises `StoreUnavailable`, `SessionLost`."""
 
     def children(self, key: str) -> list[str]:
-        """The last parts of the keys right below, sorted; none when the entry is not there. Raises as `read`."""
+        """Returns the sorted last parts of the child keys; empty if the entry does not exist.
+
+        Raises the same errors as `read`.
+        """
 
     def transact(self, *operations: Operation) -> list[int | None]:
-        """Does all, or nothing. Answers the version that each key has now: None behind `Delete`.
+        """Applies all operations or none. Returns the new version of each key, None for a `Delete`.
 
-        What is lost on the way is repeated for some seconds: where the repetition finds what the first has done, it counts as
-        done. So values of `Create` and `Replace` should differ from all that others would write (a uuid in them).
+        The store repeats a lost request for some seconds. If the repeated request finds the effect of the first one,
+        the transaction counts as applied. So the values of `Create` and `Replace` should be unique, for example contain
+        a uuid.
 
-        Definitely nothing was done, by an earlier repetition neither: `StoreConflict` with the index of the operation that failed and why; `StoreUnavailable`;
-        `SessionLost`; `StoreRefused` (no access; an entry that is too large). Nobody knows: `PossiblyInconsistentError`.
+        Nothing was applied, not even by an earlier repetition, if this raises `StoreConflict` (with the index of the
+        operation that failed and the reason), `StoreUnavailable`, `SessionLost` or `StoreRefused` (no access, or an
+        entry that is too large). The outcome is unknown if it raises `PossiblyInconsistentError`.
         """
 
     def close(self) -> None:
-        """Ends the session and takes its ephemeral entries away. Repeatable; takes at most some seconds."""
+        """Ends the session and deletes its ephemeral entries, within some seconds. Repeatable."""
 
 
 _SAFE: Final = re.compile(r"[A-Za-z0-9_.~-]+")
 
 
-def segment(text: str) -> str:
-    """Any text as one part of a key. `text_of` is its inverse.
+def encode_segment(text: str) -> str:
+    """Encodes any text as one part of a key. `decode_segment` is the inverse.
 
-    >>> segment("orders/2026 …")
+    >>> encode_segment("orders/2026 …")
     'orders%2F2026%20%E2%80%A6'
-    >>> segment("..")
+    >>> encode_segment("..")
     '%2E%2E'
     """
     if not text:
-        raise RecoveryMisused("a name in the store cannot be empty")
+        raise RecoveryMisused("a name in the store cannot be empty: use a name of at least one character")
     quoted = urllib.parse.quote(text, safe="")
     return quoted.replace(".", "%2E") if quoted in (".", "..") else quoted
 
 
-def text_of(part: str) -> str:
-    """The text that `segment` was given.
+def decode_segment(part: str) -> str:
+    """Returns the text that `encode_segment` encoded.
 
-    >>> text_of(segment("a/b"))
+    >>> decode_segment(encode_segment("a/b"))
     'a/b'
     """
     return urllib.parse.unquote(part)
 
 
 def checked_key(key: str) -> str:
-    """The key, when it is one. Raises `RecoveryMisused`."""
+    """Returns the key if it is valid. Raises `RecoveryMisused`."""
     if not all(part and part not in (".", "..") and _SAFE.fullmatch(part.replace("%", "")) for part in key.split("/")):
-        raise RecoveryMisused(f"{key!r} is no key: parts of letters, digits and _.~-% between single slashes")
+        raise RecoveryMisused(
+            f"{key!r} is not a valid key: use parts of letters, digits and _.~-% between single slashes"
+        )
     return key
 
 
 def parents(key: str) -> Sequence[str]:
-    """The keys above a key, the highest first.
+    """Returns the keys above a key, the topmost first.
 
     >>> parents("a/b/c")
     ['a', 'a/b']

@@ -1,0 +1,83 @@
+"""`stagecrew submit`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from stagecrew.errors import RecoveryMisused
+from stagecrew.recovery.commands.options import json_option, open_places, parse_pairs, place_options
+
+__all__ = ["submit"]
+
+
+class _SubmitCommand(click.Command):
+    """Accepts options after a function. Everything after a script is the script's own command line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        ctx.allow_interspersed_args = False
+        options, _, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.allow_interspersed_args = not str(options.get("target")).endswith(".py")
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_SubmitCommand)
+@place_options
+@click.option(
+    "--id", "id_",
+    help="The id of the job. The same id with the same content is the same job. Default: a new id.",
+)  # fmt: skip
+@click.option(
+    "--conf", multiple=True, callback=parse_pairs, metavar="KEY=VALUE", help="A Spark property, as for spark-submit."
+)
+@click.option(
+    "--py-files", metavar="FILES", default="",
+    help="Modules and packages as .py, .zip or .egg files, separated by commas.",
+)  # fmt: skip
+@click.option(
+    "--arg", "args", multiple=True, callback=parse_pairs, metavar="NAME=TEXT", help="An argument of the function."
+)
+@click.option(
+    "--max-attempts", type=click.IntRange(min=1), default=10, show_default=True,
+    help="How many runs may be started before the job has failed.",
+)  # fmt: skip
+@json_option
+@click.argument("target", metavar="(MODULE:FUNCTION | SCRIPT.py)")
+@click.argument("argument", nargs=-1, type=click.UNPROCESSED)
+def submit(
+    store: str,
+    state: str,
+    id_: str | None,
+    conf: dict[str, str],
+    py_files: str,
+    args: dict[str, str],
+    max_attempts: int,
+    as_json: bool,
+    target: str,
+    argument: tuple[str, ...],
+) -> None:
+    """Store a job for the leading driver, and print its id.
+
+    When the id is printed, the job is durable, with the bytes of all its files, and does not need this machine any
+    more. The return value of a function is the job's result. Options of this command must precede a script; everything
+    after the script is its command line.
+    """
+    from stagecrew.recovery.jobs.spec import JobSpec
+
+    files = [path for path in py_files.split(",") if path]
+    if target.endswith(".py"):
+        if args:
+            raise RecoveryMisused("--arg is only for functions: write the arguments of a script after its name")
+        spec = JobSpec.of_script(target, argument, conf, files, max_attempts)
+    elif argument:
+        raise RecoveryMisused(f"{' '.join(argument)!r} cannot be passed to a function: use --arg name=text")
+    else:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: finds a module in the current folder
+        spec = JobSpec.of_function(target, args, conf, files, max_attempts)
+    with open_places(store, state) as jobs:
+        job = jobs.submit(spec, id_)
+    click.echo(json.dumps({"id": job}) if as_json else job)

@@ -1,0 +1,270 @@
+"""The reconciler: what a leader does for its jobs, one pass at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Final, Protocol
+
+from stagecrew.errors import JobUnreadable, LeadershipLost, SessionLost, StoreConflict
+from stagecrew.recovery.driver.process import TERMINATE_TIMEOUT
+from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
+from stagecrew.recovery.jobs.spec import JobSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stagecrew.recovery.driver.process import RunProcess
+    from stagecrew.recovery.jobs.fenced import FencedJobs
+    from stagecrew.recovery.jobs.pruning import PruneResult
+
+__all__ = ["JobReconciler", "RunLauncher"]
+
+_log = logging.getLogger("stagecrew")
+
+#: The first and the longest pause of a job after a lost run, in seconds. The pause doubles after each loss.
+_PAUSES: Final = (1.0, 60.0)
+#: How long a process may live after its job has ended. Also after how long the log names the process that a job waits
+#: for. In seconds.
+_LINGER: Final = 30.0
+#: How many ended jobs one pass examines for their age at most.
+_PRUNED_PER_PASS: Final = 5
+#: How long after a complete prune the next one starts, in seconds.
+_PRUNE_PERIOD: Final = 300.0
+
+
+class RunLauncher(Protocol):
+    """Starts the processes of runs. See `Launcher`."""
+
+    def prepare(self, spec: JobSpec, job: str) -> Path:
+        """Prepares the files of a run, before the run is counted."""
+
+    def start(self, folder: Path, run: Run, term: int, finish: bool) -> RunProcess:
+        """Starts a run, or a process that only finishes the decided commits."""
+
+
+class JobReconciler:
+    """Brings every open job one step closer to its end. One thread uses it.
+
+    In each pass, the first rule that applies to a job decides: a job that has ended is cleaned up; a job whose process
+    lives is left alone, or ended if that was requested; an ending job is finished; a job that has lost all its runs is
+    ended; any other job is run.
+
+    A pass reads only the open jobs, so its cost does not grow with the number of ended jobs. With `keep`, it also
+    removes a few of the jobs that ended more than that many seconds ago.
+    """
+
+    def __init__(
+        self,
+        jobs: FencedJobs,
+        term: int,
+        launcher: RunLauncher,
+        at_once: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+        keep: float | None = None,
+    ) -> None:
+        self._jobs, self._term, self._launcher, self._at_once, self._clock = jobs, term, launcher, at_once, clock
+        self._keep = keep
+        #: The prune in progress, and when the next one starts.
+        self._prune: Iterator[PruneResult] | None = None
+        self._next_prune = -math.inf
+        self.processes: dict[str, RunProcess] = {}
+        # Everything below describes open jobs only. It is forgotten when a job is not open any more, because another
+        # job may get its id.
+        #: Jobs with a lost run or an error: the last pause, and when the job is tried again.
+        self._retries: dict[str, tuple[float, float]] = {}
+        #: Jobs that were ended while their run lives. The end of that run is not a loss.
+        self._ended_by_us: set[str] = set()
+        #: The last error that was logged for a job.
+        self._logged_errors: dict[str, str] = {}
+        #: When a job was first seen to have ended while its process still lives.
+        self._lingering_since: dict[str, float] = {}
+        #: Jobs that wait for a process of another leader: since when, and whether that was logged.
+        self._waiting: dict[str, tuple[float, bool]] = {}
+
+    def reconcile(self) -> None:
+        """Makes one pass over all open jobs. Raises `LeadershipLost` and `SessionLost` only."""
+        names = self._jobs.open_names()
+        self._forget_all_but(names)
+        for job in names:
+            try:
+                self._reconcile_job(job)
+            except (LeadershipLost, SessionLost):
+                raise
+            except StoreConflict:
+                pass  # another process has written the job in the meantime; the next pass reads it again
+            except Exception as error:
+                self._schedule_retry(job)
+                text = f"{type(error).__name__}: {error}"
+                if self._logged_errors.get(job) != text:
+                    self._logged_errors[job] = text
+                    _log.warning(
+                        "job %r cannot continue now and is tried again; other jobs are not affected: %s", job, text
+                    )
+        self._continue_prune()
+
+    def stop(self) -> None:
+        """Ends all processes, first with SIGTERM, then with SIGKILL. Their jobs continue under the next leader."""
+        for process in self.processes.values():
+            process.terminate()
+        deadline = time.monotonic() + TERMINATE_TIMEOUT
+        for job, process in self.processes.items():
+            try:
+                process.wait(deadline - time.monotonic())
+                process.kill()
+            except Exception:  # the other processes must be ended too
+                _log.exception("process %d of job %r could not be ended", process.pid, job)
+        self.processes.clear()
+
+    # -- One job
+
+    def _reconcile_job(self, job: str) -> None:
+        process = self._live_process(job)
+        paused = process is None and job in self._retries and self._clock() < self._retries[job][1]
+        if paused and not self._jobs.is_cancel_requested(job):
+            return
+        record, version = self._jobs.read(job)
+        if paused and record.state not in (JobState.SUBMITTED, JobState.RUNNING):
+            return  # the cancellation was handled already, and the rest waits like any other job
+        if record.clean:
+            return  # a later leader has cleaned it up since the open jobs were listed
+        if record.state.is_terminal:
+            self._clean_up(job, record, process)
+        elif record.state is JobState.ENDING:
+            self._finish(job, record, process)
+        elif self._jobs.is_cancel_requested(job):
+            self._jobs.start_ending(job, (record, version), JobState.CANCELLED, "it was cancelled by a user")
+            self._retries.pop(job, None)
+            if process is not None:
+                self._ended_by_us.add(job)
+        elif process is None:
+            claim = self._jobs.claim_version(job)
+            if self._has_no_process(job):
+                self._run(job, record, version, claim)
+
+    def _clean_up(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
+        if process is None:
+            self._jobs.clean_up(job)
+            _log.info("job %r has %s", job, record.state)
+        elif self._clock() - self._lingering_since.setdefault(job, self._clock()) > _LINGER:
+            _log.warning("job %r has %s, but its process %d still runs: it is killed", job, record.state, process.pid)
+            process.kill()
+
+    def _finish(self, job: str, record: JobRecord, process: RunProcess | None) -> None:
+        if process is not None and not process.finishing:
+            process.kill()  # its writes are fenced
+        elif process is None and self._has_room() and self._has_no_process(job):
+            folder = self._launcher.prepare(self._spec_or_placeholder(job), job)
+            self._start(folder, lambda: self._jobs.start_finishing(job, record.run), finish=True)
+
+    def _run(self, job: str, record: JobRecord, version: int, claim: int) -> None:
+        if job in self._retries or record.run >= record.max_attempts:
+            # A run that cannot read what earlier ones stored would be lost, so it must not be counted.
+            self._jobs.require_readable(job)
+        if record.run >= record.max_attempts:
+            reason = f"all its {record.run} runs were lost before the job ended: see the output of the last run"
+            self._jobs.start_ending(job, (record, version), JobState.FAILED, reason)
+        elif self._has_room():
+            folder = self._launcher.prepare(self._jobs.spec(job), job)
+            self._start(folder, lambda: self._jobs.start_run(job, (record, version), claim), finish=False)
+
+    def _start(self, folder: Path, count: Callable[[], Run], finish: bool) -> None:
+        try:
+            run = count()
+            self.processes[run.job] = self._launcher.start(folder, run, self._term, finish)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _has_room(self) -> bool:
+        return len(self.processes) < self._at_once
+
+    def _spec_or_placeholder(self, job: str) -> JobSpec:
+        """Returns the specification of an ending job. Its commits may be finished without its files."""
+        try:
+            return self._jobs.spec(job)
+        except JobUnreadable as error:
+            _log.warning("job %r is finished without its files: %s", job, error)
+            return JobSpec("unreadable")
+
+    # -- Processes
+
+    def _has_no_process(self, job: str) -> bool:
+        """Returns whether no process runs the job. Logs once which process the job waits for."""
+        process = self._jobs.process(job)
+        if process is None:
+            self._waiting.pop(job, None)
+            return True
+        since, logged = self._waiting.get(job, (self._clock(), False))
+        if not logged and self._clock() - since > _LINGER:
+            logged = True
+            _log.warning(
+                "job %r waits for process %s on %s, which ran it before and still lives: end it if it is stopped",
+                job, process.get("pid"), process.get("host"),
+            )  # fmt: skip
+        self._waiting[job] = (since, logged)
+        return False
+
+    def _live_process(self, job: str) -> RunProcess | None:
+        """Returns this leader's process of the job while it lives, and handles its end."""
+        process = self.processes.get(job)
+        if process is None or (code := process.exit_code()) is None:
+            return process
+        del self.processes[job]
+        process.kill()  # ends the rest of its group
+        if code == 0 or job in self._ended_by_us:
+            self._ended_by_us.discard(job)
+            self._retries.pop(job, None)
+        else:
+            pause = self._schedule_retry(job)
+            _log.warning(
+                "job %r: run %d exited with code %d before the job ended; it is tried again in %g s",
+                job, process.run.number, code, pause,
+            )  # fmt: skip
+        return None
+
+    def _schedule_retry(self, job: str) -> float:
+        first, longest = _PAUSES
+        pause = min(self._retries[job][0] * 2, longest) if job in self._retries else first
+        self._retries[job] = (pause, self._clock() + pause)
+        return pause
+
+    def _forget_all_but(self, names: Collection[str]) -> None:
+        by_job = (self._retries, self._logged_errors, self._lingering_since, self._waiting)
+        known = {*self._ended_by_us}.union(*by_job)
+        for job in known.difference(names):
+            for facts in by_job:
+                facts.pop(job, None)
+            self._ended_by_us.discard(job)
+
+    # -- Old jobs
+
+    def _continue_prune(self) -> None:
+        """Prunes a few more jobs. An error ends only this prune; the next one starts some minutes later."""
+        if self._keep is None or self._clock() < self._next_prune:
+            return
+        try:
+            if self._prune is None:
+                self._prune = self._jobs.prune(self._keep)
+            for _ in range(_PRUNED_PER_PASS):
+                if (one := next(self._prune, None)) is None:
+                    break
+                if one.removed:
+                    _log.info("job %r was removed, because it ended more than %g s ago", one.job, self._keep)
+                elif one.reason:
+                    _log.warning(
+                        "job %r ended more than %g s ago, but was not removed: %s", one.job, self._keep, one.reason
+                    )
+            else:
+                return  # the next pass continues
+        except (LeadershipLost, SessionLost):
+            raise
+        except Exception as error:
+            _log.warning(
+                "old jobs could not be removed; the leader tries again in %g s: %s: %s",
+                _PRUNE_PERIOD, type(error).__name__, error,
+            )  # fmt: skip
+        self._prune, self._next_prune = None, self._clock() + _PRUNE_PERIOD

@@ -1,0 +1,135 @@
+"""The commit log of a job in the coordination store: written under the job's claim, and finished by a later run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pickle
+import time
+from typing import TYPE_CHECKING, Any
+
+from stagecrew.errors import (
+    CommitConflict,
+    CommitSuperseded,
+    CommitUnknown,
+    HandleExists,
+    HandleMissing,
+    LeadershipLost,
+    PossiblyInconsistentError,
+    RecoveryError,
+    SessionLost,
+    StoreConflict,
+)
+from stagecrew.operators.commit_log import OVER
+from stagecrew.operators.commit_records import checked
+from stagecrew.operators.commits import abandon, resume
+from stagecrew.recovery.retry import retry_rounds, retry_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from stagecrew.operators.commit_records import Record
+    from stagecrew.operators.committer import Committer
+    from stagecrew.recovery.state.handles import StateHandleStore
+
+__all__ = ["StoredCommitLog", "finish_commits", "is_done", "require_readable"]
+
+_log = logging.getLogger("stagecrew")
+
+
+class StoredCommitLog:
+    """A `CommitLog` in state handles. It stores the sink with each record, so that recovery needs only the record.
+
+    The sink is pickled. Its passwords are in the state storage, which only the user of the drivers can read. A write
+    retries for `retry_timeout` seconds while the storage or the store is unavailable or full.
+    """
+
+    def __init__(self, handles: StateHandleStore, sink: Committer, retry_timeout: float = 0.0) -> None:
+        self._handles, self._sink, self._retry_timeout = handles, sink, retry_timeout
+
+    def read(self, key: str) -> tuple[int, Record] | None:
+        """See `CommitLog`."""
+        try:
+            state = self._handles.get(key)
+        except HandleMissing:
+            return None
+        except RecoveryError as error:
+            raise CommitUnknown(f"the record of commit {key!r} cannot be read: {error}") from error
+        return state.version + 1, json.loads(state.data)["record"]
+
+    def write(self, key: str, record: Record, version: int) -> int:
+        """See `CommitLog`."""
+        from pyspark import cloudpickle
+
+        pickled = cloudpickle.dumps(self._sink)  # type: ignore[no-untyped-call]
+        state = self._handles.prepare(
+            json.dumps({"record": record, "sink": base64.b64encode(pickled).decode()}).encode()
+        )
+        description = f"commit {key!r} waits for its record to be stored"
+        try:
+            if version == 0:
+                retry_until(lambda: self._handles.add(key, state), description, self._retry_timeout)
+            else:
+                retry_until(lambda: self._handles.replace(key, version - 1, state), description, self._retry_timeout)
+        except (HandleExists, HandleMissing, StoreConflict, LeadershipLost, SessionLost) as error:
+            # No try was applied: if one may have been, the error would be a PossiblyInconsistentError.
+            known = self.read(key) if isinstance(error, HandleExists | StoreConflict) else None
+            if known == (version + 1, record):
+                return version + 1  # our own write, whose outcome was unknown
+            raise CommitSuperseded(
+                f"another driver has taken over commit {key!r}: that driver continues it, and this one changes "
+                f"nothing ({error})"
+            ) from error
+        except PossiblyInconsistentError as error:
+            raise CommitUnknown(f"it is unknown whether the record of commit {key!r} was written: {error}") from error
+        except RecoveryError as error:
+            raise CommitUnknown(f"the record of commit {key!r} was not written: {error}") from error
+        return version + 1
+
+
+def is_done(handles: StateHandleStore, name: str) -> bool:
+    """Returns whether a commit needs no more work. Raises `CommitUnreadable`."""
+    return _decode(name, handles.get(name).data)[0]["state"] in OVER
+
+
+def require_readable(name: str, data: bytes) -> None:
+    """Raises `CommitUnreadable` unless these bytes are a record of a commit that this version can use."""
+    _decode(name, data)
+
+
+def _decode(name: str, data: bytes) -> tuple[Record, str]:
+    """Returns the record of a commit, and its encoded sink."""
+    stored: dict[str, Any] = json.loads(data)
+    return checked(name, stored.get("record")), stored["sink"]
+
+
+def finish_commits(handles: StateHandleStore, ending: bool, retry_timeout: float = 0.0) -> None:
+    """Finishes every decided commit of a job from its record. If the job is ending, aborts the undecided ones.
+
+    Retries for `retry_timeout` seconds while sinks, the storage or the store are unavailable or full. Raises the first
+    error of a commit that could not be finished, such as `CommitPending`, after the other commits were finished.
+    """
+    deadline = time.monotonic() + retry_timeout
+    retry_rounds(lambda last: list(_finish_all(handles, ending, deadline, last)), retry_timeout)
+
+
+def _finish_all(handles: StateHandleStore, ending: bool, deadline: float, last: bool) -> Iterator[Exception]:
+    remaining = deadline - time.monotonic()
+    for name in retry_until(handles.names, "a run waits for the list of its job's commits", remaining):
+        try:
+            _finish(handles, name, ending, deadline, last)
+        except CommitConflict as error:
+            _log.warning("commit %r was decided, but can never be finished: %s", name, error)
+        except Exception as error:
+            _log.warning("commit %r could not be finished: %s: %s", name, type(error).__name__, error)
+            yield error
+
+
+def _finish(handles: StateHandleStore, name: str, ending: bool, deadline: float, last: bool) -> None:
+    """Finishes one commit. In the last round, an undecided commit is aborted even if its sink does not respond."""
+    _, pickled = _decode(name, handles.get(name).data)
+    sink = pickle.loads(base64.b64decode(pickled))
+    commit_log = StoredCommitLog(handles, sink, deadline - time.monotonic())
+    if not resume(sink, commit_log, name) and ending:
+        abandon(sink, commit_log, name, last)

@@ -1,0 +1,142 @@
+"""The states of coordinators at a step: taken when the step ends, and restored when a later run skips it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+from stagecrew.coordination.checkpoints import Checkpoint
+from stagecrew.coordination.program_path import Place, current_place
+from stagecrew.errors import JobError, JobStepReused
+
+if TYPE_CHECKING:
+    from stagecrew.coordination.operators import Operators
+    from stagecrew.session.active_topologies import ActiveTopologies
+
+__all__ = ["CoordinatorStates", "current_path", "forget_uses", "path_key", "possible_query_paths"]
+
+#: How long the checkpoint of the coordinators of a topology may take, in seconds.
+_CHECKPOINT_TIMEOUT: Final = 30.0
+
+
+class CoordinatorStates:
+    """The states of the coordinators in the topologies around a step.
+
+    A state belongs to one position in the program. So this refuses steps that run at the same time in the same
+    topology, if that topology has coordinators.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The steps that run now, each with the operators that were open when it started.
+        self._running: dict[str, list[Operators]] = {}
+
+    def start(self, place: Place) -> None:
+        """Records that a step runs."""
+        with self._lock:
+            self._running[path_key(place)] = _open_operators()
+
+    def end(self, place: Place) -> None:
+        """Records that a step has ended."""
+        with self._lock:
+            del self._running[path_key(place)]
+
+    def checkpoint(self, place: Place) -> dict[str, bytes]:
+        """Returns the states of the coordinators in all topologies around this thread, by the name of the topology."""
+        key = path_key(place)
+        found: dict[str, bytes] = {}
+        for operators in _open_operators():
+            checkpoint = operators.checkpoint(None, _CHECKPOINT_TIMEOUT)
+            if not checkpoint.states:
+                continue
+            self._require_alone(place, operators)
+            if operators.name in found:
+                raise JobStepReused(
+                    f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}, so "
+                    "a later run could not assign their states: give them different names"
+                )
+            found[operators.name] = checkpoint.to_bytes()
+        return found
+
+    def restore(self, key: str, place: Place, checkpoints: dict[str, bytes]) -> None:
+        """Restores the states that the coordinators of the topologies around a step had at its end."""
+        open_ = {operators.name: operators for operators in _open_operators()}
+        for name, data in checkpoints.items():
+            if name not in open_:
+                raise JobError(
+                    f"an earlier run executed step {key!r} inside topology {name!r}, which is not open here, because "
+                    "the program has changed: submit it as another job"
+                )
+            self._require_alone(place, open_[name])
+            open_[name].reset(Checkpoint.from_bytes(data))
+
+    def _require_alone(self, place: Place, operators: Operators) -> None:
+        """Raises `JobError` if another step, or a use in another thread, runs in this topology at the same time."""
+        key = path_key(place)
+        with self._lock:
+            others = [
+                other
+                for other, around in self._running.items()
+                if operators in around and other != key and not key.startswith(f"{other}/")
+            ]
+        if others:
+            raise JobError(
+                f"steps {key!r} and {others[0]!r} run at the same time in topology {operators.name!r}, so the states "
+                "of its coordinators would belong to both: run one after the other, or each in its own topology. If "
+                "one is inside the other, start its thread with topology.wrap"
+            )
+        if (operator := operators.used_by_another_thread(place)) is not None:
+            raise JobError(
+                f"another thread uses operator {operator!r} of topology {operators.name!r} during step {key!r}, so "
+                "the state of its coordinator belongs to no definite position: wait for the thread before the step, "
+                "or give it its own topology"
+            )
+
+
+def path_key(place: Place) -> str:
+    """Returns the name under which a step is stored: the names of the steps and batches that lead to it."""
+    return "/".join(place.steps)
+
+
+def current_path() -> Place | None:
+    """Returns this thread's place in the program; None outside of steps and topologies, if no session runs yet."""
+    topologies = _topologies()
+    return current_place() if topologies is None else topologies.place
+
+
+def possible_query_paths() -> list[Place | None]:
+    """Returns the places where the batches of a query that was started here may run.
+
+    Its function was wrapped with `topology.wrap`, or runs in the topology without a step, or runs in no place.
+    """
+    topologies = _topologies()
+    topology = None if topologies is None else topologies.innermost
+    return [current_path(), *([] if topology is None else [topology.place]), None]
+
+
+def forget_uses(place: Place) -> None:
+    """Ends the operators' uses in a step or batch that starts again or will never run again."""
+    for operators in _open_operators():
+        operators.forget(place)
+
+
+def _open_operators() -> list[Operators]:
+    """Returns the operators of the topologies around this thread, and those of the application."""
+    from stagecrew.session.builder import running_crew
+
+    crew = running_crew()
+    found: list[Operators] = []
+    if crew is not None:
+        topology = crew.topologies.innermost
+        while topology is not None:
+            found.append(topology.operators)
+            topology = topology.parent
+        found.append(crew.application.operators)
+    return found
+
+
+def _topologies() -> ActiveTopologies | None:
+    from stagecrew.session.builder import running_crew
+
+    crew = running_crew()
+    return None if crew is None else crew.topologies

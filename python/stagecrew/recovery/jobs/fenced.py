@@ -1,0 +1,164 @@
+"""The jobs of a store, for the leader and the processes of runs, whose writes are fenced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stagecrew.errors import (
+    CommitUnreadable,
+    HandleMissing,
+    JobUnreadable,
+    LeadershipLost,
+    StateStorageError,
+    StoreConflict,
+    StoreUnsupported,
+)
+from stagecrew.recovery.jobs.keys import ended_key, job_key, open_key, unique_value
+from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.store import Jobs
+from stagecrew.recovery.retry import retry_until
+from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, decode_segment
+
+__all__ = ["FencedJobs", "claim_fence"]
+
+
+def claim_fence(job: str, claim: int) -> Check:
+    """Returns the check that every transaction of a run's process contains."""
+    return Check(f"{job_key(job)}/claim", claim)
+
+
+class FencedJobs(Jobs):
+    """The jobs of a `FencedStore`. It adds the writes that only the leader or the process of a run may do."""
+
+    # -- The leader
+
+    def open_names(self) -> list[str]:
+        """Returns the ids of the jobs that are not clean, in one read, however many jobs have ended."""
+        return [decode_segment(part) for part in self._store.children("open")]
+
+    def claim_version(self, job: str) -> int:
+        """Returns the current version of the claim on a job."""
+        entry = self._store.read(f"{job_key(job)}/claim")
+        if entry is None:
+            raise JobUnreadable(
+                f"job {job!r} has no claim in the store, because it was changed by hand: restore the store from a "
+                "backup"
+            )
+        return entry.version
+
+    def require_readable(self, job: str) -> None:
+        """Raises `JobUnreadable` if a run could not read the job's specification, steps or commits."""
+        from stagecrew.recovery.jobs.commit_log import require_readable  # it imports pyarrow
+
+        self.spec(job)
+        for kind in ("steps", "commits"):
+            handles = self.handles(job, kind)
+            for name in handles.names():
+                try:
+                    data = handles.get(name).data
+                    if kind == "commits":
+                        require_readable(name, data)
+                except HandleMissing:
+                    pass  # removed in the meantime
+                except (StateStorageError, StoreUnsupported, CommitUnreadable) as error:
+                    raise JobUnreadable(
+                        f"{name!r} of the {kind} of job {job!r} cannot be read: {error}. Nothing of the job was "
+                        f"deleted; it continues when its {kind} are readable"
+                    ) from error
+
+    def start_run(self, job: str, known: tuple[JobRecord, int], claim: int) -> Run:
+        """Starts one more run and fences every earlier one.
+
+        Raises `StoreConflict` if a process has claimed in the meantime.
+        """
+        record, version = known
+        started = record.started()
+        _, new_claim = self._store.transact(
+            Replace(job_key(job), started.to_bytes(), version),
+            Replace(f"{job_key(job)}/claim", unique_value({"run": started.run}), claim),
+        )
+        assert new_claim is not None
+        return Run(job, started.run, new_claim)
+
+    def start_ending(self, job: str, known: tuple[JobRecord, int], outcome: JobState, reason: str) -> None:
+        """Ends a job: from now on its runs write nothing, except one that finishes the decided commits."""
+        record, version = known
+        claim = self.claim_version(job)
+        self._store.transact(
+            Replace(job_key(job), record.ending(outcome, reason).to_bytes(), version),
+            Replace(f"{job_key(job)}/claim", unique_value({"ending": outcome}), claim),
+        )
+
+    def start_finishing(self, job: str, number: int) -> Run:
+        """Returns the run of an ending job that finishes the decided commits. It has the number of the last run."""
+        return Run(job, number, self.renew_claim(job, self.claim_version(job)))
+
+    def clean_up(self, job: str) -> None:
+        """Deletes everything of a terminal job except its record and its result. Repeatable; raises what failed."""
+        record, version = self.read(job)
+        if record.clean:
+            return
+        cleaned = record.cleaned()
+        for kind in ("steps", "commits"):
+            self.handles(job, kind).remove_all()
+        self._specs.remove(job)
+        ended = ended_key(job, record.ended or 0.0)
+        self._store.ensure(ended.rpartition("/")[0])
+        # If a prune has just deleted the empty hour, this is a conflict, and the leader cleans up again.
+        self._store.transact(Replace(job_key(job), cleaned.to_bytes(), version), Delete(open_key(job)), Create(ended))
+
+    # -- The process of a run
+
+    def claim_run(self, run: Run, owner: Mapping[str, Any]) -> int:
+        """Claims a run for this process.
+
+        Returns the version of the claim, which fences all later writes of the process.
+
+        Raises `StoreConflict` if another process has claimed it or another run was started.
+        """
+        value = unique_value(dict(owner) | {"run": run.number})
+        key = job_key(run.job)
+        version, _ = self._store.transact(
+            Replace(f"{key}/claim", value, run.claim), Create(f"{key}/process", value, ephemeral=True)
+        )
+        assert version is not None
+        return version
+
+    def renew_claim(self, job: str, claim: int, retry_timeout: float = 0.0) -> int:
+        """Renews the claim of a run, which fences everything that uses the previous claim. Returns the new version.
+
+        Retries for `retry_timeout` seconds while the store is unavailable or full.
+        """
+        key, value = f"{job_key(job)}/claim", unique_value({})
+
+        def write() -> int:
+            try:
+                version = self._store.transact(Replace(key, value, claim))[0]
+                assert version is not None
+                return version
+            except (StoreConflict, LeadershipLost):
+                known = self._store.read(key)
+                if known is None or known.value != value:
+                    raise
+                return known.version  # an earlier try was applied, and its response was lost
+
+        return retry_until(write, f"job {job!r} is done and waits to renew its claim", retry_timeout)
+
+    def finish(
+        self, job: str, known: tuple[JobRecord, int], state: JobState, result: Result, retry_timeout: float = 0.0
+    ) -> None:
+        """Stores the result and the terminal state of a job in one transaction.
+
+        Retries for `retry_timeout` seconds while the storage or the store is unavailable or full.
+        """
+        record, version = known
+        finished = record.finished(state, result.reason, self._clock())
+        prepared = self._results.prepare(result.to_bytes())
+        also = (Replace(job_key(job), finished.to_bytes(), version),)
+        retry_until(
+            lambda: self._results.add(job, prepared, also),
+            f"job {job!r} is done and waits for its result to be stored",
+            retry_timeout,
+        )

@@ -1,0 +1,58 @@
+"""The keys of jobs in the store.
+
+For each job: `jobs/<id>` is the record, which stays until the job is pruned. Below it are `claim` (its version fences
+the runs of the job), `process` (ephemeral: a process runs the job), `cancel` (a cancellation was requested), `steps`
+and `commits`. The handles `specs/<id>` and `results/<id>` refer to what the job runs and how it ended.
+
+Two indexes keep processes from reading all jobs that ever ran:
+
+* `open/<id>` exists if and only if the job exists and is not clean. A leader reads only these jobs.
+* `ended/<hour>/<token>-<id>` exists if and only if the job is clean. The hour (in UTC) is when the job ended. The token
+  is new for each job, even if it reuses the id of a pruned job, so a prune that was paused cannot remove the later job.
+
+Each index entry is created and deleted in the transaction that makes it true or false.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any, Final
+
+from stagecrew.recovery.stores.contract import encode_segment
+
+__all__ = ["ROOTS", "ended_key", "hour_of", "job_key", "open_key", "unique_value"]
+
+#: The entries above all others.
+ROOTS: Final = ("jobs", "specs", "results", "open", "ended")
+
+
+def job_key(job: str) -> str:
+    """Returns the key of a job's record."""
+    return f"jobs/{encode_segment(job)}"
+
+
+def open_key(job: str) -> str:
+    """Returns the key of a job in the index of open jobs."""
+    return f"open/{encode_segment(job)}"
+
+
+def ended_key(job: str, ended: float) -> str:
+    """Returns a new key of a job in the index of ended jobs."""
+    return f"ended/{hour_of(ended)}/{uuid.uuid4().hex[:12]}-{encode_segment(job)}"
+
+
+def hour_of(seconds: float) -> str:
+    """Returns the hour in UTC as a part of a key. Later hours sort after earlier ones.
+
+    >>> hour_of(1_800_000_000.0)
+    '2027-01-15T08'
+    """
+    return dt.datetime.fromtimestamp(seconds, dt.UTC).strftime("%Y-%m-%dT%H")
+
+
+def unique_value(fields: Mapping[str, Any]) -> bytes:
+    """Encodes these fields as a value that differs from every other value."""
+    return json.dumps({**fields, "write": uuid.uuid4().hex}).encode()

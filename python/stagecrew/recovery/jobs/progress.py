@@ -1,0 +1,59 @@
+"""The progress of a job for people: its leader, its run, and the states of its steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+__all__ = ["JobProgress"]
+
+#: How many steps are kept: the running ones, and those that ended last.
+_MAX_STEPS: Final = 200
+
+
+class JobProgress:
+    """The facts and the steps of one job, which it sends to the Spark UI after each change. Any thread can use it.
+
+    A step is `running`, `finished`, `failed`, or `found` if an earlier run has stored its result.
+    """
+
+    def __init__(self, facts: Mapping[str, str], clock: Callable[[], float] = time.time) -> None:
+        self._facts, self._clock = dict(facts), clock
+        self._lock = threading.Lock()
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._dropped = 0
+
+    def record_step(self, name: str, state: str) -> None:
+        """Records that a step is in this state now, and sends the progress."""
+        now = int(self._clock() * 1000)
+        with self._lock:
+            previous = self._steps.get(name)
+            started = previous["started"] if previous is not None and state != "running" else now
+            self._steps[name] = {
+                "name": name,
+                "state": state,
+                "started": started,
+                "ended": 0 if state == "running" else now,
+            }
+            ended = [step for step in self._steps.values() if step["ended"]]
+            if len(self._steps) > _MAX_STEPS and ended:
+                del self._steps[min(ended, key=lambda step: step["ended"])["name"]]
+                self._dropped += 1
+        self.send()
+
+    def send(self) -> None:
+        """Sends the progress to the driver's JVM if a session runs in this process."""
+        from stagecrew.session.builder import running_crew
+
+        if (crew := running_crew()) is not None:
+            crew.connection.send_job_progress(self.to_json())
+
+    def to_json(self) -> str:
+        """Encodes the progress for the driver's JVM."""
+        with self._lock:
+            return json.dumps(
+                {"facts": self._facts, "steps": list(self._steps.values()), "forgottenSteps": self._dropped}
+            )

@@ -1,0 +1,213 @@
+"""The record of a job: its state, and the pure rules of how the state may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import uuid
+from typing import Any, Final
+
+from stagecrew.errors import JobError, JobUnreadable, StoreUnsupported
+
+__all__ = ["JobRecord", "JobState", "Run"]
+
+_FORMAT: Final = 1
+#: The longest reason that is stored, in characters.
+_MAX_REASON: Final = 2000
+
+
+class JobState(enum.StrEnum):
+    """The state of a job.
+
+        submitted --> running --(the run itself)--> succeeded | failed
+            \\            \\--> ending(outcome) ----> failed | cancelled
+             \\-----------------------/
+
+    The last three states are terminal, and the first terminal state that is written is final. A run that ends without
+    one is lost, not failed: the next run takes over the job, up to `max_attempts` runs. After that the job is ending.
+    An ending job finishes its decided commits before it reaches its outcome.
+
+    Example:
+        >>> from stagecrew.recovery import JobState
+        >>> [state.value for state in JobState if state.is_terminal]
+        ['succeeded', 'failed', 'cancelled']
+    """
+
+    SUBMITTED = "submitted"
+    RUNNING = "running"
+    ENDING = "ending"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job never runs again."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRecord:
+    """The stored record of a job. Times are in seconds since 1970, by the clock of the process that wrote them.
+
+    The methods that return a new record are pure. They raise `JobError` for a change that the current state does not
+    allow.
+
+    Attributes:
+        digest: The digest of the job's content, which tells two jobs apart.
+        max_attempts: How many runs may be started.
+        submitted: When the job was submitted.
+        state: The state of the job.
+        run: How many runs were started.
+        outcome: The state that an ending job will reach; None for any other job.
+        reason: Why the job has ended or is ending; empty for a job that succeeded.
+        ended: When the job ended; None while it is not terminal.
+        clean: Whether the job is terminal, and only this record and its result are left.
+
+    Example:
+        >>> from stagecrew.recovery import JobRecord
+        >>> record = JobRecord(digest="0" * 64, max_attempts=3, submitted=0.0).started()
+        >>> record.state.value, record.run
+        ('running', 1)
+    """
+
+    digest: str
+    max_attempts: int
+    submitted: float
+    state: JobState = JobState.SUBMITTED
+    run: int = 0
+    outcome: JobState | None = None
+    reason: str = ""
+    ended: float | None = None
+    clean: bool = False
+
+    @property
+    def must_recover(self) -> bool:
+        """Whether a leader still has work to do for the job."""
+        return not self.clean
+
+    def started(self) -> JobRecord:
+        """Returns the record with one more run.
+
+        Returns:
+            The record of the running job.
+
+        Raises:
+            JobError: The job is neither submitted nor running, or all its runs were started.
+        """
+        self._require("start a run", JobState.SUBMITTED, JobState.RUNNING)
+        if self.run >= self.max_attempts:
+            raise JobError(
+                f"all {self.max_attempts} runs of the job were started: submit it with a higher max_attempts"
+            )
+        return dataclasses.replace(self, state=JobState.RUNNING, run=self.run + 1)
+
+    def ending(self, outcome: JobState, reason: str) -> JobRecord:
+        """Returns the record of a job that ends: its run must not continue, but its decided commits are finished first.
+
+        Args:
+            outcome: The state that the job will reach, failed or cancelled.
+            reason: Why the job ends, in one line.
+
+        Returns:
+            The record of the ending job.
+
+        Raises:
+            JobError: The job is neither submitted nor running, or the outcome is another state.
+        """
+        self._require("be ended", JobState.SUBMITTED, JobState.RUNNING)
+        if outcome not in (JobState.FAILED, JobState.CANCELLED):
+            raise JobError(f"a leader cannot end a job as {outcome}: only its own run can")
+        return dataclasses.replace(self, state=JobState.ENDING, outcome=outcome, reason=reason[:_MAX_REASON])
+
+    def finished(self, state: JobState, reason: str, now: float) -> JobRecord:
+        """Returns the record of a job that has ended.
+
+        Args:
+            state: The terminal state.
+            reason: Why the job ended; empty if it succeeded.
+            now: The time, in seconds since 1970.
+
+        Returns:
+            The record of the terminal job.
+
+        Raises:
+            JobError: The job cannot reach this state from its current one.
+        """
+        if state is JobState.CANCELLED or self.state is JobState.ENDING:
+            self._require(f"become {state}", JobState.ENDING)
+            if state is not self.outcome:
+                raise JobError(f"the job is ending as {self.outcome}, so it cannot become {state}")
+        else:
+            self._require(f"become {state}", JobState.RUNNING)
+        if not state.is_terminal:
+            raise JobError(f"{state} is not a terminal state: use succeeded, failed or cancelled")
+        return dataclasses.replace(self, state=state, outcome=None, reason=reason[:_MAX_REASON], ended=now)
+
+    def cleaned(self) -> JobRecord:
+        """Returns the record of a terminal job whose steps, commits and files were deleted.
+
+        Returns:
+            The record of the clean job.
+
+        Raises:
+            JobError: The job is not terminal, or is already clean.
+        """
+        self._require("be cleaned up", JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        return dataclasses.replace(self, clean=True)
+
+    def _require(self, action: str, *states: JobState) -> None:
+        if self.state not in states or self.clean:
+            raise JobError(f"a job that is {self.state}{' and clean' if self.clean else ''} cannot {action}")
+
+    def to_bytes(self) -> bytes:
+        """Encodes the record for the store.
+
+        Every call returns different bytes, so that a write recognizes its own success.
+
+        Returns:
+            The encoded record.
+        """
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self), "write": uuid.uuid4().hex}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> JobRecord:
+        """Decodes the result of `to_bytes`.
+
+        Args:
+            data: The encoded record.
+
+        Returns:
+            The record.
+
+        Raises:
+            JobUnreadable: The bytes are not a record.
+            StoreUnsupported: The record has another format.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            found = fields.pop("format")
+            if found != _FORMAT:
+                raise StoreUnsupported(
+                    f"its record has format {found}, and this stagecrew supports format {_FORMAT}: use the version "
+                    "that wrote it"
+                )
+            del fields["write"]
+            outcome = fields.pop("outcome")
+            return cls(
+                **fields | {"state": JobState(fields["state"])},
+                outcome=None if outcome is None else JobState(outcome),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobUnreadable(f"its record cannot be read: {type(error).__name__}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One start of a job. The first process that claims it executes it."""
+
+    job: str
+    number: int
+    #: The version that the process must find in the claim.
+    claim: int

@@ -1,0 +1,130 @@
+"""The result of a job: its value or its error, as bytes that outlive its process."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import pickle
+import traceback
+from typing import Any, Final
+
+from stagecrew.errors import JobFailed, JobUnreadable
+
+__all__ = ["Result"]
+
+_FORMAT: Final = 1
+#: The longest text of a value or a traceback that is stored, in characters.
+_MAX_TEXT: Final = 20_000
+#: The longest reason that is stored, in characters.
+_MAX_REASON: Final = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a job ended.
+
+    Attributes:
+        state: "succeeded", "failed" or "cancelled".
+        reason: Why it failed or was cancelled, in one line; empty if it succeeded.
+        traceback: The Python traceback of its error, or empty.
+        pickled: The pickled value, or None if there is no value.
+        shown: The value without unpickling: as JSON types if possible, else its `repr`.
+
+    Example:
+        >>> from stagecrew.recovery import Result
+        >>> result = Result.of_value({"rows": 3})
+        >>> result.state, result.value(), result.shown
+        ('succeeded', {'rows': 3}, {'rows': 3})
+    """
+
+    state: str
+    reason: str = ""
+    traceback: str = ""
+    pickled: bytes | None = None
+    shown: Any = None
+
+    @classmethod
+    def of_value(cls, value: Any) -> Result:
+        """Returns the result of a job that returned a value. A value that cannot be pickled makes the job fail.
+
+        Args:
+            value: What the job's function returned.
+
+        Returns:
+            A result that succeeded, or one that failed because the value cannot be pickled.
+        """
+        try:
+            from pyspark import cloudpickle
+
+            pickled = bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
+        except Exception as error:
+            return cls.of_error(error, "the job's return value cannot be pickled: ")
+        try:
+            shown = json.loads(json.dumps(value, allow_nan=False))
+        except (TypeError, ValueError, RecursionError):
+            shown = repr(value)[:_MAX_TEXT]
+        return cls("succeeded", pickled=pickled, shown=shown)
+
+    @classmethod
+    def of_error(cls, error: BaseException, prefix: str = "") -> Result:
+        """Returns the result of a job that raised an error.
+
+        Args:
+            error: The exception.
+            prefix: A text to put in front of the reason.
+
+        Returns:
+            A result that failed, with the error's message and traceback.
+        """
+        text = "".join(traceback.format_exception(error))
+        return cls("failed", f"{prefix}{type(error).__name__}: {error}"[:_MAX_REASON], text[-_MAX_TEXT:])
+
+    def value(self) -> Any:
+        """Returns what the job returned, by unpickling it. Use it only if you trust the job's code.
+
+        Returns:
+            The value; None for a script.
+
+        Raises:
+            JobFailed: The job failed or was cancelled. The message has its error.
+        """
+        if self.state != "succeeded":
+            raise JobFailed(f"the job has {self.state}: {self.reason}\n{self.traceback}".rstrip())
+        return None if self.pickled is None else pickle.loads(self.pickled)
+
+    def to_bytes(self) -> bytes:
+        """Encodes the result for the state storage.
+
+        Returns:
+            The encoded result.
+        """
+        body = dataclasses.asdict(self) | {"format": _FORMAT}
+        body["pickled"] = None if self.pickled is None else base64.b64encode(self.pickled).decode()
+        return json.dumps(body).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Result:
+        """Decodes the result of `to_bytes`.
+
+        Args:
+            data: The encoded result.
+
+        Returns:
+            The result.
+
+        Raises:
+            JobUnreadable: The bytes are not a result, or have another format.
+        """
+        try:
+            body = json.loads(data)
+            found = body.pop("format")
+            if found != _FORMAT:
+                raise JobUnreadable(
+                    f"it has format {found}, and this stagecrew supports format {_FORMAT}: use the version that wrote "
+                    "it"
+                )
+            pickled = body.pop("pickled")
+            return cls(**body, pickled=None if pickled is None else base64.b64decode(pickled))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise JobUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error

@@ -1,0 +1,1 @@
+"""Leadership: the terms, the fences that every write carries, the pure rules of the election, and the candidate."""

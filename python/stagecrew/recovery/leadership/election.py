@@ -1,0 +1,166 @@
+"""The rules of the election as a pure state machine: which events make a process the leader, and which end its term."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+__all__ = [
+    "Acquired",
+    "Election",
+    "ElectionEvent",
+    "Granted",
+    "Lost",
+    "NoResponse",
+    "Refused",
+    "Renewed",
+    "Resigned",
+    "Revoked",
+    "Suspended",
+    "Ticked",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Acquired:
+    """The store made this process the leader of a new term. `requested_at` is when the request was sent."""
+
+    term: int
+    requested_at: float
+    #: The timeout of the session, see `Store.timeout`.
+    timeout: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """Another process leads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Renewed:
+    """The session is alive, and its term is the current one."""
+
+    term: int
+    requested_at: float
+
+
+@dataclasses.dataclass(frozen=True)
+class NoResponse:
+    """The outcome is unknown: the store was unavailable, or its response was lost."""
+
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Suspended:
+    """The connection to the store is down."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Leadership must end: the session has ended, or there is another reason.
+
+    Ends only this term, or any if it is None.
+    """
+
+    reason: str
+    term: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticked:
+    """Time has passed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resigned:
+    """This process does not campaign any more."""
+
+
+#: The inputs of an election.
+ElectionEvent = Acquired | Refused | Renewed | NoResponse | Suspended | Lost | Ticked | Resigned
+
+
+@dataclasses.dataclass(frozen=True)
+class Granted:
+    """This process starts to lead."""
+
+    term: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Revoked:
+    """This process stops leading."""
+
+    term: int
+    reason: str
+
+
+class Election:
+    """The role of one process: follower, leader, follower again. A process that resigned stays a follower.
+
+    It has no clock, socket or thread. It knows only the events that it handled, with the times of a monotonic clock.
+
+    * Each term is granted once and revoked once, and terms only grow. After a revocation, only an acquisition that was
+      requested later counts.
+    * `Suspended` and `Lost` end leadership at once. So does silence: the deadline is two thirds of the session timeout
+      after the last acknowledged request was *sent*. A response after the deadline does not restore leadership.
+
+    Not promised: that the store agrees. The fence, not this class, stops the writes of a leader that learns late of its
+    end.
+    """
+
+    def __init__(self) -> None:
+        #: The term in which this process leads; None while it follows.
+        self.term: int | None = None
+        #: When leadership ends unless it is renewed; None if only an event ends it.
+        self.deadline: float | None = None
+        self.resigned = False
+        self._timeout: float | None = None
+        self._highest_term = 0
+        self._last_end = -math.inf
+
+    def is_valid(self, now: float) -> bool:
+        """Returns whether this process leads at this time."""
+        return self.term is not None and (self.deadline is None or now < self.deadline)
+
+    def handle(self, event: ElectionEvent, now: float) -> Granted | Revoked | None:
+        """Handles an event. Returns the change of leadership that follows from it, or None."""
+        if isinstance(event, Resigned):
+            self.resigned = True
+            return self._end("it has resigned", now)
+        if isinstance(event, Suspended):
+            return self._end("the connection to the store is down", now)
+        if isinstance(event, Lost):
+            return self._end(event.reason, now) if event.term in (None, self.term) else None
+        if self.term is not None and not self.is_valid(now):
+            assert self._timeout is not None
+            return self._end(
+                f"the store has not responded for two thirds of the session timeout of {self._timeout:g} s", now
+            )
+        if isinstance(event, Acquired):
+            return self._acquired(event, now)
+        if isinstance(event, Renewed) and event.term == self.term and self.deadline is not None:
+            self.deadline = max(self.deadline, self._deadline_after(event.requested_at))
+        return None
+
+    def _acquired(self, event: Acquired, now: float) -> Granted | None:
+        too_late = event.timeout is not None and now >= event.requested_at + event.timeout * 2 / 3
+        is_new = event.term > self._highest_term and event.requested_at > self._last_end
+        if self.resigned or self.term is not None or too_late or not is_new:
+            return None
+        self.term = self._highest_term = event.term
+        self._timeout = event.timeout
+        self.deadline = None if event.timeout is None else self._deadline_after(event.requested_at)
+        return Granted(event.term)
+
+    def _deadline_after(self, requested_at: float) -> float:
+        assert self._timeout is not None
+        return requested_at + self._timeout * 2 / 3
+
+    def _end(self, reason: str, now: float) -> Revoked | None:
+        self._last_end = max(self._last_end, now)
+        if self.term is None:
+            return None
+        term, self.term, self.deadline = self.term, None, None
+        return Revoked(term, reason)

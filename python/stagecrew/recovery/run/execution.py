@@ -1,0 +1,165 @@
+"""The execution of a claimed run: finish the decided commits, call the job's code, and store how the job ended."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pickle
+import re
+import runpy
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from stagecrew import errors
+from stagecrew.errors import (
+    CheckpointTimeout,
+    CommitPending,
+    CommitSuperseded,
+    CommitUnknown,
+    CommitUnreadable,
+    LeadershipLost,
+    StateStorageError,
+    StoreError,
+)
+from stagecrew.observability.error_summary import with_causes
+from stagecrew.recovery.jobs.commit_log import finish_commits
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.jobs.record import JobState
+from stagecrew.recovery.jobs.result import Result
+from stagecrew.recovery.jobs.run_files import SCRIPT
+from stagecrew.recovery.retry import RETRY_TIMEOUT
+from stagecrew.session.registration import import_named
+from stagecrew.session.running_job import set_running_job
+
+if TYPE_CHECKING:
+    from stagecrew.recovery.jobs.spec import JobSpec
+    from stagecrew.recovery.run.claim import ClaimedRun
+
+__all__ = ["call_job", "execute_run", "infrastructure_error"]
+
+_log = logging.getLogger("stagecrew")
+
+#: How long a process that only finishes decided commits retries, in seconds. The leader starts it again later.
+_FINISH_TIMEOUT: Final = 30.0
+
+#: Errors that are not the job's fault.
+_INFRASTRUCTURE_ERRORS: Final = (
+    StoreError,
+    LeadershipLost,
+    StateStorageError,
+    CommitUnknown,
+    CommitUnreadable,
+    CommitPending,
+    CommitSuperseded,
+    CheckpointTimeout,
+)
+
+
+def execute_run(
+    claimed: ClaimedRun,
+    finish: bool,
+    call: Callable[[JobSpec], Any],
+    check: Callable[[], str | None],
+    facts: Mapping[str, str] | None = None,
+    retry_timeout: float = RETRY_TIMEOUT,
+) -> bool:
+    """Executes a claimed run. Returns whether the job has ended; if not, the run is lost and the job runs again.
+
+    `finish` only finishes the decided commits of an ending job. `call` calls the job's code. `check` returns why the
+    process may not continue, or None. Sinks, the storage and the store are retried for `retry_timeout` seconds.
+    """
+    run, jobs = claimed.run, claimed.jobs
+    known = jobs.read(run.job)
+    # A process that only finishes gives up early: the leader starts it again after a pause, and other jobs can run
+    # meanwhile. A run that gives up is lost, and counts.
+    finish_commits(
+        jobs.handles(run.job, "commits"), finish, min(retry_timeout, _FINISH_TIMEOUT) if finish else retry_timeout
+    )
+    if finish:
+        result = Result(str(known[0].outcome), known[0].reason)
+    else:
+        ended = _run_code(claimed, call, check, facts, retry_timeout)
+        if ended is None:
+            return False
+        result = ended
+        # The renewed claim fences everything that threads of the job still do.
+        claimed.renew()
+        jobs = claimed.jobs
+        finish_commits(jobs.handles(run.job, "commits"), True, retry_timeout)
+    jobs.finish(run.job, known, JobState(result.state), result, retry_timeout)
+    return True
+
+
+def _run_code(
+    claimed: ClaimedRun,
+    call: Callable[[JobSpec], Any],
+    check: Callable[[], str | None],
+    facts: Mapping[str, str] | None,
+    retry_timeout: float,
+) -> Result | None:
+    """Calls the job's code. Returns its result, or None if the run is lost through no fault of the code."""
+    run, jobs = claimed.run, claimed.jobs
+    spec = jobs.spec(run.job)
+    steps, commits = jobs.handles(run.job, "steps"), jobs.handles(run.job, "commits")
+    job = Job(run.job, run.number, steps, commits, retry_timeout, facts)
+    set_running_job(job)
+    try:
+        return Result.of_value(call(spec))
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):  # a script's `sys.exit()`
+            return Result.of_value(None)
+        _log.exception("job %r has raised an error", run.job)
+        if (reason := infrastructure_error(error) or check()) is not None:
+            _log.warning("job %r has not failed by this error: %s. It runs again", run.job, reason)
+            return None
+        return Result.of_error(error)
+    finally:
+        job.end()
+
+
+def call_job(spec: JobSpec, folder: Path) -> Any:
+    """Calls the function or runs the script of a job, whose files are in this folder."""
+    import_named(spec.conf.get("spark.stagecrew.listeners", ""))  # a job may build its session without `configure`
+    if spec.script is not None:
+        sys.argv = [spec.target, *map(str, spec.arguments)]
+        runpy.run_path(str(folder / SCRIPT / spec.target), run_name="__main__")
+        return None
+    module, _, function = spec.target.partition(":")
+    assert isinstance(spec.arguments, bytes)
+    return getattr(importlib.import_module(module), function)(**pickle.loads(spec.arguments))
+
+
+def infrastructure_error(error: BaseException) -> str | None:
+    """Returns why an error is not the job's fault, or None: the store, the storage or the JVM failed.
+
+    This includes errors that the job's code has wrapped, and a checkpoint that timed out. A checkpoint that a
+    coordinator declined is the job's fault.
+    """
+    for cause in with_causes(error):
+        if isinstance(cause, _INFRASTRUCTURE_ERRORS):
+            return f"{type(cause).__name__}: {cause}"
+        if (text := _error_in_jvm_message(cause)) is not None:
+            return text
+    return _jvm_failure()
+
+
+def _error_in_jvm_message(error: BaseException) -> str | None:
+    """Returns an infrastructure error of Python code that a JVM called, as in `foreachBatch`: only its text arrives."""
+    if type(error).__module__.partition(".")[0] not in ("pyspark", "py4j"):
+        return None
+    for name, text in re.findall(r"^stagecrew\.errors\.(\w+): (.*)$", str(error), re.MULTILINE):
+        if issubclass(getattr(errors, name, object), _INFRASTRUCTURE_ERRORS):
+            return f"{name}: {text}"
+    return None
+
+
+def _jvm_failure() -> str | None:
+    if (pyspark := sys.modules.get("pyspark")) is None or (gateway := pyspark.SparkContext._gateway) is None:
+        return None
+    try:
+        gateway.jvm.System.currentTimeMillis()
+    except Exception as error:
+        return f"its JVM does not respond: {type(error).__name__}: {error}"
+    return None

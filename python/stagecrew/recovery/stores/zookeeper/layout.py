@@ -1,0 +1,80 @@
+"""The nodes of a store in ZooKeeper: its entries, its sessions, its format, and who may access them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final
+
+from kazoo.exceptions import NodeExistsError, NoNodeError
+from kazoo.security import OPEN_ACL_UNSAFE, make_digest_acl
+
+from stagecrew.errors import StoreRefused, StoreUnsupported
+from stagecrew.recovery.stores.contract import FORMAT
+from stagecrew.recovery.stores.validation import format_error
+from stagecrew.recovery.stores.zookeeper.session import ZooKeeperSession, first_failure
+
+__all__ = ["acl_of", "prepare", "register"]
+
+#: The value of the node above all entries is this prefix and the number of the format.
+_FORMAT_PREFIX: Final = b"stagecrew store "
+
+
+def acl_of(credentials: str | None) -> list[Any]:
+    """Returns an access control list that allows everything to these credentials, or to everyone if they are None."""
+    if credentials is None:
+        return list(OPEN_ACL_UNSAFE)
+    user, _, password = credentials.partition(":")
+    return [make_digest_acl(user, password, all=True)]
+
+
+def prepare(session: ZooKeeperSession, root: str, acl: list[Any], where: str, deadline: float) -> None:
+    """Creates the store if it does not exist.
+
+    Refuses, and does not change, one of another format or with another ACL.
+    """
+    if session.call(operator.methodcaller("exists_async", f"{root}/entries"), deadline) is not None:
+        _check_format(session, root, where, deadline)
+    parts = root.split("/")[1:]
+    paths = ["/" + "/".join(parts[: number + 1]) for number in range(len(parts))]
+    # The node with the format is created last: if it exists, all the others exist.
+    for path in (*paths, f"{root}/sessions", f"{root}/entries"):
+        if session.call(operator.methodcaller("exists_async", path), deadline) is None:
+            _create(session, path, _FORMAT_PREFIX + b"%d" % FORMAT if path == f"{root}/entries" else b"", deadline)
+    for path in (f"{root}/sessions", f"{root}/entries"):
+        found, _ = session.call(operator.methodcaller("get_acls_async", path), deadline)
+        if list(found) != acl:
+            raise StoreRefused(f"{where} is open to others than these credentials: use another path, or change its ACL")
+    _check_format(session, root, where, deadline)  # another process may have created the store in the meantime
+
+
+def _check_format(session: ZooKeeperSession, root: str, where: str, deadline: float) -> None:
+    value, _ = session.call(operator.methodcaller("get_async", f"{root}/entries"), deadline)
+    if not value.startswith(_FORMAT_PREFIX):
+        raise StoreUnsupported(f"{where} belongs to another program: it was not changed; use another path")
+    if value != _FORMAT_PREFIX + b"%d" % FORMAT:
+        raise format_error(where, value.removeprefix(_FORMAT_PREFIX).decode(errors="replace"))
+
+
+def register(session: ZooKeeperSession, root: str, deadline: float) -> str:
+    """Creates the session's own ephemeral node and returns its path.
+
+    This is a write, so the session's later reads return the state at this point or a newer one.
+    """
+    path = f"{root}/sessions/{session.name}"
+    _create(session, path, b"", deadline, ephemeral=True)
+    return path
+
+
+def _create(session: ZooKeeperSession, path: str, value: bytes, deadline: float, *, ephemeral: bool = False) -> None:
+    def send(kazoo: Any) -> Any:
+        transaction = kazoo.transaction()
+        transaction.create(path, value, ephemeral=ephemeral)
+        return transaction.commit_async()
+
+    _, result = first_failure(session.call(send, deadline))
+    if isinstance(result, NodeExistsError) and not ephemeral:
+        return
+    if isinstance(result, NoNodeError):
+        raise StoreUnsupported(f"another program deleted {path} while the store was opened: use a path of your own")
+    if isinstance(result, Exception):
+        raise result
