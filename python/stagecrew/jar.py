@@ -28,7 +28,7 @@ def jar_path() -> str:
     Raises:
         JarMissing: This installation has no jar.
 
-    Example:
+    Examples:
         spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
     """
     jars = sorted(
@@ -77,7 +77,7 @@ def spark_conf(
     Raises:
         JarMissing: This installation has no jar.
 
-    Example:
+    Examples:
         >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]
         'com.example.Other,stagecrew.StagecrewPlugin'
     """

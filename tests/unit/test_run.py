@@ -28,6 +28,7 @@ from stagecrew.recovery.jobs.fenced import FencedJobs
 from stagecrew.recovery.jobs.record import Run
 from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.leadership.fencing import HOLDER, TERM, LeaderInfo
+from stagecrew.recovery.run import main as run_module
 from stagecrew.recovery.run.claim import ClaimedRun
 from stagecrew.recovery.run.execution import infrastructure_error
 from stagecrew.recovery.run.main import EXIT_LOST
@@ -158,7 +159,7 @@ def process_of(tmp_path, function, leads, number=1):
     (folder / "files").mkdir(parents=True)
     (folder / "files" / "run_jobs.py").write_text(MODULE)
     command = [
-        sys.executable, launcher_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
+        sys.executable, run_module.__file__, f"--job={run.job}", f"--folder={folder}", f"--run={run.number}",
         f"--claim={run.claim}", "--term=1",
     ]  # fmt: skip
     started = [

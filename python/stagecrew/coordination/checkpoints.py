@@ -38,7 +38,7 @@ class Checkpoint:
         subtasks: The subtasks of each use that have had an evaluation, one bit each. When one of them is evaluated
             again after a restore, its coordinator receives `subtask_reset`.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> stored = stagecrew.Checkpoint(3, {"budget/1": b"left: 7"}).to_bytes()
         >>> stagecrew.Checkpoint.from_bytes(stored).states

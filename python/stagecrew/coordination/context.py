@@ -55,7 +55,7 @@ class CoordinatorContext:
         store: The dictionary that the topology's coordinators share.
         make_async: Makes the executor of `call_async`, by the operator's name.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> from stagecrew.testing import CoordinatorHarness
         >>> class Polling(stagecrew.Coordinator):

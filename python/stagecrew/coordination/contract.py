@@ -35,7 +35,7 @@ class Coordinator:
     Args:
         context: The coordinator's context. A subclass that defines `__init__` passes it on.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> from stagecrew.testing import CoordinatorHarness
         >>> class Budget(stagecrew.Coordinator):

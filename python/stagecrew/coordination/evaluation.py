@@ -27,7 +27,7 @@ class Evaluation:
         stage_attempt: The number of earlier attempts at the stage.
         partitions: The number of partitions of the stage.
 
-    Example:
+    Examples:
         >>> from stagecrew.testing import CoordinatorHarness
         >>> import stagecrew
         >>> class Subtasks(stagecrew.Coordinator):

@@ -35,7 +35,7 @@ class Gateway:
         deadline: Returns the time by which an event that is sent now must be acknowledged.
         dirty: Called with the gateway when it has frames to send.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> from stagecrew.testing import CoordinatorHarness
         >>> class Greeter(stagecrew.Coordinator):

@@ -56,7 +56,7 @@ class Operator:
         use: The name of a use in another thread, for operators that are used once.
         is_transient: Whether the uses have no state and end with `end`.
 
-    Example:
+    Examples:
         Count the rows of all tasks together::
 
             class Counter(stagecrew.Coordinator):

@@ -107,7 +107,7 @@ class Listener:
     With `required = False` a failing `open` does not fail the task: the listener is switched off in this process,
     with a warning.
 
-    Example:
+    Examples:
         class OrdersPool(stagecrew.Listener):
             def __init__(self, dsn):
                 self.dsn = dsn

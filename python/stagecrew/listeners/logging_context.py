@@ -21,7 +21,7 @@ class LoggingContext(Listener):
 
     A value that a log call gives for one of these names by `extra=` takes precedence.
 
-    Example:
+    Examples:
         logging.Formatter("%(topology)s %(stage)s %(message)s", defaults={"topology": "-", "stage": "-"})
 
     Records outside of a task have none of these attributes, so give the formatter `defaults=` in processes that log

@@ -194,7 +194,7 @@ def resource(
     Raises:
         ConfigurationError: `scope` or `lifetime` is unknown, or `function` is no generator function.
 
-    Example:
+    Examples:
         >>> @resource(scope=Scope.WORKER)
         ... def orders_pool(context, dsn):
         ...     pool = {"dsn": dsn, "executor": context.executor}

@@ -34,7 +34,7 @@ class StructuredFormatter(logging.Formatter):
     the context of a `PySparkLogger`. Records of a task carry them if the topology has the `LoggingContext` listener.
     Records of a coordinator always do.
 
-    Example:
+    Examples:
         >>> import json, logging
         >>> record = logging.makeLogRecord({"msg": "three rows", "topology": "nightly", "stage": 4})
         >>> json.loads(StructuredFormatter().format(record))["context"]

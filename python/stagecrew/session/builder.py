@@ -82,7 +82,7 @@ def configure(
         ListenerError: An element of `listeners` is no listener, such as a class instead of an instance.
         ListenerNotPicklable: A listener cannot be pickled.
 
-    Example:
+    Examples:
         builder = stagecrew.configure(SparkSession.builder.master("local[2]"), listeners=[orders])
         spark = builder.getOrCreate()
 
@@ -259,7 +259,7 @@ def is_active(spark: SparkSession) -> bool:
     Returns:
         True if the plugin runs; False also for a Spark Connect session and for a session that has stopped.
 
-    Example:
+    Examples:
         assert stagecrew.is_active(spark)
     """
     context = getattr(spark, "_sc", None)
@@ -289,7 +289,7 @@ def crew(spark: SparkSession) -> Crew:
         VersionMismatch: The jar that Spark loaded is of another version than the Python package.
         ConfigurationError: `spark` is no session.
 
-    Example:
+    Examples:
         crew = stagecrew.crew(spark)
     """
     if type(spark).__module__.startswith("pyspark.sql.connect"):

@@ -34,7 +34,7 @@ _log = logging.getLogger("stagecrew")
 class Crew:
     """Coordinates one Spark application. `stagecrew.crew(spark)` returns it.
 
-    Example:
+    Examples:
         crew = stagecrew.crew(spark)
         with crew.topology("enrich", listeners=[orders]):
             flights.mapInArrow(enrich, schema).write.parquet(path)
@@ -77,7 +77,7 @@ class Crew:
         `spark.stagecrew.close.timeout` and 5 s. If one of them raises, it closes the others too, and then raises the
         first error.
 
-        Example:
+        Examples:
             crew.close_all()
             topology = crew.topology("explore", listeners=[orders]).start()
         """
@@ -115,7 +115,7 @@ class Crew:
             ConfigurationError: `jvm_listeners` or `release` is wrong.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             with crew.topology("enrich", listeners=[orders]) as topology:
                 flights.mapInArrow(enrich, schema).write.parquet(path)
         """
@@ -167,7 +167,7 @@ class Crew:
             CoordinatorFailed: Its coordinator has failed.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             budget = crew.operator("budget")
         """
         from stagecrew.coordination.operator import Operator
@@ -201,7 +201,7 @@ class Crew:
             CoordinatorFailed: A coordinator has failed.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             saved = crew.checkpoint().to_bytes()
         """
         self.connection.require_running()

@@ -57,7 +57,7 @@ class Topology(TopologyOperators):
     topologies, or `keep` uses; `release` changes this. A dataset that is used again is computed again, with the same
     rows if it is deterministic.
 
-    Example:
+    Examples:
         with crew.topology("enrich", listeners=[orders]) as topology:
             flights.mapInArrow(enrich, schema).write.parquet(path)
         print(topology.report)
@@ -100,7 +100,7 @@ class Topology(TopologyOperators):
             ConfigurationError: The driver refused the topology.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             topology = crew.topology("explore", listeners=[orders]).start()
         """
         if self._state == "new" and self._connection.running and self._topologies.started(self.name):
@@ -146,7 +146,7 @@ class Topology(TopologyOperators):
             CoordinatorFailed: One of its coordinators failed. It is raised once, after everything else is done, by
                 whichever call ended the topology; not while an exception such as `KeyboardInterrupt` propagates.
 
-        Example:
+        Examples:
             topology.close(cancel=True)
         """
         self._end_once(cancel)
@@ -218,7 +218,7 @@ class Topology(TopologyOperators):
             The wrapped function. It raises `TopologyClosed` after the topology closed, and `NotActive` after the
             session stopped.
 
-        Example:
+        Examples:
             with ThreadPoolExecutor() as pool:
                 pool.map(topology.wrap(load), tables)
         """
@@ -275,7 +275,7 @@ class Topology(TopologyOperators):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             topology.keep(joined)
         """
         every = [java_dataset(dataset) for dataset in datasets]

@@ -61,7 +61,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             budget = topology.coordinate("budget", Budget)
             dataset = budget.map(flights, spend, schema)
         """
@@ -107,7 +107,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             rows = topology.splits(range(1000), read_range, "id long")
             rows.write.parquet(path)
 
@@ -154,7 +154,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             centers = topology.supersteps(points, kmeans, "x double, y double")
 
         Values are reduced in the order of subtasks. The result equals that of a single process, to the last bit, if
@@ -221,7 +221,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             report = topology.commit(flights, ParquetSink(path), commit_id="flights-2013-01-01", commit_log=log_folder)
 
         A failure of the Spark job is raised unchanged.
@@ -273,7 +273,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             alignment = topology.align("event-time", drift=3600)
             rows = alignment.map(clicks, read, schema)
 
@@ -321,7 +321,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             saved = topology.checkpoint().to_bytes()
 
         Not promised: that the cuts of several coordinators are made at one instant.
@@ -342,7 +342,7 @@ class TopologyOperators(TopologyNode):
             TopologyClosed: The topology is not active.
             NotActive: The session has stopped.
 
-        Example:
+        Examples:
             topology.reset(Checkpoint.from_bytes(saved))
         """
         self._require_active("reset coordinators")

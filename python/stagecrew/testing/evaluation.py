@@ -37,7 +37,7 @@ class ScriptedEvaluation:
         number: The evaluation's id.
         executor: The id of its executor.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> from stagecrew.testing import CoordinatorHarness
         >>> class Echo(stagecrew.Coordinator):

@@ -35,7 +35,7 @@ class CoordinatorHarness:
     Raises:
         OperatorMisused: The factory did not return a coordinator.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> class Budget(stagecrew.Coordinator):
         ...     left = 5

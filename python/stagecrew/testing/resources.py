@@ -43,7 +43,7 @@ def opened(listener: Listener, value: Any = _MISSING) -> Iterator[Any]:
     Raises:
         Exception: The listener's `open` raised it.
 
-    Example:
+    Examples:
         >>> import stagecrew
         >>> @stagecrew.resource()
         ... def orders_pool(context, dsn):

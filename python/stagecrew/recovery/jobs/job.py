@@ -46,7 +46,7 @@ def current_job() -> Job:
     Raises:
         JobError: This process does not run a job.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import current_job
         >>> def load(day: str) -> int:
         ...     job = current_job()
@@ -71,7 +71,7 @@ class Job:
         attempt: The number of this run; 1 for the first.
         restored: Whether an earlier run has finished a step.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import current_job
         >>> def nightly(days: list[str]) -> int:
         ...     job = current_job()

@@ -20,15 +20,18 @@ _MAX_REASON: Final = 2000
 class JobState(enum.StrEnum):
     """The state of a job.
 
-        submitted --> running --(the run itself)--> succeeded | failed
-            \\            \\--> ending(outcome) ----> failed | cancelled
-             \\-----------------------/
+    | from | to | when |
+    |---|---|---|
+    | submitted | running | a leader starts the first run |
+    | submitted, running | ending | the job is cancelled, or its last run is lost |
+    | running | succeeded, failed | the run writes its result |
+    | ending | failed, cancelled | the decided commits are finished |
 
     The last three states are terminal, and the first terminal state that is written is final. A run that ends without
     one is lost, not failed: the next run takes over the job, up to `max_attempts` runs. After that the job is ending.
     An ending job finishes its decided commits before it reaches its outcome.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import JobState
         >>> [state.value for state in JobState if state.is_terminal]
         ['succeeded', 'failed', 'cancelled']
@@ -65,7 +68,7 @@ class JobRecord:
         ended: When the job ended; None while it is not terminal.
         clean: Whether the job is terminal, and only this record and its result are left.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import JobRecord
         >>> record = JobRecord(digest="0" * 64, max_attempts=3, submitted=0.0).started()
         >>> record.state.value, record.run

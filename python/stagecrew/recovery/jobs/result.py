@@ -31,7 +31,7 @@ class Result:
         pickled: The pickled value, or None if there is no value.
         shown: The value without unpickling: as JSON types if possible, else its `repr`.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import Result
         >>> result = Result.of_value({"rows": 3})
         >>> result.state, result.value(), result.shown

@@ -37,7 +37,7 @@ class JobSpec:
         max_attempts: How many runs may be started before the job has failed.
         fingerprint: Identifies a function's arguments, however they were pickled; empty if it was not computed.
 
-    Example:
+    Examples:
         >>> from stagecrew.recovery import JobSpec
         >>> spec = JobSpec.of_function("textwrap:dedent", {"text": "  hello"}, max_attempts=3)
         >>> spec.target, spec.name, spec.max_attempts
@@ -163,7 +163,7 @@ class JobSpec:
             RecoveryMisused: The module has no such function, the function does not take these arguments, or an argument
                 cannot be pickled.
 
-        Example:
+        Examples:
             >>> from stagecrew.recovery import JobSpec
             >>> JobSpec.of_function("textwrap:dedent", {"text": "  hello"}).name
             'dedent'
@@ -217,7 +217,7 @@ class JobSpec:
         Raises:
             RecoveryMisused: The script or a file cannot be read, or the script is not valid Python.
 
-        Example:
+        Examples:
             >>> import pathlib, tempfile
             >>> from stagecrew.recovery import JobSpec
             >>> with tempfile.TemporaryDirectory() as folder:

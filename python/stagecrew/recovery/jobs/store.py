@@ -53,7 +53,7 @@ class Jobs:
         storage: The state storage.
         clock: Returns the time in seconds since 1970.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from stagecrew.recovery import JobSpec, open_jobs
         >>> spec = JobSpec.of_function("textwrap:dedent", {"text": "  hello"})
@@ -385,7 +385,7 @@ def open_jobs(store: str, state: str) -> Iterator[Jobs]:
         StoreUnavailable: The store is unavailable.
         StateStorageError: The storage is unavailable.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from stagecrew.recovery import JobSpec, open_jobs
         >>> spec = JobSpec.of_function("textwrap:dedent", {"text": "  hello"})
