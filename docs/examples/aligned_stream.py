@@ -39,7 +39,7 @@ class Reader(DataSourceStreamReader):
         return dict.fromkeys(SOURCES, 0)
 
     def latestOffset(self, start, limit):
-        from stagecrew import WatermarkGroup
+        from stagecrew.operators import WatermarkGroup
 
         group = WatermarkGroup(DRIFT)
         for source, (events, _) in SOURCES.items():

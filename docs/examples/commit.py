@@ -22,7 +22,7 @@ def main():
         database = Path(folder) / "flights.db"
         with sqlite3.connect(database) as connection:
             connection.execute("CREATE TABLE distances (carrier TEXT, miles INTEGER)")
-        commit_log = stagecrew.FileCommitLog(f"{folder}/commit-log")  # outlives the driver
+        commit_log = stagecrew.operators.FileCommitLog(f"{folder}/commit-log")  # outlives the driver
         for attempt in (1, 2):  # the second attempt acts as a restarted driver: it finds both commits done
             with stagecrew.crew(spark).topology("load") as topology:
                 files = ParquetSink(f"{folder}/distances")

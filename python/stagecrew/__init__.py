@@ -1,78 +1,18 @@
-"""Coordination for Apache Spark, from Python: lifecycle listeners, and what comes with topologies.
+"""Coordination for Apache Spark, from Python: listeners, topologies, operators and jobs that survive the driver.
 
-`import stagecrew` loads neither PySpark nor anything that starts a thread: Spark's Python daemons import it too.
+This module has the names that most users type. Errors are in `stagecrew.errors`, ready-made operators and their sinks in
+`stagecrew.operators`, jobs in `stagecrew.recovery`, and fakes for tests in `stagecrew.testing`.
+
+`import stagecrew` loads neither PySpark nor anything that starts a thread, because Spark's Python daemons import it too.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from stagecrew._version import __version__
-from stagecrew.errors import (
-    AlignmentFailed,
-    ChannelClosed,
-    ChannelError,
-    CheckpointCorrupt,
-    CheckpointFailed,
-    CheckpointTimeout,
-    CommitConflict,
-    CommitFailed,
-    CommitPending,
-    CommitSuperseded,
-    CommitUnknown,
-    CommitUnreadable,
-    ConfigurationError,
-    CoordinationError,
-    CoordinatorFailed,
-    EvaluationEnded,
-    EventLogUnreadable,
-    EventNotPicklable,
-    EventTimeout,
-    EventTooLarge,
-    FrameError,
-    HandleError,
-    HandleExists,
-    HandleLocked,
-    HandleMissing,
-    HookTimeout,
-    JarMissing,
-    JobError,
-    JobExists,
-    JobFailed,
-    JobStepReused,
-    JobUnknown,
-    JobUnreadable,
-    LeadershipLost,
-    ListenerError,
-    ListenerNotImportable,
-    ListenerNotPicklable,
-    NotActive,
-    NotInitialised,
-    OperatorMisused,
-    PossiblyInconsistentError,
-    RecoveryError,
-    RecoveryMisused,
-    RequestFailed,
-    RequestTimeout,
-    ResourceNotOpen,
-    SessionLost,
-    SplitsFailed,
-    StagecrewError,
-    StateCorrupt,
-    StateStorageError,
-    StoreConflict,
-    StoreError,
-    StoreRefused,
-    StoreUnavailable,
-    StoreUnsupported,
-    SuperstepsFailed,
-    TaskKilled,
-    TopologyClosed,
-    TopologyError,
-    UnsupportedSession,
-    UnsupportedSpark,
-    VersionMismatch,
-)
+from stagecrew.errors import StagecrewError
 from stagecrew.listeners.listener import Lifetime, Listener, ListenerContext, Scope, Task
 from stagecrew.listeners.logging_context import LoggingContext
 from stagecrew.listeners.resource import Resource, resource
@@ -86,22 +26,9 @@ if TYPE_CHECKING:
     from stagecrew.coordination.gateway import Gateway
     from stagecrew.coordination.operator import Operator
     from stagecrew.jar import jar_path, spark_conf
-    from stagecrew.operators import (
-        Aligner,
-        Alignment,
-        CommitLog,
-        CommitReport,
-        Committer,
-        EventTimeSplits,
-        FileCommitLog,
-        MemoryCommitLog,
-        Staging,
-        SuperstepContext,
-        WatermarkGroup,
-        read_committed,
-    )
+    from stagecrew.operators import read_committed
     from stagecrew.partitions.report import PartitionReport, Release
-    from stagecrew.recovery import Job, JobRecord, Jobs, JobSpec, JobState, Result, current_job, open_jobs
+    from stagecrew.recovery import current_job
     from stagecrew.session.builder import configure, crew, is_active
     from stagecrew.session.crew import Crew
     from stagecrew.session.reports import LatencySummary, ListenerReport, OperatorReport, TopologyReport
@@ -109,173 +36,82 @@ if TYPE_CHECKING:
     from stagecrew.worker.evaluations import TaskGateway
 
 __all__ = [
-    "Aligner",
-    "Alignment",
-    "AlignmentFailed",
-    "ChannelClosed",
-    "ChannelError",
     "Checkpoint",
-    "CheckpointCorrupt",
-    "CheckpointFailed",
-    "CheckpointTimeout",
-    "CommitConflict",
-    "CommitFailed",
-    "CommitLog",
-    "CommitPending",
-    "CommitReport",
-    "CommitSuperseded",
-    "CommitUnknown",
-    "CommitUnreadable",
-    "Committer",
-    "ConfigurationError",
-    "CoordinationError",
     "Coordinator",
     "CoordinatorContext",
-    "CoordinatorFailed",
     "Crew",
     "Evaluation",
-    "EvaluationEnded",
-    "EventLogUnreadable",
-    "EventNotPicklable",
-    "EventTimeSplits",
-    "EventTimeout",
-    "EventTooLarge",
-    "FileCommitLog",
-    "FrameError",
     "Gateway",
-    "HandleError",
-    "HandleExists",
-    "HandleLocked",
-    "HandleMissing",
-    "HookTimeout",
-    "JarMissing",
-    "Job",
-    "JobError",
-    "JobExists",
-    "JobFailed",
-    "JobRecord",
-    "JobSpec",
-    "JobState",
-    "JobStepReused",
-    "JobUnknown",
-    "JobUnreadable",
-    "Jobs",
     "LatencySummary",
-    "LeadershipLost",
     "Lifetime",
     "Listener",
     "ListenerContext",
-    "ListenerError",
-    "ListenerNotImportable",
-    "ListenerNotPicklable",
     "ListenerReport",
     "LoggingContext",
-    "MemoryCommitLog",
-    "NotActive",
-    "NotInitialised",
     "Operator",
-    "OperatorMisused",
     "OperatorReport",
     "PartitionReport",
-    "PossiblyInconsistentError",
-    "RecoveryError",
-    "RecoveryMisused",
     "Release",
-    "RequestFailed",
-    "RequestTimeout",
     "Resource",
-    "ResourceNotOpen",
-    "Result",
     "Scope",
-    "SessionLost",
-    "SplitsFailed",
     "StagecrewError",
-    "Staging",
-    "StateCorrupt",
-    "StateStorageError",
-    "StoreConflict",
-    "StoreError",
-    "StoreRefused",
-    "StoreUnavailable",
-    "StoreUnsupported",
     "StructuredFormatter",
-    "SuperstepContext",
-    "SuperstepsFailed",
     "Task",
     "TaskGateway",
-    "TaskKilled",
     "Topology",
-    "TopologyClosed",
-    "TopologyError",
     "TopologyReport",
-    "UnsupportedSession",
-    "UnsupportedSpark",
-    "VersionMismatch",
-    "WatermarkGroup",
     "__version__",
     "configure",
     "crew",
     "current_job",
     "is_active",
     "jar_path",
-    "open_jobs",
     "read_committed",
     "resource",
     "spark_conf",
 ]
 
 _LAZY = {
-    "Crew": "stagecrew.session.crew",
     "Checkpoint": "stagecrew.coordination.checkpoints",
-    "CoordinatorContext": "stagecrew.coordination.context",
     "Coordinator": "stagecrew.coordination.contract",
+    "CoordinatorContext": "stagecrew.coordination.context",
+    "Crew": "stagecrew.session.crew",
     "Evaluation": "stagecrew.coordination.evaluation",
     "Gateway": "stagecrew.coordination.gateway",
+    "LatencySummary": "stagecrew.session.reports",
+    "ListenerReport": "stagecrew.session.reports",
     "Operator": "stagecrew.coordination.operator",
-    **dict.fromkeys(
-        (
-            "Aligner",
-            "Alignment",
-            "CommitLog",
-            "CommitReport",
-            "Committer",
-            "EventTimeSplits",
-            "FileCommitLog",
-            "MemoryCommitLog",
-            "Staging",
-            "SuperstepContext",
-            "WatermarkGroup",
-            "read_committed",
-        ),
-        "stagecrew.operators",
-    ),
+    "OperatorReport": "stagecrew.session.reports",
+    "PartitionReport": "stagecrew.partitions.report",
+    "Release": "stagecrew.partitions.report",
     "TaskGateway": "stagecrew.worker.evaluations",
-    **dict.fromkeys(("jar_path", "spark_conf"), "stagecrew.jar"),
-    **dict.fromkeys(
-        ("Job", "JobRecord", "JobSpec", "JobState", "Jobs", "Result", "current_job", "open_jobs"), "stagecrew.recovery"
-    ),
-    **dict.fromkeys(
-        ("ListenerReport", "OperatorReport", "LatencySummary", "TopologyReport"), "stagecrew.session.reports"
-    ),
-    **dict.fromkeys(("PartitionReport", "Release"), "stagecrew.partitions.report"),
-    **dict.fromkeys(("configure", "crew", "is_active"), "stagecrew.session.builder"),
     "Topology": "stagecrew.session.topology",
+    "TopologyReport": "stagecrew.session.reports",
+    "configure": "stagecrew.session.builder",
+    "crew": "stagecrew.session.builder",
+    "current_job": "stagecrew.recovery",
+    "is_active": "stagecrew.session.builder",
+    "jar_path": "stagecrew.jar",
+    "read_committed": "stagecrew.operators",
+    "spark_conf": "stagecrew.jar",
 }
+#: Public modules that `stagecrew.<module>` imports.
+_MODULES = ("operators", "recovery", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need PySpark are imported when they are first used."""
+    """Imports a name when it is first used, because some need PySpark."""
+    if name in _MODULES:
+        return importlib.import_module(f"stagecrew.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'stagecrew' has no attribute {name!r}")
-    import importlib
-
     try:
         return getattr(importlib.import_module(_LAZY[name]), name)
     except ModuleNotFoundError as error:
         if error.name in ("pyspark", "py4j"):
             raise ModuleNotFoundError(
-                f"stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or put that of your SPARK_HOME on the "
-                f"PYTHONPATH",
+                f"stagecrew.{name} needs PySpark: `pip install 'stagecrew[spark]'`, or add the one in SPARK_HOME to "
+                "PYTHONPATH",
                 name=error.name,
             ) from error
         raise

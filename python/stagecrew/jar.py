@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
-from stagecrew.errors import ConfigurationError, JarMissing
+from stagecrew.errors import ConfigurationError
 
 __all__ = ["SPARK_LINE", "found_spark_submit", "jar_path", "joined", "spark_conf"]
 
@@ -26,7 +26,7 @@ def jar_path() -> str:
         An absolute path.
 
     Raises:
-        JarMissing: This installation has no jar.
+        ConfigurationError: This installation has no jar.
 
     Examples:
         spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
@@ -35,7 +35,7 @@ def jar_path() -> str:
         Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")
     )
     if not jars:
-        raise JarMissing(
+        raise ConfigurationError(
             f"the installation of stagecrew {__version__} has no jar: reinstall it (`pip install --force-reinstall "
             f"stagecrew`), or run `make jar` in a checkout"
         )
@@ -75,7 +75,7 @@ def spark_conf(
         The properties by their names.
 
     Raises:
-        JarMissing: This installation has no jar.
+        ConfigurationError: This installation has no jar.
 
     Examples:
         >>> spark_conf(listeners=["pools:orders"], plugins="com.example.Other")["spark.plugins"]

@@ -6,7 +6,7 @@ import uuid
 import pyarrow.parquet as pq
 import pytest
 
-from stagecrew.errors import JobUnreadable
+from stagecrew.errors import RecordUnreadable
 from support.cli import run_stagecrew
 from support.driver_processes import QUICK_CONF, campaigning_drivers, kill_point, wait_until
 from support.example_jobs import MODULE, job_spec, recorded_lines
@@ -70,7 +70,7 @@ def check_consistency(drivers):
             record, version = jobs.read(job)
             try:
                 assert jobs.result(job) if record.state.is_terminal else jobs.spec(job)
-            except JobUnreadable:
+            except RecordUnreadable:
                 assert jobs.read(job)[1] != version, "the record has not changed meanwhile, so the job is inconsistent"
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 
 from stagecrew.errors import (
+    ConfigurationError,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StoreConflict,
     StoreRefused,
@@ -315,7 +315,7 @@ def test_a_damaged_database_is_refused_and_not_deleted(path):
 
 
 def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(RecoveryMisused, match="the folder of .*none/crew.db does not exist"):
+    with pytest.raises(ConfigurationError, match="the folder of .*none/crew.db does not exist"):
         SQLiteStore(tmp_path / "none" / "crew.db")
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from stagecrew.errors import PossiblyInconsistentError, RecoveryMisused, SessionLost, StoreConflict, StoreRefused
+from stagecrew.errors import ConfigurationError, PossiblyInconsistentError, SessionLost, StoreConflict, StoreRefused
 from stagecrew.recovery.stores import open_store
 from stagecrew.recovery.stores.contract import (
     MAX_VALUE_BYTES,
@@ -240,18 +240,18 @@ def test_values_and_transactions_that_are_too_large_are_refused(backend):
 def test_an_invalid_key_is_refused(backend, key):
     store, _ = backend.fresh()
     for call in (store.read, store.children, store.ensure, lambda key: store.transact(Create(key))):
-        with pytest.raises(RecoveryMisused, match="is not a valid key"):
+        with pytest.raises(ConfigurationError, match="is not a valid key"):
             call(key)
 
 
 def test_invalid_values_and_versions_are_refused(backend):
     store, root = backend.fresh()
-    with pytest.raises(RecoveryMisused, match="is str: pass bytes"):
+    with pytest.raises(ConfigurationError, match="is str: pass bytes"):
         store.transact(Create(f"{root}/a", "text"))
     for version in (-1, 1 << 31, 1.0, True):
-        with pytest.raises(RecoveryMisused, match="is not a version"):
+        with pytest.raises(ConfigurationError, match="is not a version"):
             store.transact(Delete(root, version))
-    with pytest.raises(RecoveryMisused, match="None is not a version"):
+    with pytest.raises(ConfigurationError, match="None is not a version"):
         store.transact(Replace(root, b"", None))
     assert store.read(root) == Entry(b"", 0)
 
@@ -325,7 +325,7 @@ def test_a_fork_cannot_use_its_parents_session(process_backend):
         message = "nothing"
         try:
             store.read(root)
-        except RecoveryMisused as error:
+        except ConfigurationError as error:
             store.close()
             message = str(error)
         finally:

@@ -22,7 +22,6 @@ from kazoo.security import OPEN_ACL_UNSAFE
 from stagecrew.errors import (
     ConfigurationError,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StoreConflict,
     StoreRefused,
@@ -361,7 +360,7 @@ def test_credentials_come_from_the_environment_or_a_file(zookeeper, chroot, tmp_
         assert store.read("a") == Entry(b"", 0)
     with contextlib.closing(open_store(url, {})) as store, pytest.raises(StoreRefused):
         store.read("a")
-    with pytest.raises(RecoveryMisused, match="cannot be read"):
+    with pytest.raises(ConfigurationError, match="cannot be read"):
         open_store(url, {"STAGECREW_STORE_CREDENTIALS_FILE": str(tmp_path / "none")})
 
 
@@ -406,7 +405,9 @@ def test_another_format_is_refused_and_unchanged(direct_store, zookeeper, chroot
      "zookeeper://", "zookeeper://host", "zookeeper://host/", "zookeeper:///chroot", "etcd://host/a", "postgresql://u:p@h/db"],
 )  # fmt: skip
 def test_an_invalid_store_url_is_refused_with_both_valid_forms(url):
-    with pytest.raises(RecoveryMisused, match="sqlite:///path, or zookeeper://host:port,host2:port/chroot") as raised:
+    with pytest.raises(
+        ConfigurationError, match="sqlite:///path, or zookeeper://host:port,host2:port/chroot"
+    ) as raised:
         open_store(url)
     assert "u:p" not in str(raised.value)
 
@@ -426,13 +427,13 @@ def test_an_invalid_store_url_is_refused_with_both_valid_forms(url):
     ],
 )
 def test_the_error_names_the_invalid_part_of_a_url(url, message):
-    with pytest.raises(RecoveryMisused, match=message) as raised:
+    with pytest.raises(ConfigurationError, match=message) as raised:
         open_store(url, {})
     assert "s3cret" not in str(raised.value)
 
 
 def test_the_error_for_malformed_credentials_does_not_contain_them():
-    with pytest.raises(RecoveryMisused, match="user:password") as raised:
+    with pytest.raises(ConfigurationError, match="user:password") as raised:
         open_store("zookeeper://host/a", {"STAGECREW_STORE_CREDENTIALS": "s3cret"})
     assert "s3cret" not in str(raised.value)
 
@@ -451,7 +452,7 @@ def test_without_kazoo_the_error_names_what_to_install():
     done = subprocess.run(
         [sys.executable, "-c", program, f"/tmp/{uuid.uuid4().hex}/none"], capture_output=True, text=True, timeout=60, check=False
     )  # fmt: skip
-    assert "RecoveryMisused" in done.stderr
+    assert "ConfigurationError" in done.stderr
     program = program.replace('open_store("sqlite://" + sys.argv[1]).close()', "")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith(ConfigurationError.__name__)

@@ -111,7 +111,7 @@ def test_idle_and_finished_sources_hold_no_other(cluster, tmp_path):
             eventually(passed.exists, 60)
         else:
             eventually(waiting.exists, 60)
-            with pytest.raises(stagecrew.AlignmentFailed):
+            with pytest.raises(stagecrew.errors.OperatorFailed):
                 aligner.advance(1000, timeout=0.2)
             held.touch()
             aligner.advance(1000, timeout=30)
@@ -163,9 +163,9 @@ def test_waiting_too_long_for_a_stalled_source_raises(cluster, tmp_path):
             eventually(raised.exists, 60)
         else:
             eventually(began.exists, 60)
-            with pytest.raises(stagecrew.AlignmentFailed, match="set idle_after"):
+            with pytest.raises(stagecrew.errors.OperatorFailed, match="set idle_after"):
                 aligner.advance(1000, timeout=0.5)
-            with pytest.raises(stagecrew.AlignmentFailed, match="cannot be compared"):
+            with pytest.raises(stagecrew.errors.OperatorFailed, match="cannot be compared"):
                 aligner.advance("noon")
             raised.touch()
         yield pa.record_batch({"attempt": [TaskContext.get().attemptNumber()]})
@@ -188,7 +188,7 @@ def test_merged_sources_are_read_within_the_drift(cluster, journal):
         log.write(event="end", at=at, pid=os.getpid())
         yield pa.record_batch({"source": [source], "at": [at]})
 
-    merged = stagecrew.EventTimeSplits(sources, lambda at: at, DRIFT)
+    merged = stagecrew.operators.EventTimeSplits(sources, lambda at: at, DRIFT)
     with stagecrew.crew(cluster).topology("t") as topology:
         splits = topology.splits(merged, read, "source string, at long", parallelism=3)
         rows = sorted((row.source, row["at"]) for row in splits.collect())
@@ -257,36 +257,36 @@ def test_a_rejected_call_does_not_use_up_a_name_or_an_alignment(cluster):
     Only the next one fails.
     """
     with stagecrew.crew(cluster).topology("t") as topology:
-        with pytest.raises(stagecrew.OperatorMisused, match="idle_after"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after"):
             topology.align("a", DRIFT, idle_after=0)
         alignment = topology.align("a", DRIFT)
 
         def work(aligner, batches):
             yield from batches
 
-        with pytest.raises(stagecrew.OperatorMisused, match="maps a DataFrame, not int"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a DataFrame, not int"):
             alignment.map(7, work, "id long")
         with pytest.raises(Exception, match="PARSE_SYNTAX_ERROR"):
             alignment.map(cluster.range(2), work, "no schema at all")
         assert alignment.map(cluster.range(2), work, "id long").count() == 2
-        with pytest.raises(stagecrew.OperatorMisused, match="one dataset"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="one dataset"):
             alignment.map(cluster.range(2), work, "id long")
 
 
 def test_invalid_arguments_are_rejected(cluster):
     """Arguments that are no function, no seconds or no ordered times are rejected, and so is a closed topology."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        with pytest.raises(stagecrew.OperatorMisused, match="idle_after is after how many seconds"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="idle_after is after how many seconds"):
             topology.align("a", DRIFT, idle_after=0)
-        with pytest.raises(stagecrew.OperatorMisused, match="maps a function work"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a function work"):
             topology.align("b", DRIFT).map(cluster.range(2), 7, "a long")
-        with pytest.raises(stagecrew.OperatorMisused, match="event_time is a function"):
-            stagecrew.EventTimeSplits({"a": []}, 7, DRIFT)
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="event_time is a function"):
+            stagecrew.operators.EventTimeSplits({"a": []}, 7, DRIFT)
         with (
-            pytest.raises(stagecrew.CoordinatorFailed, match="source 'a' goes back in time"),
+            pytest.raises(stagecrew.errors.CoordinatorFailed, match="source 'a' goes back in time"),
             stagecrew.crew(cluster).topology("inner") as inner,
         ):
-            unordered = stagecrew.EventTimeSplits({"a": [5, 1]}, lambda at: at, DRIFT)
+            unordered = stagecrew.operators.EventTimeSplits({"a": [5, 1]}, lambda at: at, DRIFT)
             inner.splits(unordered, lambda split: [], "a long", parallelism=1).collect()
-    with pytest.raises(stagecrew.TopologyClosed):
+    with pytest.raises(stagecrew.errors.TopologyError):
         topology.align("c", DRIFT)

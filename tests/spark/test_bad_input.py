@@ -23,7 +23,7 @@ TESTS = str(Path(__file__).parent.parent)
 def error_of_configuration(sessions: Sessions, **conf: str) -> str:
     """The message of the error with which the plugin refuses this configuration."""
     sessions.stop()
-    with pytest.raises(stagecrew.ConfigurationError) as caught:
+    with pytest.raises(stagecrew.errors.ConfigurationError) as caught:
         sessions.get("local[1]", **conf)
     return str(caught.value)
 
@@ -54,9 +54,9 @@ def test_a_running_context_without_the_plugin_is_refused(sessions, journal):
     plain = session_builder("local[1]").getOrCreate()
     try:
         assert not stagecrew.is_active(plain)
-        with pytest.raises(stagecrew.NotActive, match=r"Stop this session and build it again"):
+        with pytest.raises(stagecrew.errors.NotActive, match=r"Stop this session and build it again"):
             stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal)]).getOrCreate()
-        with pytest.raises(stagecrew.NotActive, match=r"spark-submit --jars"):
+        with pytest.raises(stagecrew.errors.NotActive, match=r"spark-submit --jars"):
             stagecrew.crew(plain)
     finally:
         plain.stop()
@@ -68,9 +68,9 @@ def test_configure_returns_a_running_session_and_refuses_new_listeners(sessions,
     spark = sessions.get("local[1]", listeners=(mine,))
     assert stagecrew.is_active(spark)
     assert stagecrew.configure(session_builder("local[1]"), listeners=[mine]).getOrCreate() is spark
-    with pytest.raises(stagecrew.ConfigurationError, match="it does not have: late"):
+    with pytest.raises(stagecrew.errors.ConfigurationError, match="it does not have: late"):
         stagecrew.configure(session_builder("local[1]"), listeners=[Recorder(journal, "late")]).getOrCreate()
-    with pytest.raises(stagecrew.ConfigurationError, match="takes SparkSession.builder"):
+    with pytest.raises(stagecrew.errors.ConfigurationError, match="takes SparkSession.builder"):
         stagecrew.configure(spark)
 
 
@@ -82,9 +82,9 @@ def test_a_listener_class_and_an_uncalled_resource_are_refused(sessions):
     def pool(context):
         yield 1
 
-    with pytest.raises(stagecrew.ListenerError, match=r"Recorder is a class; register an instance"):
+    with pytest.raises(stagecrew.errors.ListenerError, match=r"Recorder is a class; register an instance"):
         crew.topology("t", listeners=[Recorder])
-    with pytest.raises(stagecrew.ListenerError, match=r"was not called"):
+    with pytest.raises(stagecrew.errors.ListenerError, match=r"was not called"):
         crew.topology("t", listeners=[pool])
 
 
@@ -95,7 +95,7 @@ def test_a_listener_that_cannot_be_pickled_is_named(sessions, journal):
     crew = stagecrew.crew(sessions.get("local[1]"))
     bad = Recorder(journal, "bad", guard=threading.Lock())
     with pytest.raises(
-        stagecrew.ListenerNotPicklable, match=r"'bad' cannot be pickled: its attribute 'guard' is a lock"
+        stagecrew.errors.ListenerError, match=r"'bad' cannot be pickled: its attribute 'guard' is a lock"
     ):
         crew.topology("t", listeners=[bad])
 
@@ -110,7 +110,7 @@ def test_a_listener_name_that_cannot_be_imported_fails_the_job(sessions, caplog)
     ) as caught:
         spark.sparkContext.parallelize([1], 1).map(lambda x: x).collect()
     (line,) = (line for line in str(caught.value).splitlines() if "this task cannot begin on executor" in line)
-    assert "ListenerNotImportable: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
+    assert "ListenerError: 'no_such_module:pool' in spark.stagecrew.listeners cannot be imported" in line
     assert "--py-files" in line
     assert PACKAGE_IN_JAR not in str(caught.value)
 
@@ -120,7 +120,7 @@ def test_a_missing_attribute_in_a_listener_name_stops_the_session(sessions, tmp_
     (tmp_path / "without_a_pool.py").write_text("import stagecrew\n")
     monkeypatch.syspath_prepend(tmp_path)
     sessions.stop()
-    with pytest.raises(stagecrew.ListenerNotImportable, match="'without_a_pool:pool'.*has no attribute 'pool'"):
+    with pytest.raises(stagecrew.errors.ListenerError, match="'without_a_pool:pool'.*has no attribute 'pool'"):
         sessions.get("local[2,2]", spark__stagecrew__listeners="without_a_pool:pool")
     assert SparkContext._active_spark_context is None
 
@@ -143,7 +143,7 @@ def test_a_listener_name_that_only_the_driver_can_import_is_reported(sessions, t
 def test_spark_connect_is_refused(monkeypatch):
     """A Connect session, or an environment that requests one, is refused."""
     monkeypatch.setenv("SPARK_REMOTE", "sc://localhost")
-    with pytest.raises(stagecrew.UnsupportedSession, match="Spark Connect"):
+    with pytest.raises(stagecrew.errors.ConfigurationError, match="Spark Connect"):
         stagecrew.configure(SparkSession.builder).getOrCreate()
 
 
@@ -185,7 +185,7 @@ def test_a_jar_of_another_version_is_refused(tmp_path):
     spark = session_builder("local[1]").config("spark.plugins", "stagecrew.StagecrewPlugin").config("spark.jars", {str(other)!r}).getOrCreate()
     try:
         stagecrew.crew(spark)
-    except stagecrew.VersionMismatch as error:
+    except stagecrew.errors.ConfigurationError as error:
         print("REFUSED", error)
     spark.stop()
     """)
@@ -199,7 +199,7 @@ def test_a_missing_jar_is_reported(monkeypatch):
     from stagecrew import jar
 
     monkeypatch.setattr(jar, "__version__", "9.9.9")
-    with pytest.raises(stagecrew.JarMissing, match="reinstall"):
+    with pytest.raises(stagecrew.errors.ConfigurationError, match="reinstall"):
         stagecrew.configure(SparkSession.builder)
 
 

@@ -81,7 +81,7 @@ def test_a_pending_commit_resumes_in_the_same_session(few_retries, place):
 
     sink.__class__ = UnreachableSink
     with (
-        pytest.raises(stagecrew.CommitPending, match="the network is down"),
+        pytest.raises(stagecrew.errors.CommitPending, match="the network is down"),
         stagecrew.crew(few_retries).topology("one") as topology,
     ):
         topology.commit(rows_of(few_retries), sink, f"daily {place.folder}")
@@ -139,7 +139,7 @@ place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({fol
 spark = stagecrew.configure(base({master!r})).getOrCreate()
 watcher = DyingDriver()
 sink = place.sink()
-commit_log = watcher.watched(stagecrew.FileCommitLog({log!r}), ("write",))
+commit_log = watcher.watched(stagecrew.operators.FileCommitLog({log!r}), ("write",))
 
 class WatchedSink(type(sink)):
     def begin(self, staging):
@@ -204,7 +204,7 @@ def test_a_pending_commit_in_foreach_batch_is_not_the_jobs_fault(sessions, pendi
     """
 
     def process_batch(frame, batch):
-        raise stagecrew.CommitPending("it waits") if pending else ValueError("mine")
+        raise stagecrew.errors.CommitPending("it waits") if pending else ValueError("mine")
 
     stream = sessions.get(LOCAL).readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
     query = stream.writeStream.foreachBatch(process_batch).start()
@@ -224,7 +224,7 @@ def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
         try:
             with stagecrew.crew(cluster).topology(name) as topology:
                 outcomes.append(topology.commit(rows_of(cluster), place.sink()))
-        except stagecrew.CommitConflict as error:
+        except stagecrew.errors.CommitConflict as error:
             outcomes.append(error)
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("one", "other")]
@@ -232,7 +232,7 @@ def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
         thread.start()
     for thread in threads:
         thread.join(120)
-    conflicts = [outcome for outcome in outcomes if isinstance(outcome, stagecrew.CommitConflict)]
+    conflicts = [outcome for outcome in outcomes if isinstance(outcome, stagecrew.errors.CommitConflict)]
     assert len(outcomes) == 2
     assert len(conflicts) == (1 if place.name == "parquet" else 0)
     assert len(place.visible()) == 40 * (2 - len(conflicts))
@@ -241,7 +241,7 @@ def test_two_topologies_that_commit_at_once_succeed_or_conflict(cluster, place):
 
 def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, caplog):
     """A reused id with other content raises in a topology. A later run of a job gets a warning and the earlier rows."""
-    sink, commit_log = ParquetSink(tmp_path / "table"), stagecrew.FileCommitLog(tmp_path / "log")
+    sink, commit_log = ParquetSink(tmp_path / "table"), stagecrew.operators.FileCommitLog(tmp_path / "log")
     session = ModelServer().session()
     session.ensure("steps", "commits")
     (tmp_path / "state").mkdir()
@@ -249,7 +249,7 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
     with stagecrew.crew(few_retries).topology("t") as topology:
         assert not topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
         assert topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="monday").repeated
-        with pytest.raises(stagecrew.OperatorMisused, match="content is 'tuesday', there 'monday'"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'tuesday', there 'monday'"):
             topology.commit(rows_of(few_retries), sink, "daily", commit_log, content="tuesday")
         assert [record for record in caplog.messages if "with 40 rows. This call has written nothing" in record]
         caplog.clear()
@@ -260,7 +260,7 @@ def test_a_commit_id_with_other_content_raises_or_warns(few_retries, tmp_path, c
                 assert topology.commit(rows_of(few_retries), in_job, content=f"run {attempt}").repeated == (
                     attempt == 2
                 )
-            with pytest.raises(stagecrew.OperatorMisused, match="content is 'other', there 'run 1'"):
+            with pytest.raises(stagecrew.errors.OperatorMisused, match="content is 'other', there 'run 1'"):
                 set_running_job(Job("nightly", 1, *handles))
                 topology.commit(rows_of(few_retries), in_job, content="other")
         finally:
@@ -337,7 +337,7 @@ def test_a_full_disk_leaves_nothing(few_retries, tmp_path):
 def test_an_unwritable_path_is_reported_before_anything_runs(few_retries):
     """The commit fails before any task runs."""
     with (
-        pytest.raises(stagecrew.CommitFailed, match="/proc/nowhere/table cannot be written"),
+        pytest.raises(stagecrew.errors.CommitFailed, match="/proc/nowhere/table cannot be written"),
         stagecrew.crew(few_retries).topology("t") as topology,
     ):
         topology.commit(rows_of(few_retries), ParquetSink("/proc/nowhere/table"))
@@ -351,7 +351,7 @@ def test_a_read_only_directory_is_reported_before_anything_runs(few_retries, tmp
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,ro", "tmpfs", str(disk)], check=True)
     try:
         with (
-            pytest.raises(stagecrew.CommitFailed, match="cannot be written.*Read-only file system"),
+            pytest.raises(stagecrew.errors.CommitFailed, match="cannot be written.*Read-only file system"),
             stagecrew.crew(few_retries).topology("t") as topology,
         ):
             topology.commit(rows_of(few_retries), ParquetSink(disk / "table"))
@@ -362,13 +362,13 @@ def test_a_read_only_directory_is_reported_before_anything_runs(few_retries, tmp
 def test_invalid_arguments_are_rejected(few_retries, tmp_path):
     """Wrong types of dataset and sink, a missing table and a closed topology are rejected."""
     with stagecrew.crew(few_retries).topology("t") as topology:
-        with pytest.raises(stagecrew.OperatorMisused, match="takes a DataFrame, not int"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="takes a DataFrame, not int"):
             topology.commit(7, ParquetSink(tmp_path / "t"))
         with pytest.raises(
-            stagecrew.OperatorMisused, match="str is no Committer: it has no begin, stage, commit, done, discard"
+            stagecrew.errors.OperatorMisused, match="str is no Committer: it has no begin, stage, commit, done, discard"
         ):
             topology.commit(rows_of(few_retries), "a path")
-        with pytest.raises(stagecrew.CommitFailed, match="no such table: target"):
+        with pytest.raises(stagecrew.errors.CommitFailed, match="no such table: target"):
             topology.commit(rows_of(few_retries), DatabaseSink(f"sqlite:///{tmp_path}/new.db", "target"))
-    with pytest.raises(stagecrew.TopologyClosed):
+    with pytest.raises(stagecrew.errors.TopologyError):
         topology.commit(rows_of(few_retries), ParquetSink(tmp_path / "t"))

@@ -173,7 +173,7 @@ def test_an_exception_in_handle_request_fails_only_the_request(cluster, cluster_
     def work(gateway, batches):
         try:
             gateway.request(1)
-        except stagecrew.RequestFailed as error:
+        except stagecrew.errors.RequestFailed as error:
             yield pa.record_batch({"a": [str(error)], "b": [type(error.__cause__).__name__]})
 
     with cluster_crew.topology("t") as topology:
@@ -197,7 +197,7 @@ def test_a_coordinator_that_raises_fails_its_topology_once(cluster, cluster_crew
             yield one_row(1)
 
     with (
-        pytest.raises(stagecrew.CoordinatorFailed, match="in the coordinator") as caught,
+        pytest.raises(stagecrew.errors.CoordinatorFailed, match="in the coordinator") as caught,
         cluster_crew.topology("t") as topology,
     ):
         topology.coordinate("o", Broken).map(cluster.range(0, 2, 1, 2), work, "a long").collect()
@@ -271,17 +271,17 @@ def test_invalid_arguments_are_rejected_with_the_remedy(cluster, cluster_crew, r
         yield from batches
 
     with cluster_crew.topology("t") as topology:
-        with pytest.raises(stagecrew.OperatorMisused, match="made by a factory"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="made by a factory"):
             topology.coordinate("o", 3)
         operator = topology.coordinate("o", recording)
-        with pytest.raises(stagecrew.OperatorMisused, match="maps a DataFrame, not list"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a DataFrame, not list"):
             operator.map([1], work, "id long")
-        with pytest.raises(stagecrew.OperatorMisused, match="binds a function"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="binds a function"):
             operator.bind(3)
         late = operator.map(cluster.range(2), work, "id long")
-    with pytest.raises(stagecrew.TopologyClosed, match="bind it inside"):
+    with pytest.raises(stagecrew.errors.TopologyError, match="bind it inside"):
         operator.map(cluster.range(2), work, "id long")
-    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
+    with pytest.raises(stagecrew.errors.TopologyError, match="only inside its `with`"):
         topology.coordinate("o", recording)
     with pytest.raises(Exception, match="outside of topology 't': run the action inside its `with`"):
         late.collect()
@@ -295,15 +295,15 @@ def test_an_event_that_cannot_be_sent_does_not_fail_the_task(cluster, cluster_cr
         for event in (threading.Lock(), b"x" * (17 << 20)):
             try:
                 gateway.send(event)
-            except stagecrew.CoordinationError as error:
+            except stagecrew.errors.CoordinationError as error:
                 errors.append(f"{type(error).__name__}: {error}")
         gateway.send("fine")
         yield pa.record_batch({"a": errors})
 
     with cluster_crew.topology("t") as topology:
         rows = topology.coordinate("o", recording).map(cluster.range(0, 1, 1, 1), work, "a string").collect()
-    assert "EventNotPicklable: cannot pickle a lock" in rows[0].a
-    assert "EventTooLarge" in rows[1].a
+    assert "EventRejected: cannot pickle a lock" in rows[0].a
+    assert "EventRejected" in rows[1].a
     assert "spark.stagecrew.event.maxSize" in rows[1].a
     (coordinator,) = recording.instances
     assert [event for _, event in coordinator.calls_named("event")] == ["fine"]

@@ -194,7 +194,7 @@ def seconds_until_task_ends(cluster, coordinators, ending, journal) -> float:
     ]
     assert len(function_ended) >= 2
     assert max(function_ended) < 1.0
-    with pytest.raises(stagecrew.CoordinatorFailed) if ending == "fail" else contextlib.nullcontext():
+    with pytest.raises(stagecrew.errors.CoordinatorFailed) if ending == "fail" else contextlib.nullcontext():
         topology.close(cancel=True)
     return elapsed
 
@@ -212,7 +212,7 @@ def test_a_topology_fails_once_with_the_first_cause(cluster, coordinators, caplo
             coordinator.context.fail(error)
 
     with (
-        pytest.raises(stagecrew.CoordinatorFailed, match="number") as caught,
+        pytest.raises(stagecrew.errors.CoordinatorFailed, match="number") as caught,
         stagecrew.crew(cluster).topology("t") as topology,
     ):
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
@@ -258,7 +258,7 @@ def test_a_callback_that_raises_fails_the_topology(cluster, coordinators, callba
         gateway.send(1)
         yield batch_of(gateway.subtask)
 
-    expected = ZeroDivisionError if callback == "factory" else stagecrew.CoordinatorFailed
+    expected = ZeroDivisionError if callback == "factory" else stagecrew.errors.CoordinatorFailed
     with pytest.raises(expected, match=callback), stagecrew.crew(cluster).topology("t") as topology:
         topology.coordinate("o", factory).map(cluster.range(0, 1, 1, 1), work, "a long").collect()
 
@@ -277,7 +277,7 @@ def test_an_operator_name_and_a_bound_function_are_used_only_once(cluster, coord
     """An operator's name is used once, and a bound function serves one dataset. Both errors say what to do."""
     with stagecrew.crew(cluster).topology("t") as topology:
         operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
-        with pytest.raises(stagecrew.OperatorMisused, match="already has an operator 'o'"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="already has an operator 'o'"):
             topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
 
         def work(gateway, batches):
@@ -292,13 +292,15 @@ def test_an_operator_name_and_a_bound_function_are_used_only_once(cluster, coord
             lambda: numbers.mapInArrow(bound, "id long"),
             lambda: cluster.range(2).mapInPandas(bound, "id long"),
         ):
-            with pytest.raises(stagecrew.OperatorMisused, match="used on two datasets.*call bind\\(\\) once for each"):
+            with pytest.raises(
+                stagecrew.errors.OperatorMisused, match="used on two datasets.*call bind\\(\\) once for each"
+            ):
                 reuse()
         pairs = operator.bind(lambda gateway, values: (gateway.send(2), list(values))[1])
         rdd = cluster.sparkContext.parallelize(range(4), 2)
         mapped = rdd.mapPartitions(pairs)
         assert mapped.count() == mapped.map(lambda n: n).count() == 4
-        with pytest.raises(stagecrew.OperatorMisused, match="two datasets"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="two datasets"):
             cluster.sparkContext.parallelize(range(4), 2).mapPartitions(pairs).count()
 
 

@@ -141,7 +141,7 @@ def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators
         def __init__(self, context):
             super().__init__(context, coordinators)
             lifecycle.append(("made", context.state, SparkContext._active_spark_context is None))
-            with pytest.raises(stagecrew.NotInitialised):
+            with pytest.raises(stagecrew.errors.OperatorMisused):
                 context.fail(ValueError())
 
         def reset_to_checkpoint(self, checkpoint_id, state):
@@ -179,18 +179,18 @@ def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators
         assert second_use.first().a == 1
         checkpoint = crew.checkpoint()
         assert (checkpoint.id, checkpoint.states) == (5, {"counter/1": b"12", "counter/2": b"1"})
-        with pytest.raises(stagecrew.OperatorMisused, match="no operator 'other', but 'counter'"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="no operator 'other', but 'counter'"):
             crew.operator("other")
         assert (
             stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Counter}).getOrCreate()
             is not None
         )
-        with pytest.raises(stagecrew.ConfigurationError, match="it does not have: more"):
+        with pytest.raises(stagecrew.errors.ConfigurationError, match="it does not have: more"):
             stagecrew.configure(session_builder("local[2]"), coordinators={"more": Counter}).getOrCreate()
         coordinators[0].context.fail(ValueError("gone"))
         with pytest.raises(Exception, match="topology 'application' failed: ValueError: gone"):
             bound.first()
-        with pytest.raises(stagecrew.CoordinatorFailed, match="gone"):
+        with pytest.raises(stagecrew.errors.CoordinatorFailed, match="gone"):
             crew.operator("counter")
         assert spark.range(3).count() == 3
         crew.topology("open").start().coordinate("o", lambda context: RecordingCoordinator(context, coordinators)).bind(
@@ -215,11 +215,12 @@ def test_corrupt_coordinator_state_fails_before_spark_starts(sessions, coordinat
     restore = stagecrew.Checkpoint(4, {"counter/1": b"garbage"})
     builder = stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Picky}, restore=restore)
     with pytest.raises(
-        stagecrew.CoordinatorFailed, match="'counter' cannot be created, or restored from checkpoint 4: ValueError"
+        stagecrew.errors.CoordinatorFailed,
+        match="'counter' cannot be created, or restored from checkpoint 4: ValueError",
     ):
         builder.getOrCreate()
     assert SparkContext._active_spark_context is None
     eventually(lambda: "stagecrew-counter" not in {one.name for one in threading.enumerate()}, 5, "its thread ends")
     for invalid in ({"counter": 3}, {3: Picky}):
-        with pytest.raises(stagecrew.OperatorMisused, match="coordinators= takes factories"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="coordinators= takes factories"):
             stagecrew.configure(session_builder("local[2]"), coordinators=invalid)

@@ -101,7 +101,7 @@ def test_a_full_mailbox_fails_only_its_attempt(small_limits, coordinators):
     ((_, evaluation, reason),) = coordinators[0].calls_named("failed")
     assert evaluation.subtask == 0
     assert "its mailbox is full: " in reason
-    with pytest.raises(stagecrew.EvaluationEnded, match="its mailbox is full"):
+    with pytest.raises(stagecrew.errors.EvaluationEnded, match="its mailbox is full"):
         futures[-1].result(0)
 
 
@@ -165,8 +165,8 @@ def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, co
         def ready(self, evaluation, gateway):
             super().ready(evaluation, gateway)
             for event, error in (
-                (b"x" * 70_000, stagecrew.EventTooLarge),
-                ((n for n in ()), stagecrew.EventNotPicklable),
+                (b"x" * 70_000, stagecrew.errors.EventRejected),
+                ((n for n in ()), stagecrew.errors.EventRejected),
             ):
                 with pytest.raises(error):
                     gateway.send(event)
@@ -178,14 +178,14 @@ def test_large_and_unpicklable_values_raise_where_they_are_sent(small_limits, co
     def work(gateway, batches):
         large, generator = b"x" * 70_000, (n for n in ())
         for call in (gateway.send, gateway.request):
-            with pytest.raises(stagecrew.EventTooLarge, match="65536 bytes of spark.stagecrew.event.maxSize"):
+            with pytest.raises(stagecrew.errors.EventRejected, match="65536 bytes of spark.stagecrew.event.maxSize"):
                 call(large)
-            with pytest.raises(stagecrew.EventNotPicklable, match="cannot pickle a generator"):
+            with pytest.raises(stagecrew.errors.EventRejected, match="cannot pickle a generator"):
                 call(generator)
-        with pytest.raises(stagecrew.RequestFailed, match="EventTooLarge") as caught:
+        with pytest.raises(stagecrew.errors.RequestFailed, match="EventRejected") as caught:
             gateway.request("large")
-        assert isinstance(caught.value.__cause__, stagecrew.EventTooLarge)
-        with pytest.raises(stagecrew.RequestFailed, match="EventNotPicklable"):
+        assert isinstance(caught.value.__cause__, stagecrew.errors.EventRejected)
+        with pytest.raises(stagecrew.errors.RequestFailed, match="EventRejected"):
             gateway.request("generator")
         gateway.send(b"x" * 60_000)
         yield batch_of(1)
@@ -204,7 +204,7 @@ def test_an_event_size_larger_than_a_frame_is_refused(sessions):
         "local[2,4]", **{"spark.stagecrew.event.maxSize": "70m", "spark.stagecrew.channel.maxFrame": "64m"}
     )
     with (
-        pytest.raises(stagecrew.ConfigurationError, match="event.maxSize=70m does not fit into .*maxFrame=64m"),
+        pytest.raises(stagecrew.errors.ConfigurationError, match="event.maxSize=70m does not fit into .*maxFrame=64m"),
         stagecrew.crew(spark).topology("t") as topology,
     ):
         topology.coordinate("o", stagecrew.Coordinator).bind(len)
@@ -313,7 +313,7 @@ def test_an_evaluation_abandoned_while_it_waits_is_notified(cluster, coordinator
         try:
             for _ in gateway.events():
                 pass
-        except stagecrew.EvaluationEnded as error:
+        except stagecrew.errors.EvaluationEnded as error:
             Path(ended).write_text(str(error))
             raise
 
@@ -353,7 +353,7 @@ def test_an_exception_after_the_job_still_fails_the_topology(cluster, coordinato
         job_has_ended.set()
 
     topology = stagecrew.crew(cluster).topology("t")
-    with pytest.raises(stagecrew.CoordinatorFailed, match="ZeroDivisionError: late"):
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match="ZeroDivisionError: late"):
         if how == "with":
             with topology:
                 run(topology)
@@ -382,7 +382,7 @@ def test_a_coordinator_failure_ends_an_exit_that_waits_for_a_query(cluster, coor
 
     began = time.monotonic()
     with (
-        pytest.raises(stagecrew.CoordinatorFailed, match="while it closes"),
+        pytest.raises(stagecrew.errors.CoordinatorFailed, match="while it closes"),
         stagecrew.crew(cluster).topology("t") as topology,
     ):
         operator = topology.coordinate("o", lambda context: Failing(context, coordinators))
@@ -438,7 +438,7 @@ def test_a_broken_driver_channel_fails_the_topology_only(cluster, coordinators):
     crew = stagecrew.crew(cluster)
     with (
         pytest.raises(
-            stagecrew.CoordinatorFailed,
+            stagecrew.errors.CoordinatorFailed,
             match="the connection from coordinators to executors broke: the driver's JVM closed the channel",
         ),
         crew.topology("t") as topology,

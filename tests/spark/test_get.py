@@ -193,7 +193,7 @@ def test_a_threads_jobs_belong_to_the_topology_only_if_wrapped(spark, crew, pool
 
 
 def test_a_closed_topology_cannot_be_used_again(spark, crew, journal):
-    """`start`, `with` and wrapped functions of a closed topology raise TopologyClosed. `close` does nothing."""
+    """`start`, `with` and wrapped functions of a closed topology raise TopologyError. `close` does nothing."""
     topology = crew.topology("t", listeners=[Recorder(journal)])
     with topology:
         wrapped = topology.wrap(lambda: 1)
@@ -203,7 +203,7 @@ def test_a_closed_topology_cannot_be_used_again(spark, crew, journal):
         (topology.__enter__, "create another"),
         (wrapped, "call it inside"),
     ):
-        with pytest.raises(stagecrew.TopologyClosed, match=f"'t'.*{remedy}"):
+        with pytest.raises(stagecrew.errors.TopologyError, match=f"'t'.*{remedy}"):
             use()
     topology.close()
     assert topology.report.state == "closed"

@@ -159,11 +159,11 @@ def test_a_failing_enumerator_fails_the_topology(cluster, case):
     }[case]
     started = time.monotonic()
     with (
-        pytest.raises(stagecrew.CoordinatorFailed, match=message) as caught,
+        pytest.raises(stagecrew.errors.CoordinatorFailed, match=message) as caught,
         stagecrew.crew(cluster).topology("t") as topology,
     ):
         topology.splits(enumerator, read_one_row, "id long", parallelism=2, name="mine").collect()
-    assert isinstance(caught.value.__cause__, stagecrew.SplitsFailed)
+    assert isinstance(caught.value.__cause__, stagecrew.errors.OperatorFailed)
     assert time.monotonic() - started < 20
 
 
@@ -185,7 +185,8 @@ def test_a_blocking_enumerator_fails_the_topology(sessions):
     try:
         with (
             pytest.raises(
-                stagecrew.CoordinatorFailed, match="has not given its next split within 1.8 s: it blocks, or is slow"
+                stagecrew.errors.CoordinatorFailed,
+                match="has not given its next split within 1.8 s: it blocks, or is slow",
             ),
             stagecrew.crew(spark).topology("t") as topology,
         ):
@@ -198,16 +199,16 @@ def test_a_blocking_enumerator_fails_the_topology(sessions):
 def test_invalid_arguments_are_rejected(cluster):
     """Objects that are no enumerator, no function or no batches, and a closed topology, are rejected by name."""
     with stagecrew.crew(cluster).topology("t") as topology:
-        with pytest.raises(stagecrew.OperatorMisused, match="int is neither"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="int is neither"):
             topology.splits(3, read, "id long")
-        with pytest.raises(stagecrew.OperatorMisused, match="reads with a function"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="reads with a function"):
             topology.splits(SPLITS, None, "id long")
         for invalid in (0, "2"):
-            with pytest.raises(stagecrew.OperatorMisused, match="number of tasks"):
+            with pytest.raises(stagecrew.errors.OperatorMisused, match="number of tasks"):
                 topology.splits(SPLITS, read, "id long", parallelism=invalid)
         with pytest.raises(Exception, match=r"yields pyarrow.RecordBatch objects, not list"):
             topology.splits([1], lambda split: [[1]], "id long", parallelism=1).collect()
-    with pytest.raises(stagecrew.TopologyClosed, match="only inside its `with`"):
+    with pytest.raises(stagecrew.errors.TopologyError, match="only inside its `with`"):
         topology.splits(SPLITS, read, "id long")
 
 

@@ -268,7 +268,10 @@ def test_tasks_that_reduce_differently_fail_with_a_clear_error(cluster, work, me
         work(steps)
         yield row_batch(steps.subtask, 0)
 
-    with pytest.raises(stagecrew.CoordinatorFailed, match=message), stagecrew.crew(cluster).topology("t") as topology:
+    with (
+        pytest.raises(stagecrew.errors.CoordinatorFailed, match=message),
+        stagecrew.crew(cluster).topology("t") as topology,
+    ):
         topology.supersteps(cluster.range(0, 2, 1, 2), work_and_yield, SCHEMA).collect()
 
 
@@ -392,7 +395,7 @@ def test_dynamic_allocation_is_refused_with_the_remedy(sessions):
     spark = sessions.get(LOCAL, **{"spark.dynamicAllocation.enabled": "true"})
     with (
         stagecrew.crew(spark).topology("t") as topology,
-        pytest.raises(stagecrew.OperatorMisused, match=r"set spark\.dynamicAllocation\.enabled to false"),
+        pytest.raises(stagecrew.errors.OperatorMisused, match=r"set spark\.dynamicAllocation\.enabled to false"),
     ):
         topology.supersteps(spark.range(2), mean_by_supersteps, SCHEMA)
 
@@ -402,15 +405,15 @@ def test_invalid_arguments_are_rejected(sessions):
     spark = sessions.get(LOCAL)
     with stagecrew.crew(spark).topology("t") as topology:
         frame = spark.range(2)
-        with pytest.raises(stagecrew.OperatorMisused, match="over a DataFrame, not int"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="over a DataFrame, not int"):
             topology.supersteps(7, mean_by_supersteps, SCHEMA)
-        with pytest.raises(stagecrew.OperatorMisused, match="supersteps run a function"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="supersteps run a function"):
             topology.supersteps(frame, 7, SCHEMA)
-        with pytest.raises(stagecrew.OperatorMisused, match="stop_when is a function"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="stop_when is a function"):
             topology.supersteps(frame, mean_by_supersteps, SCHEMA, stop_when=7)
-        with pytest.raises(stagecrew.OperatorMisused, match="how many seconds a step may wait"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="how many seconds a step may wait"):
             topology.supersteps(frame, mean_by_supersteps, SCHEMA, timeout=0)
         with pytest.raises(Exception, match="yields pyarrow.RecordBatch"):
             topology.supersteps(frame, lambda steps, batches: iter([7]), SCHEMA).collect()
-    with pytest.raises(stagecrew.TopologyClosed):
+    with pytest.raises(stagecrew.errors.TopologyError):
         topology.supersteps(frame, mean_by_supersteps, SCHEMA)

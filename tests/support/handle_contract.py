@@ -11,12 +11,10 @@ import threading
 import pytest
 
 from stagecrew.errors import (
-    HandleExists,
-    HandleLocked,
-    HandleMissing,
+    ConfigurationError,
+    HandleError,
     LeadershipLost,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StateCorrupt,
     StateStorageError,
@@ -26,7 +24,7 @@ from stagecrew.errors import (
     StoreUnsupported,
 )
 from stagecrew.recovery.state.generation import GENERATION
-from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.handles import HandleExists, HandleMissing, StateHandleStore
 from stagecrew.recovery.state.sweep import SweepReport, sweep
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, encode_segment
 from support.handle_faults import FAR_FUTURE, ROOT
@@ -106,11 +104,11 @@ class TestAdd:
     def test_anything_but_bytes_is_refused(self, handles):
         """Anything but bytes is refused before anything is written."""
         for wrong in (5, "text", None):
-            with pytest.raises(RecoveryMisused, match="bytes"):
+            with pytest.raises(ConfigurationError, match="bytes"):
                 handles.add("a", wrong)
-        with pytest.raises(RecoveryMisused):
+        with pytest.raises(ConfigurationError):
             handles.add("", b"")
-        with pytest.raises(RecoveryMisused):
+        with pytest.raises(ConfigurationError):
             StateHandleStore(handles._store, handles._storage, "no//key")
 
     @pytest.mark.parametrize("error", DEFINITE, ids=lambda error: type(error).__name__)
@@ -147,7 +145,7 @@ class TestAdd:
         handles.add("a", state)
         assert len(world.files()) == 1
         assert world.assert_clean() == {"a": b"1"}
-        with pytest.raises(RecoveryMisused, match="prepare another one"):
+        with pytest.raises(ConfigurationError, match="prepare another one"):
             handles.add("b", state)
         with pytest.raises(HandleExists):
             handles.add("a", b"1")
@@ -487,7 +485,7 @@ class TestLock:
         handles.add("a", b"1", lock=True)
         other = world.handles()
         assert other.get("a", lock=True).data == b"1"
-        with pytest.raises(HandleLocked, match=other._store.session):
+        with pytest.raises(HandleError, match=other._store.session):
             handles.remove("a", also=[Create("done")])
         assert world.observer.read("done") is None
         assert handles.get("a").data == b"1"
@@ -521,7 +519,7 @@ class TestLock:
         """When the session of the lock has expired, another session can remove the handle."""
         handles.add("a", b"1", lock=True)
         other = world.handles()
-        with pytest.raises(HandleLocked):
+        with pytest.raises(HandleError):
             other.remove("a")
         world.expire(handles._store.session)
         assert other.remove("a")
@@ -598,7 +596,7 @@ class TestRemove:
         other = world.handles()
         other.lock("b")
         arm()
-        with pytest.raises(HandleLocked, match="'b'"):
+        with pytest.raises(HandleError, match="'b'"):
             handles.clear()
         assert handles.names() == ["b"]
         other.release_all()
@@ -687,7 +685,7 @@ class TestSweep:
 
         Nothing is removed.
         """
-        with pytest.raises(RecoveryMisused, match="grace"):
+        with pytest.raises(ConfigurationError, match="grace"):
             sweep(world.observer, world.storage, [ROOT], -1)
         handles.add("a", b"1")
         for value, error in (
@@ -724,7 +722,7 @@ def test_many_threads(world):
                     handles.release(name)
                     handles.get_all()
                     handles.remove(name)
-                except (HandleExists, HandleMissing, HandleLocked, StoreConflict):
+                except (HandleExists, HandleMissing, HandleError, StoreConflict):
                     handles.release(name)
         except BaseException as error:
             errors.append(error)

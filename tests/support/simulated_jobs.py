@@ -17,7 +17,7 @@ import zlib
 import pyarrow as pa
 import pyarrow.fs
 
-from stagecrew.errors import JobUnreadable, PossiblyInconsistentError, StagecrewError, StoreConflict
+from stagecrew.errors import PossiblyInconsistentError, RecordUnreadable, StagecrewError, StoreConflict
 from stagecrew.operators.commits import commit
 from stagecrew.recovery import retry
 from stagecrew.recovery.driver import reconciler as reconciler_module
@@ -454,7 +454,7 @@ def assert_indexes_match(entries):
         if top == "jobs" and job and "/" not in job:
             try:
                 record = JobRecord.from_bytes(entry.value)
-            except JobUnreadable:
+            except RecordUnreadable:
                 assert f"open/{job}" in entries  # a leader tries again
                 open_.add(job)
                 continue

@@ -195,7 +195,7 @@ class FailsToOpen(Server):
         ("failstoopen", "KeyError: 'dsn'", ["open"]),
         (
             "absent",
-            "stagecrew.errors.ListenerNotImportable: 'agent_test_listeners:absent' in spark.stagecrew.listeners",
+            "stagecrew.errors.ListenerError: 'agent_test_listeners:absent' in spark.stagecrew.listeners",
             [],
         ),
     ],

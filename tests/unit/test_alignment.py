@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SplitsFailed
+from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.enumerators import EventTimeSplits
 from stagecrew.operators.splitlog import HELD
@@ -126,7 +126,7 @@ def may_advance(evaluation, watermark, source=None):
     """Reports a watermark. Returns whether the source may read on at once."""
     try:
         evaluation.request((source, watermark))
-    except RequestTimeout:
+    except CoordinationTimeout:
         return False
     return True
 
@@ -135,7 +135,7 @@ def is_released(evaluation):
     """Whether a waiting source has received its reply."""
     try:
         evaluation.reply()
-    except RequestTimeout:
+    except CoordinationTimeout:
         return False
     return True
 
@@ -234,11 +234,11 @@ def test_splits_of_several_sources_come_in_event_time_order():
     """An error names a source whose event times go backwards, an iterator that was used before, and unnamed sources."""
     merged = EventTimeSplits({"a": [1, 5, 9], "b": [2, 3], "c": []}, lambda split: split, 3)
     assert list(merged.splits()) == [("a", 1), ("b", 2), ("b", 3), ("a", 5), ("a", 9)]
-    with pytest.raises(SplitsFailed, match="source 'a' goes back in time: a split of 1 follows one of 5"):
+    with pytest.raises(OperatorFailed, match="source 'a' goes back in time: a split of 1 follows one of 5"):
         list(EventTimeSplits({"a": [5, 1]}, lambda split: split, 3).splits())
     once = EventTimeSplits({"a": iter([1])}, lambda split: split, 3)
     assert list(once.splits()) == [("a", 1)]
-    with pytest.raises(SplitsFailed, match="source 'a' of EventTimeSplits came from an iterator"):
+    with pytest.raises(OperatorFailed, match="source 'a' of EventTimeSplits came from an iterator"):
         list(once.splits())
     for wrong in ({}, [1]):
         with pytest.raises(OperatorMisused, match="by their names"):
@@ -259,7 +259,7 @@ class Readers:
         for subtask in sorted(self.waiting):
             try:
                 self.received(subtask, self.tasks[subtask][0].reply())
-            except RequestTimeout:
+            except CoordinationTimeout:
                 continue
 
     def request_split(self, subtask):
@@ -267,7 +267,7 @@ class Readers:
         self.reading.pop(subtask, None)  # it has finished its previous split
         try:
             packed = evaluation.request((index, "h"))
-        except RequestTimeout:
+        except CoordinationTimeout:
             self.waiting.add(subtask)
         else:
             self.received(subtask, packed)
@@ -334,7 +334,7 @@ def test_a_waiting_task_repeats_its_request():
     with CoordinatorHarness(lambda context: SplitCoordinator(context, merged, 60.0)) as harness:
         one, other = harness.evaluation(0), harness.evaluation(1)
         assert pickle.loads(one.request((0, "h"))) == ("a", 0)
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(CoordinationTimeout):
             other.request((0, "h"))
         (held,) = harness.coordinator._held.values()
         held.until = 0
@@ -353,7 +353,7 @@ def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
         slow, other, third = (harness.evaluation(subtask) for subtask in range(3))
         assert pickle.loads(slow.request((0, "h"))) == ("a", 0)
         assert pickle.loads(other.request((0, "h"))) == ("a", 9)
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(CoordinationTimeout):
             other.request((1, "h"))  # it waits for the slow task
         harness.advance(IDLE - 0.5)
         assert not is_released(other)
@@ -365,7 +365,7 @@ def test_a_task_that_reads_one_split_for_long_becomes_idle(idle_after):
             slow.finish()
             assert is_released(other)
         assert pickle.loads(other.reply()) == ("a", 100)
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(CoordinationTimeout):
             third.request((0, "h"))
         assert not is_released(third)  # a task that has just begun is not idle
         other.finish()

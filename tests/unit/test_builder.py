@@ -14,17 +14,8 @@ from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
 import stagecrew
-from stagecrew import (
-    ConfigurationError,
-    JarMissing,
-    Listener,
-    ListenerError,
-    ListenerNotPicklable,
-    NotActive,
-    UnsupportedSession,
-    UnsupportedSpark,
-    resource,
-)
+from stagecrew import Listener, resource
+from stagecrew.errors import ConfigurationError, ListenerError, NotActive
 from stagecrew.session import builder as session_builder
 from stagecrew.session import registration
 from stagecrew.session.crew import Crew
@@ -101,7 +92,9 @@ def test_a_missing_jar(monkeypatch, builder):
     """`configure`, and not the session's start, raises the error, which says how to get the jar."""
     monkeypatch.setattr(f"{session_builder.jar_path.__module__}.__version__", "0.0.0+none")
     for call in (stagecrew.jar_path, stagecrew.spark_conf, lambda: stagecrew.configure(builder)):
-        with pytest.raises(JarMissing, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"):
+        with pytest.raises(
+            ConfigurationError, match=r"stagecrew 0\.0\.0\+none has no jar: reinstall it .*or run `make jar`"
+        ):
             call()
 
 
@@ -308,7 +301,7 @@ def connect_object(name: str) -> Any:
 def test_connect_is_refused():
     """A builder and a session of Spark Connect give an error that says what to change."""
     for call in (stagecrew.configure, stagecrew.crew):
-        with pytest.raises(UnsupportedSession, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
+        with pytest.raises(ConfigurationError, match=r"Spark Connect.*Remove SPARK_REMOTE.*set a master instead"):
             call(connect_object("SparkSession"))
 
 
@@ -331,7 +324,7 @@ def test_a_builder_that_would_create_a_connect_session(builder, monkeypatch, opt
         monkeypatch.setenv(*variable)
     for name in ("getOrCreate", "create"):
         monkeypatch.setattr(builder, name, lambda: pytest.fail("Spark must not start"))
-        with pytest.raises(UnsupportedSession, match="Spark Connect"):
+        with pytest.raises(ConfigurationError, match="Spark Connect"):
             getattr(stagecrew.configure(builder), name)()
 
 
@@ -340,7 +333,7 @@ def test_another_version_of_spark_is_refused(builder, monkeypatch, version):
     """The error names both versions and what to install."""
     monkeypatch.setattr(pyspark, "__version__", version)
     with pytest.raises(
-        UnsupportedSpark, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
+        ConfigurationError, match=rf"built for Spark 4\.3, and pyspark {version} is installed: `pip install"
     ):
         stagecrew.configure(builder)
 
@@ -410,7 +403,7 @@ def test_a_listener_that_cannot_be_pickled(listener, texts, builder):
         lambda: registration.pickled([Pool(), listener]),
         lambda: stagecrew.configure(builder, listeners=[listener]),
     ):
-        with pytest.raises(ListenerNotPicklable) as raised:
+        with pytest.raises(ListenerError) as raised:
             call()
         for text in texts:
             assert text in str(raised.value)
@@ -422,7 +415,7 @@ def test_a_named_listener_that_cannot_be_pickled():
     """The error has the name of the listener."""
     listener = Pool(threading.Lock())
     listener.name = "orders"
-    with pytest.raises(ListenerNotPicklable, match="listener 'orders' cannot be pickled"):
+    with pytest.raises(ListenerError, match="listener 'orders' cannot be pickled"):
         registration.pickled([listener])
 
 
@@ -433,9 +426,7 @@ def test_a_listener_that_cannot_be_pickled_for_an_unknown_reason():
         def __getstate__(self):
             raise RuntimeError("not today")
 
-    with pytest.raises(
-        ListenerNotPicklable, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"
-    ):
+    with pytest.raises(ListenerError, match=r"listener '.*Refuses' cannot be pickled \(RuntimeError: not today\)"):
         registration.pickled([Refuses()])
 
 
@@ -462,7 +453,7 @@ def test_refusals_of_the_plugin():
     ours = refused(JavaError("outer", JavaError("stagecrew refuses spark.python.daemon.module=x")))
     assert type(ours) is ConfigurationError
     assert str(ours) == "stagecrew refuses spark.python.daemon.module=x"
-    assert type(refused(JavaError("this stagecrew is built for Spark 4.3"))) is UnsupportedSpark
+    assert type(refused(JavaError("this stagecrew is built for Spark 4.3"))) is ConfigurationError
     assert str(refused(JavaError("port in use"))) == "py4j's text"
     assert str(refused(JavaError(None))) == "py4j's text"
     assert type(refused(None, "stagecrew is unhappy")) is ConfigurationError

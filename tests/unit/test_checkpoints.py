@@ -80,7 +80,7 @@ def test_a_state_that_is_available_at_once_is_in_the_checkpoint(harness):
     assert (checkpoint.id, checkpoint.states) == (1, {"operator/1": b"1 1"})
     assert harness.coordinator.calls == ["start", ("complete", 1)]
     assert harness.checkpoint(7).id == 7
-    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 7"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="is not newer than checkpoint 7"):
         harness.checkpoint(7)
 
 
@@ -109,7 +109,7 @@ def test_a_coordinator_without_a_state_in_time_aborts_the_checkpoint(harness):
     coordinator = harness.coordinator
     coordinator.state = never = Future()
     with pytest.raises(
-        stagecrew.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
+        stagecrew.errors.CheckpointFailed, match="not complete within 0 s: .* for the coordinators of 'operator'"
     ):
         harness.checkpoint()
     coordinator.send("a")
@@ -136,7 +136,7 @@ def test_an_aborted_checkpoint_delivers_the_events_after_its_cut(harness):
         coordinator.send("after")
         assert task.events() == ["before"]
 
-    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint(meanwhile=meanwhile)
     assert task.events() == ["after"]
     assert coordinator.calls == ["start", ("aborted", 1)]
@@ -169,18 +169,18 @@ def test_a_failed_future_or_an_invalid_state_fails_only_the_checkpoint(harness):
     coordinator = harness.coordinator
     coordinator.state = Future()
     coordinator.state.set_exception(OSError("no room"))
-    with pytest.raises(stagecrew.CheckpointFailed, match="gave no state: OSError: no room") as caught:
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="gave no state: OSError: no room") as caught:
         harness.checkpoint()
     assert isinstance(caught.value.__cause__, OSError)
     assert harness.failure is None
     coordinator.state = Future()
     coordinator.state.set_result("text")
-    with pytest.raises(stagecrew.CheckpointFailed, match="returned a str as its state"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="returned a str as its state"):
         harness.checkpoint()
     assert coordinator.calls == ["start", ("aborted", 1), ("aborted", 2)]
     assert harness.failure is None
     harness.coordinator.state = ValueError("in the callback")
-    with pytest.raises(stagecrew.CheckpointFailed, match="ValueError: in the callback"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="ValueError: in the callback"):
         harness.checkpoint()
     assert isinstance(harness.failure, ValueError)
 
@@ -190,7 +190,7 @@ def test_a_checkpoint_waits_for_events_before_its_cut(harness):
     task = harness.evaluation(0)
     task.acknowledges = False
     harness.coordinator.send("a")
-    with pytest.raises(stagecrew.CheckpointFailed, match="for the coordinators of 'operator'"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="for the coordinators of 'operator'"):
         harness.checkpoint()
     checkpoint = harness.checkpoint(meanwhile=lambda: task.fail())
     assert checkpoint.states == {"operator/1": b"0 1"}
@@ -248,7 +248,7 @@ def test_a_reset_during_a_checkpoint_fails_the_checkpoint(harness):
     """The error says so, and no event is held back afterwards."""
     harness.coordinator.state = Future()
     old = harness.coordinator
-    with pytest.raises(stagecrew.CheckpointFailed, match="was reset during the checkpoint"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="was reset during the checkpoint"):
         harness.checkpoint(meanwhile=harness.reset)
     old.state.set_result(b"late")
     task = harness.evaluation(0)
@@ -260,7 +260,7 @@ def test_a_corrupt_state_fails_the_topology(harness):
     """The coordinator cannot be restored from it."""
     harness.reset(stagecrew.Checkpoint(3, {"operator/1": b"garbage"}))
     assert isinstance(harness.failure, ValueError)
-    with pytest.raises(stagecrew.CoordinatorFailed):
+    with pytest.raises(stagecrew.errors.CoordinatorFailed):
         harness.checkpoint()
 
 
@@ -304,12 +304,12 @@ def test_a_checkpoint_is_the_same_after_serialization(id_, states):
 
 @given(st.data())
 def test_corrupt_checkpoint_bytes_are_detected(data):
-    """One changed byte or missing bytes at the end raise `CheckpointCorrupt`."""
+    """One changed byte or missing bytes at the end raise `StateCorrupt`."""
     good = stagecrew.Checkpoint(1, {"a/1": b"state"}).to_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
     for bad in (flipped, good[:at], b""):
-        with pytest.raises(stagecrew.CheckpointCorrupt):
+        with pytest.raises(stagecrew.errors.StateCorrupt):
             stagecrew.Checkpoint.from_bytes(bad)
 
 

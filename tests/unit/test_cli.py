@@ -18,7 +18,7 @@ import stagecrew
 from stagecrew import cli, doctor
 from stagecrew.demo.databases import PostgreSQL, Table, database_of
 from stagecrew.demo.driver import Demo
-from stagecrew.errors import ConfigurationError, JarMissing
+from stagecrew.errors import ConfigurationError
 from stagecrew.observability.console import spark_error_line
 from support.processes import free_port
 
@@ -107,7 +107,7 @@ def test_an_error_of_stagecrew_is_printed_in_one_line(monkeypatch):
     """Its message is printed on standard error without a traceback, and the exit code is 1."""
 
     def missing():
-        raise JarMissing("there is no jar [here]:\nrun `make jar`")
+        raise ConfigurationError("there is no jar [here]:\nrun `make jar`")
 
     monkeypatch.setattr(cli, "jar_path", missing)
     result = stagecrew_command("jar")

@@ -86,7 +86,7 @@ def test_a_killed_writer_of_the_commit_log_changes_no_record(tmp_path):
         code = f"""
 import os, signal, stagecrew
 {moment} = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-stagecrew.FileCommitLog({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
+stagecrew.operators.FileCommitLog({str(tmp_path)!r}).write("c", {{"state": "decided"}}, 1)
 """
         killed = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
         assert killed.returncode == -signal.SIGKILL

@@ -19,10 +19,9 @@ from stagecrew.errors import (
     CommitConflict,
     CommitFailed,
     CommitPending,
-    CommitUnreadable,
-    JobUnreadable,
+    ConfigurationError,
     OperatorMisused,
-    RecoveryMisused,
+    RecordUnreadable,
 )
 from stagecrew.files import address
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog
@@ -393,7 +392,7 @@ def test_a_record_of_another_format_is_refused(open_log, state, number):
         lambda: resume(sink, open_log(sink), "c"),
         lambda: abandon(sink, open_log(sink), "c"),
     ):
-        with pytest.raises(CommitUnreadable) as refused:
+        with pytest.raises(RecordUnreadable) as refused:
             call()
         message = str(refused.value)
         assert "record of commit 'c'" in message
@@ -421,14 +420,14 @@ def test_a_job_with_a_record_of_an_earlier_version_is_unreadable(tmp_path, caplo
     stored = {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()}
     sink.staged["0" * 32] = ["row"]
     with pytest.raises(
-        JobUnreadable,
+        RecordUnreadable,
         match="'nightly/sink' of the commits of job 'nightly' cannot be read: an earlier version of stagecrew wrote",
     ):
         jobs.require_readable("nightly")
     for ending in (False, True):
-        with pytest.raises(CommitUnreadable, match="Finish the commit with the version that wrote it"):
+        with pytest.raises(RecordUnreadable, match="Finish the commit with the version that wrote it"):
             finish_commits(handles, ending=ending, retry_timeout=60.0)
-    with pytest.raises(CommitUnreadable):
+    with pytest.raises(RecordUnreadable):
         is_done(handles, "nightly/sink")
     assert (sink.visible, sink.staged) == ({}, {"0" * 32: ["row"]})
     assert {path: path.read_bytes() for path in (tmp_path / "state").rglob("*") if path.is_file()} == stored
@@ -457,7 +456,7 @@ def test_manifests_of_a_later_format_are_refused(tmp_path):
 def test_an_invalid_mark_is_refused(text):
     """The error names a mark of another format or of another program."""
     with pytest.raises(
-        CommitUnreadable, match="the sink's mark of commit 'c' (has format 9|is not as stagecrew writes it)"
+        RecordUnreadable, match="the sink's mark of commit 'c' (has format 9|is not as stagecrew writes it)"
     ):
         read_mark("c", text)
 
@@ -494,7 +493,7 @@ def test_a_run_id_that_is_a_path_is_refused(trial, tmp_path, field, state):
     ):
         change(trial, state=state, **{field: run if field == "run" else [run]})
         for call in (lambda: run_commit(trial), lambda: abandon(trial.make_sink(), trial.commit_log, "c")):
-            with pytest.raises(CommitUnreadable, match="is no id of a run. Nothing was changed or deleted"):
+            with pytest.raises(RecordUnreadable, match="is no id of a run. Nothing was changed or deleted"):
                 call()
     assert (files(tmp_path / "victim"), sorted(trial.visible())) == before
 
@@ -516,7 +515,7 @@ def test_a_message_that_names_a_path_is_refused(make, tmp_path, name):
         run_commit(trial, sink=Unreachable(trial.make_sink()))
     change(trial, messages=[{"file": name, "rows": 40}])
     staged = trial.leftovers()
-    with pytest.raises(CommitUnreadable, match="is no name of a staged file. Nothing was moved or deleted"):
+    with pytest.raises(RecordUnreadable, match="is no name of a staged file. Nothing was moved or deleted"):
         run_commit(trial)
     assert (victim / "theirs").read_text() == "theirs"
     assert trial.leftovers() == staged
@@ -538,7 +537,7 @@ def test_a_record_with_an_invalid_field_is_refused(tmp_path, fields):
     run_commit(trial)
     change(trial, **fields)
     with pytest.raises(
-        CommitUnreadable, match="record of commit 'c' is not as stagecrew writes it: .*Put a copy of the record"
+        RecordUnreadable, match="record of commit 'c' is not as stagecrew writes it: .*Put a copy of the record"
     ):
         run_commit(trial)
     assert len(trial.visible()) == 40
@@ -708,7 +707,7 @@ def test_an_address_is_shown_without_credentials(text, expected):
 )
 def test_errors_do_not_contain_credentials(call):
     """The addresses cannot be used and contain keys as people paste them."""
-    with pytest.raises((OperatorMisused, RecoveryMisused, pa.ArrowInvalid)) as error:
+    with pytest.raises((OperatorMisused, ConfigurationError, pa.ArrowInvalid)) as error:
         call()
     text = f"{error.value} {error.value.__cause__}"
     assert not [part for part in ("SEC", "RET", "KEY") if part in text], text

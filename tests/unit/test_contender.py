@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreUnavailable
+from stagecrew.errors import ConfigurationError, LeadershipLost, StoreUnavailable
 from stagecrew.recovery.leadership.candidate import Candidate
 from stagecrew.recovery.leadership.fencing import HOLDER, TERM, FencedStore, fence, leader_of
 from stagecrew.recovery.stores.contract import Check, Create, Delete
@@ -516,7 +516,7 @@ def test_a_job_of_an_old_term_cannot_write(world):
 def test_invalid_arguments_are_refused():
     """No thread is started."""
     for bad in ({"period": 0}, {"period": -1}, {"callback_timeout": -1}):
-        with pytest.raises(RecoveryMisused, match="must be positive"):
+        with pytest.raises(ConfigurationError, match="must be positive"):
             Candidate(None, None, None, **bad)
 
 

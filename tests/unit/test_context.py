@@ -30,7 +30,9 @@ def test_a_context_cannot_be_used_for_writes_before_it_is_initialised(write):
         def __init__(self, context):
             super().__init__(context)
             seen.append(reads(context))
-            with pytest.raises(stagecrew.NotInitialised, match=rf"called context.{write} before .* call it in start"):
+            with pytest.raises(
+                stagecrew.errors.OperatorMisused, match=rf"called context.{write} before .* call it in start"
+            ):
                 WRITES[write](context)
 
     with CoordinatorHarness(Early) as harness:
@@ -101,7 +103,7 @@ def trigger(callback, harness):
         task.acknowledges = False
         harness.coordinator.context.run_in_coordinator_thread(lambda: harness.gateway.send(1))
         harness.run()
-        with pytest.raises(stagecrew.CheckpointFailed):
+        with pytest.raises(stagecrew.errors.CheckpointFailed):
             harness.checkpoint()
     elif callback == "call_async":
         harness.coordinator.context.call_async(lambda: None, lambda *_: harness.coordinator.raises())
@@ -145,7 +147,7 @@ def test_an_exception_in_any_callback_fails_the_topology(callback):
     assert isinstance(harness.failure, ZeroDivisionError)
     assert str(harness.failure) == callback
     assert harness.failure.__traceback__ is not None
-    with pytest.raises(stagecrew.CoordinatorFailed, match=callback) as caught:
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match=callback) as caught:
         harness.operators.raise_failure()
     assert caught.value.__cause__ is harness.failure
     harness.close()
@@ -188,7 +190,7 @@ def test_a_failure_while_the_topology_closes_fails_it():
     harness = CoordinatorHarness(Late)
     harness.coordinator.context.run_in_coordinator_thread(lambda: harness.coordinator.handle_event(None, 1))
     harness.close()
-    with pytest.raises(stagecrew.CoordinatorFailed, match="late"):
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match="late"):
         harness.operators.raise_failure()
 
 

@@ -14,7 +14,7 @@ from stagecrew.coordination.channel import _parts
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.host import Host
 from stagecrew.coordination.outbox import Outbox
-from stagecrew.errors import ChannelClosed, EvaluationEnded, EventNotPicklable, EventTooLarge, OperatorMisused
+from stagecrew.errors import ChannelClosed, EvaluationEnded, EventRejected, OperatorMisused
 from stagecrew.testing.inline import InlineLoop
 from stagecrew.wire.frames import decode_all, encode
 from stagecrew.wire.serialization import END, WINDOW, pack, raised, unpack
@@ -511,10 +511,10 @@ def test_payloads_are_pickled_and_bytes_are_unchanged():
     for event in (b"\0\1", 3, "x", None, True, {"a": [1.5]}, (1, b"2")):
         assert unpack(pack(event, LIMIT)) == event
     assert unpack(pack(lambda: 3, LIMIT))() == 3
-    with pytest.raises(EventNotPicklable, match="cannot pickle a generator"):
+    with pytest.raises(EventRejected, match="cannot pickle a generator"):
         pack((n for n in ()), LIMIT)
     with pytest.raises(
-        EventTooLarge, match=r"takes 12 bytes when serialized, more than the 10 bytes of spark.stagecrew.event.maxSize"
+        EventRejected, match=r"takes 12 bytes when serialized, more than the 10 bytes of spark.stagecrew.event.maxSize"
     ):
         pack(b"12345678901", 10)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from stagecrew.errors import (
+    ConfigurationError,
     LeadershipLost,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StoreConflict,
     StoreUnavailable,
@@ -213,7 +213,7 @@ def test_fenced_writes_are_refused_after_their_term():
     job.ensure("jobs/a")  # it exists, so nothing is written
     job.close()
     assert job.read("jobs/a").value == b"of the job", "only the owner of the session closes it"
-    with pytest.raises(RecoveryMisused, match="0 is not a term"):
+    with pytest.raises(ConfigurationError, match="0 is not a term"):
         fence(0)
 
 

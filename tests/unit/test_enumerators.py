@@ -14,7 +14,7 @@ import pytest
 from pyspark.sql import Row
 from pyspark.sql.types import ArrayType, IntegerType, StringType, StructType, TimestampType
 
-from stagecrew.errors import OperatorMisused, SplitsFailed
+from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators import DataSourcePartitions, Files, ParquetRowGroups
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.int64())])
@@ -58,7 +58,9 @@ def test_rows_have_the_columns_of_the_schema(reader, tmp_path):
 def test_a_type_that_does_not_fit_names_file_and_column(reader, tmp_path):
     """A stated schema whose types hold all values reads all files."""
     folder = write_tables(tmp_path, {"a": [1], "b": [2]}, {"b": [0.5], "a": [10]})
-    with pytest.raises(SplitsFailed, match=r"1\.parquet cannot be read .*column 'b' is double in the file, and int64"):
+    with pytest.raises(
+        OperatorFailed, match=r"1\.parquet cannot be read .*column 'b' is double in the file, and int64"
+    ):
         read(reader(folder))
     wide = reader(folder, schema=pa.schema([("a", pa.int64()), ("b", pa.float64())]))
     assert sorted(row["b"] for batch in read(wide) for row in batch.to_pylist()) == [0.5, 2.0]
@@ -81,7 +83,7 @@ def test_csv_files_with_different_types_need_a_schema(tmp_path):
     reads them."""
     (tmp_path / "0.csv").write_text("a,b\n1,2\n")
     (tmp_path / "1.csv").write_text("b,a\n0.5,10\n")
-    with pytest.raises(SplitsFailed, match=r"1\.csv cannot be read .*column 'b' is double in the file"):
+    with pytest.raises(OperatorFailed, match=r"1\.csv cannot be read .*column 'b' is double in the file"):
         read(Files(str(tmp_path), "csv"))
     rows = read(Files(str(tmp_path), "csv", schema=pa.schema([("a", pa.int64()), ("b", pa.float64())])))
     assert [row for batch in rows for row in batch.to_pylist()] == [{"a": 1, "b": 2.0}, {"a": 10, "b": 0.5}]
@@ -91,7 +93,7 @@ def test_a_broken_file_is_named_in_the_error(tmp_path):
     """It has the name of a Parquet file but is none."""
     write_tables(tmp_path, {"a": [1]})
     (tmp_path / "1.parquet").write_bytes(b"not parquet")
-    with pytest.raises(SplitsFailed, match=r"1\.parquet cannot be read"):
+    with pytest.raises(OperatorFailed, match=r"1\.parquet cannot be read"):
         read(Files(str(tmp_path), "parquet"))
 
 
@@ -165,7 +167,7 @@ def test_a_file_without_any_column_of_the_others_is_an_error(tmp_path):
     enumerator = Files(str(tmp_path), "csv")
     assert [row for batch in read(enumerator) for row in batch.to_pylist()] == [{"x": 1, "y": 2}]
     (tmp_path / "c.csv").write_text("3,4\n5,6\n")
-    with pytest.raises(SplitsFailed, match=r"c\.csv has none of the columns .* x, y: it has 3, 4.*header"):
+    with pytest.raises(OperatorFailed, match=r"c\.csv has none of the columns .* x, y: it has 3, 4.*header"):
         read(Files(str(tmp_path), "csv"))
 
 

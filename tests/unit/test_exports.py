@@ -49,11 +49,49 @@ def test_every_name_that_can_be_imported_is_in_all():
     assert set(json.loads(result.stdout)) - allowed == set(stagecrew.__all__) - {"__version__"}
 
 
-def test_every_error_is_public():
-    """Every error in `stagecrew.errors` can be imported from `stagecrew`."""
+#: The names of the root: those that most users type. At most 45.
+ROOT_NAMES = """
+    Checkpoint Coordinator CoordinatorContext Crew Evaluation Gateway LatencySummary Lifetime Listener ListenerContext
+    ListenerReport LoggingContext Operator OperatorReport PartitionReport Release Resource Scope StagecrewError
+    StructuredFormatter Task TaskGateway Topology TopologyReport __version__ configure crew current_job is_active jar_path
+    read_committed resource spark_conf
+"""
+
+
+def test_the_root_has_the_names_that_most_users_type():
+    """A new public name belongs to the module of its concept, unless most users type it."""
+    assert stagecrew.__all__ == ROOT_NAMES.split()
+    assert len(stagecrew.__all__) <= 45
+
+
+def test_public_modules_are_attributes_of_the_root():
+    """`import stagecrew` is enough to use `stagecrew.operators` and the other public modules."""
+    result = run_python(
+        "import stagecrew\n"
+        "print(stagecrew.errors.CommitFailed.__name__, stagecrew.operators.FileCommitLog.__name__,\n"
+        "      stagecrew.recovery.JobSpec.__name__, stagecrew.testing.opened.__name__)",
+        *(path for path in sys.path if path.endswith("site-packages")),
+    )
+    assert result.stderr == ""
+    assert result.stdout.split() == ["CommitFailed", "FileCommitLog", "JobSpec", "opened"]
+
+
+def test_every_error_is_in_the_module_of_errors():
+    """All of them are in `__all__`, are in the tree that the module's docstring draws, and have one root."""
     from stagecrew import errors
 
-    assert set(errors.__all__) <= set(stagecrew.__all__)
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert classes == set(errors.__all__)
+    assert errors.__all__ == sorted(classes)
+    drawn = [
+        next(word for word in line.split() if word[0].isalpha())
+        for line in (errors.__doc__ or "").splitlines()
+        if line.startswith("    ") and any(word in classes for word in line.split())
+    ]
+    assert sorted(drawn) == sorted(classes)
+    assert all(issubclass(getattr(errors, name), stagecrew.StagecrewError) for name in classes - {"TaskKilled"}), (
+        "one `except` catches them all"
+    )
 
 
 def test_public_names_are_documented():

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from stagecrew import FrameError
+from stagecrew.errors import ChannelError
 from stagecrew.wire.frames import KINDS, LARGE, Decoder, Frame, decode, encode
 
 VALUES = {
@@ -61,17 +61,17 @@ def test_every_kind_survives_encoding_and_decoding(kind, data):
 @settings(deadline=None)
 @given(frame=frames)
 def test_every_prefix_is_refused(frame):
-    """A truncated frame is a `FrameError`, never a shorter frame and never another exception."""
+    """A truncated frame is a `ChannelError`, never a shorter frame and never another exception."""
     encoded = encode(frame[0], **frame[1])[4:]
     for end in range(len(encoded)):
-        with pytest.raises(FrameError):
+        with pytest.raises(ChannelError):
             decode(encoded[:end])
 
 
 @given(frame=frames, rest=st.binary(min_size=1, max_size=9))
 def test_bytes_after_the_last_field_are_refused(frame, rest):
-    """The `FrameError` says how many bytes they are."""
-    with pytest.raises(FrameError, match=f"^{len(rest)} bytes are left over after a {frame[0]} frame"):
+    """The `ChannelError` says how many bytes they are."""
+    with pytest.raises(ChannelError, match=f"^{len(rest)} bytes are left over after a {frame[0]} frame"):
         decode(encode(frame[0], **frame[1])[4:] + rest)
 
 
@@ -81,10 +81,10 @@ def test_bytes_after_the_last_field_are_refused(frame, rest):
 @example(b"\x01" + b"\xff" * 40)
 @example(b"\x0b\x00\x00\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff")
 def test_garbage_is_a_frame_or_a_frame_error(garbage):
-    """Any bytes are either exactly one frame, which encodes to the same bytes, or a `FrameError`."""
+    """Any bytes are either exactly one frame, which encodes to the same bytes, or a `ChannelError`."""
     try:
         frame = decode(garbage)
-    except FrameError:
+    except ChannelError:
         return
     assert encode(frame.kind, **frame.fields)[4:] == garbage
 
@@ -92,14 +92,14 @@ def test_garbage_is_a_frame_or_a_frame_error(garbage):
 @pytest.mark.parametrize("text", [b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xe2\x82"])
 def test_text_that_is_not_utf8_is_refused(text):
     """This includes lone surrogates and overlong forms, which some encoders produce."""
-    with pytest.raises(FrameError, match="field topology of a CLOSE frame is not UTF-8"):
+    with pytest.raises(ChannelError, match="field topology of a CLOSE frame is not UTF-8"):
         decode(b"\x09" + struct.pack(">I", len(text)) + text)
 
 
 def test_a_large_count_allocates_no_memory():
     """A list that claims 4 billion items is refused before it is created."""
     body = b"\x0b" + struct.pack(">I", 0) * 2 + b"\xff\xff\xff\xff" + b"\x00" * 4000
-    with pytest.raises(FrameError, match="cut short"):
+    with pytest.raises(ChannelError, match="cut short"):
         decode(body)
 
 
@@ -165,39 +165,39 @@ def test_the_limit_is_checked_before_the_bytes_arrive():
     encoded = encode("CLOSE", topology="x" * 95)
     assert len(encoded) - 4 == 100
     assert len(list(Decoder(100).feed(encoded))) == 1
-    with pytest.raises(FrameError, match="a frame of 101 bytes is larger than the 100 bytes allowed"):
+    with pytest.raises(ChannelError, match="a frame of 101 bytes is larger than the 100 bytes allowed"):
         list(Decoder(100).feed(struct.pack(">I", 101)))
 
 
 def test_frames_before_garbage_are_decoded():
-    """The `FrameError` is raised after them."""
+    """The `ChannelError` is raised after them."""
     stream = Decoder(LIMIT).feed(encode("OK") + b"\x00\x00\x00\x00")
     assert next(stream) == Frame("OK", {})
-    with pytest.raises(FrameError, match="an empty frame"):
+    with pytest.raises(ChannelError, match="an empty frame"):
         next(stream)
 
 
 @pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if KINDS[kind][1]))
 def test_wrong_fields_are_refused(kind):
-    """A missing, extra or misspelt field and a wrong value are a `FrameError` that names the kind."""
+    """A missing, extra or misspelt field and a wrong value are a `ChannelError` that names the kind."""
     good = {name: {"q": 1, "s": "", "b": b"", "l": []}[type_] for name, type_ in KINDS[kind][1]}
     first, *others = good
     encode(kind, **good)
     misspelt = {"misspelt": good[first], **{name: good[name] for name in others}}
     for bad in ({name: good[name] for name in others}, {**good, "more": 1}, misspelt):
-        with pytest.raises(FrameError, match=kind):
+        with pytest.raises(ChannelError, match=kind):
             encode(kind, **bad)
     for name, type_ in KINDS[kind][1]:
         for value in WRONG[type_]:
-            with pytest.raises(FrameError, match=kind):
+            with pytest.raises(ChannelError, match=kind):
                 encode(kind, **{**good, name: value})
 
 
 def test_an_unknown_kind_is_refused():
     """When encoding the error has its name, when decoding its number."""
-    with pytest.raises(FrameError, match="unknown kind of frame 'NOPE'; the known kinds are HELLO"):
+    with pytest.raises(ChannelError, match="unknown kind of frame 'NOPE'; the known kinds are HELLO"):
         encode("NOPE")
-    with pytest.raises(FrameError, match="unknown kind of frame 255"):
+    with pytest.raises(ChannelError, match="unknown kind of frame 255"):
         decode(b"\xff")
 
 

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from stagecrew.errors import (
-    HandleExists,
-    HandleLocked,
-    HandleMissing,
+    HandleError,
     PossiblyInconsistentError,
     RecoveryError,
     StateStorageError,
     StoreConflict,
     StoreUnavailable,
 )
+from stagecrew.recovery.state.handles import HandleExists, HandleMissing
 from stagecrew.recovery.stores.contract import Create, Delete
 from support.handle_faults import (
     MUTATING_METHODS,
@@ -243,7 +242,7 @@ def test_each_schedule_of_two_actors(folder, names, switches):
             assert first.result in (b"old b", b"new b")
         if names == ("lock b", "remove b"):
             assert [first.error is None, second.error is None].count(True) == 1
-            assert isinstance(first.error or second.error, HandleMissing | HandleLocked)
+            assert isinstance(first.error or second.error, HandleMissing | HandleError)
         if names == ("get b", "replace b"):
             assert done == {"get b": True, "replace b": True}
         if names == ("remove half", "add half"):

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import stagecrew
-from stagecrew import ChannelClosed, HookTimeout, Listener, Scope, TaskKilled, resource
+from stagecrew import Listener, Scope, resource
+from stagecrew.errors import ChannelClosed, HookTimeout, TaskKilled
 from stagecrew.observability.error_summary import error_line
 from stagecrew.wire.frames import encode
 from stagecrew.worker.hooks import ERROR_LENGTH, CalledHooks

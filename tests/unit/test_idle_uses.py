@@ -137,7 +137,7 @@ def test_a_failed_checkpoint_is_asked_for_again(uses):
     operators, _ = uses(1, Failing)
     uses(5, CountsCheckpoints)
     CountsCheckpoints.requests = 0
-    with pytest.raises(stagecrew.CheckpointFailed, match="not now"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="not now"):
         operators.checkpoint(None, 30)
     fails.append(False)
     assert set(operators.checkpoint(None, 30).states.values()) == {b"x", b"state"}

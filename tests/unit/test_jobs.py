@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from stagecrew.errors import JobError, JobFailed, JobUnreadable, RecoveryMisused, StoreUnsupported
+from stagecrew.errors import ConfigurationError, JobError, JobFailed, RecordUnreadable, StoreUnsupported
 from stagecrew.recovery.jobs.record import JobRecord, JobState
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.spec import JobSpec
@@ -87,7 +87,7 @@ def test_a_record_is_the_same_after_serialization():
 )
 def test_invalid_record_bytes_are_unreadable(data):
     """No other exception is raised."""
-    with pytest.raises(JobUnreadable):
+    with pytest.raises(RecordUnreadable):
         JobRecord.from_bytes(data)
 
 
@@ -169,7 +169,7 @@ def test_different_arguments_make_different_jobs():
 def test_invalid_spec_bytes_are_unreadable(change):
     """No other exception is raised."""
     spec = JobSpec("etl:load", b"", {}, {"etl.py": b"x = 1"})
-    with pytest.raises(JobUnreadable):
+    with pytest.raises(RecordUnreadable):
         JobSpec.from_bytes(change(spec.to_bytes()))
 
 
@@ -181,9 +181,9 @@ def test_the_module_of_a_function_is_part_of_the_job(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert list(JobSpec.of_function("nightly_etl:load", {}).files) == ["nightly_etl.py"]
     assert JobSpec.of_function("json:loads", {"s": "1"}).files == {}
-    with pytest.raises(RecoveryMisused, match="--py-files"):
+    with pytest.raises(ConfigurationError, match="--py-files"):
         JobSpec.of_function("nightly_package:load", {})
-    with pytest.raises(RecoveryMisused, match="does not define 'unload'"):
+    with pytest.raises(ConfigurationError, match="does not define 'unload'"):
         JobSpec.of_function("nightly_etl:unload", {})
     with zipfile.ZipFile(tmp_path / "package.zip", "w") as archive:
         archive.write(tmp_path / "nightly_package" / "__init__.py", "nightly_package/__init__.py")
@@ -209,7 +209,7 @@ def test_invalid_jobs_are_refused(tmp_path):
         (lambda: JobSpec.of_script(script), "not a valid Python script"),
         (lambda: JobSpec.of_script(tmp_path / "absent.py"), "cannot be read"),
     ):
-        with pytest.raises(RecoveryMisused, match=text):
+        with pytest.raises(ConfigurationError, match=text):
             call()
 
 
@@ -227,5 +227,5 @@ def test_results_are_the_same_after_serialization():
         failed.value()
     assert Result.of_value(value for value in ()).state == "failed"
     for data in (b"", b"{}", Result("failed").to_bytes()[:-3]):
-        with pytest.raises(JobUnreadable):
+        with pytest.raises(RecordUnreadable):
             Result.from_bytes(data)

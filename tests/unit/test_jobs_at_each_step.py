@@ -7,9 +7,9 @@ import pytest
 
 from stagecrew.errors import (
     JobExists,
-    JobUnreadable,
     LeadershipLost,
     PossiblyInconsistentError,
+    RecordUnreadable,
     SessionLost,
     StagecrewError,
     StateStorageError,
@@ -298,7 +298,7 @@ def test_one_unreadable_job_does_not_stop_the_others(damage):
     assert_final_state(world, world.settle())
     jobs = new_jobs(world)
     assert "specs/bad" in world.server.entries
-    with pytest.raises(JobUnreadable, match="'bad'"):
+    with pytest.raises(RecordUnreadable, match="'bad'"):
         jobs.read("bad") if damage == "record" else jobs.spec("bad")
     assert all(process.run.job == "job-0" for process in world.processes)
 

@@ -15,7 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from stagecrew import Listener, TaskKilled, resource
+from stagecrew import Listener, resource
+from stagecrew.errors import TaskKilled
 from stagecrew.listeners.not_open import NotRegisteredError
 from stagecrew.worker.lifecycle import Described, Lifecycle, Registered
 

@@ -19,18 +19,8 @@ import pytest
 from pyspark import cloudpickle
 
 import stagecrew
-from stagecrew import (
-    Lifetime,
-    Listener,
-    ListenerContext,
-    LoggingContext,
-    Resource,
-    ResourceNotOpen,
-    Scope,
-    Task,
-    resource,
-)
-from stagecrew.errors import ConfigurationError
+from stagecrew import Lifetime, Listener, ListenerContext, LoggingContext, Resource, Scope, Task, resource
+from stagecrew.errors import ConfigurationError, ResourceNotOpen
 from stagecrew.listeners.identity import Identity, Registration
 from stagecrew.listeners.listener import decorates, listener_name
 from stagecrew.listeners.not_open import NotRegisteredError, explained

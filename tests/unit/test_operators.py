@@ -83,7 +83,7 @@ def test_send_and_fail_during_a_reset(monkeypatch):
         thread = threading.Thread(target=foreign)
         thread.start()
         begin.wait(10)
-        with contextlib.suppress(stagecrew.CoordinatorFailed):
+        with contextlib.suppress(stagecrew.errors.CoordinatorFailed):
             operators.reset(None)
         thread.join(10)
         assert not thread.is_alive()
@@ -159,7 +159,7 @@ def test_prepared_coordinators_are_in_a_checkpoint():
     operators.begin(host)
     assert operators.checkpoint(None, 10).states == {"o/unused": b"state"}
     operators.close("the session stops")
-    with pytest.raises(stagecrew.CheckpointFailed, match="is not newer than checkpoint 1"):
+    with pytest.raises(stagecrew.errors.CheckpointFailed, match="is not newer than checkpoint 1"):
         operators.checkpoint(1, 10)
 
 
@@ -167,7 +167,7 @@ def test_a_failed_topology_refuses_bindings():
     """Binding an operator of a failed topology raises the topology's error."""
     _, operators, host, _ = create_operators(Sending)
     operators.fail(KeyError("k"))
-    with pytest.raises(stagecrew.CoordinatorFailed, match="KeyError: 'k'"):
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match="KeyError: 'k'"):
         operators.add("o", Sending, host)
 
     def failing(context):
@@ -175,6 +175,6 @@ def test_a_failed_topology_refuses_bindings():
         return Sending(context)
 
     _, operators, host, _ = create_operators(Sending)
-    with pytest.raises(stagecrew.CoordinatorFailed, match="while it is made"):
+    with pytest.raises(stagecrew.errors.CoordinatorFailed, match="while it is made"):
         operators.add("o", failing, host)
     operators.close("the topology has ended")

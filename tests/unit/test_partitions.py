@@ -6,7 +6,8 @@ import types
 
 import pytest
 
-from stagecrew import ConfigurationError, PartitionReport, Release, TopologyError
+from stagecrew import PartitionReport, Release
+from stagecrew.errors import ConfigurationError, TopologyError
 from stagecrew.partitions.report import java_dataset, policy
 
 

@@ -19,7 +19,8 @@ import pyspark.worker
 import pytest
 from pyspark import TaskContext
 
-from stagecrew import ChannelError, Listener, ResourceNotOpen, TaskKilled
+from stagecrew import Listener
+from stagecrew.errors import ChannelError, ResourceNotOpen, TaskKilled
 from stagecrew.wire.channel import Channel
 from stagecrew.wire.frames import Decoder, encode
 from stagecrew.worker import daemon, graceful_shutdown

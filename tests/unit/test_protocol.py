@@ -191,7 +191,7 @@ class Protocol(RuleBasedStateMachine):
     def attempt(self, f):
         try:
             return f()
-        except (stagecrew.EvaluationEnded, stagecrew.RequestTimeout) as error:
+        except (stagecrew.errors.EvaluationEnded, stagecrew.errors.CoordinationTimeout) as error:
             self.broken = error
             return None
 

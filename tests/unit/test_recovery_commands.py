@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 
 from stagecrew.cli import main
 from stagecrew.doctor import coordination_store
-from stagecrew.errors import RecoveryMisused, StoreUnsupported
+from stagecrew.errors import ConfigurationError, StoreUnsupported
 from stagecrew.recovery.jobs.fenced import FencedJobs
 from stagecrew.recovery.jobs.job import Job
 from stagecrew.recovery.jobs.record import JobRecord, JobState
@@ -138,7 +138,7 @@ def test_the_longest_names(places):
         record = Job("y" * 100, 1, known.handles("y" * 100, "steps"), known.handles("y" * 100, "commits"))
         name = "z" * 40
         assert len(record.step(name, lambda: record.commit_id(name))) == 182
-        with pytest.raises(RecoveryMisused, match="has 201 characters, and the limit is 200"):
+        with pytest.raises(ConfigurationError, match="has 201 characters, and the limit is 200"):
             record.commit_id("z" * 100)
 
 

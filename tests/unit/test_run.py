@@ -137,7 +137,7 @@ def lost(folder):
     import stagecrew
     print("said before it was lost")
     threading.Thread(target=time.sleep, args=(600,)).start()
-    raise stagecrew.PossiblyInconsistentError("nobody knows")
+    raise stagecrew.errors.PossiblyInconsistentError("nobody knows")
 """
 
 

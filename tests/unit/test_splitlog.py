@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from stagecrew.errors import SplitsFailed
+from stagecrew.errors import OperatorFailed
 from stagecrew.operators.splitlog import HELD, SplitLog
 from stagecrew.operators.watermarks import WatermarkGroup
 
@@ -188,7 +188,7 @@ def test_an_enumerator_that_raises(enumerator):
     if isinstance(enumerator, RaisesLater):
         assert pickle.loads(log.at(0, 0, "a")) == 1
     for subtask in (1, 2, 1):
-        with pytest.raises(SplitsFailed, match="the enumerator of operator 'x' raised OSError: no such bucket"):
+        with pytest.raises(OperatorFailed, match="the enumerator of operator 'x' raised OSError: no such bucket"):
             log.at(subtask, 0, "a")
 
 
@@ -199,13 +199,13 @@ def test_an_enumerator_that_does_not_repeat_its_splits():
     after = SplitLog([1, 2], "operator 'x'")
     after.restore(log.state())
     assert pickle.loads(after.at(1, 0, "a")) == 2
-    with pytest.raises(SplitsFailed, match="1 splits that tasks of operator 'x' had read before the checkpoint"):
+    with pytest.raises(OperatorFailed, match="1 splits that tasks of operator 'x' had read before the checkpoint"):
         after.at(1, 1, "a")
 
 
 def test_a_position_beyond_the_end():
     """An evaluation that got splits from another coordinator is refused, and does not get other splits."""
-    with pytest.raises(SplitsFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
+    with pytest.raises(OperatorFailed, match="subtask 0 of operator 'x' asked for split 2 of its log, which has 0"):
         SplitLog([1, 2, 3], "operator 'x'").at(0, 2, "a")
 
 
@@ -213,6 +213,6 @@ def test_a_position_beyond_the_end():
 def test_one_split_twice(splits):
     """A split that is enumerated twice is an error: its rows would be read twice."""
     log = SplitLog(splits, "operator 'x'")
-    with pytest.raises(SplitsFailed, match="gave one split twice"):
+    with pytest.raises(OperatorFailed, match="gave one split twice"):
         for index in range(3):
             log.at(0, index, "a")

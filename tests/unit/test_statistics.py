@@ -10,7 +10,7 @@ import pytest
 
 import stagecrew
 from stagecrew.coordination import statistics_reporter
-from stagecrew.errors import RequestFailed, RequestTimeout
+from stagecrew.errors import CoordinationTimeout, RequestFailed
 from stagecrew.operators.alignment import AlignmentCoordinator
 from stagecrew.operators.commit_operator import CommitCoordinator
 from stagecrew.operators.reducers import reducer_call
@@ -79,7 +79,7 @@ def test_all_counts():
         assert one.request("a") == "a"
         with pytest.raises(RequestFailed):
             two.request("no")
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(CoordinationTimeout):
             two.request("later")
         harness.advance(2.0)
         harness.coordinator.later[0].set_result(1)
@@ -365,7 +365,7 @@ def test_supersteps_name_the_missing_subtasks():
         tasks = [harness.evaluation(subtask=n, partitions=3) for n in range(3)]
 
         def comes(n, step):
-            with pytest.raises(RequestTimeout):
+            with pytest.raises(CoordinationTimeout):
                 tasks[n].request(pickled(("reduce", step, 3, tuple(reducer_call("sum")), 1)))
 
         comes(0, 0)
@@ -384,7 +384,7 @@ def test_alignment_names_the_slowest_source():
     with CoordinatorHarness(lambda context: AlignmentCoordinator(context, drift, None)) as harness:
         slow, quick = harness.evaluation(subtask=3), harness.evaluation(subtask=4)
         slow.request((None, dt.datetime(2026, 1, 1, tzinfo=dt.UTC)))
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(CoordinationTimeout):
             quick.request(("b", dt.datetime(2026, 1, 2, tzinfo=dt.UTC)))
         found, _ = statistics_after(harness)
         assert found["kind"] == "alignment"

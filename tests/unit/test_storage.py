@@ -12,7 +12,7 @@ import subprocess
 import pyarrow.fs
 import pytest
 
-from stagecrew.errors import RecoveryMisused, StateCorrupt, StateStorageError
+from stagecrew.errors import ConfigurationError, StateCorrupt, StateStorageError
 from stagecrew.recovery.state import storage as module
 from stagecrew.recovery.state.storage import Reference, StateStorage
 
@@ -249,12 +249,12 @@ def test_an_interrupted_write_leaves_nothing(storage, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("uri", "error", "match"),
     [
-        ("", RecoveryMisused, "is empty"),
-        ("ftp://host/path", RecoveryMisused, "not the address of a state storage"),
-        ("s3://key:very-secret@bucket/a b?secret_key=very-secret", RecoveryMisused, "s3://bucket"),
-        ("s3://key:very/secret@very-secret@bucket/a", RecoveryMisused, "^s3://bucket/a is not the address"),
-        ("s3://key:very-secret@[bucket", RecoveryMisused, r"s3://\[bucket is not the address"),
-        ("file://relative", RecoveryMisused, "not the address of a state storage"),
+        ("", ConfigurationError, "is empty"),
+        ("ftp://host/path", ConfigurationError, "not the address of a state storage"),
+        ("s3://key:very-secret@bucket/a b?secret_key=very-secret", ConfigurationError, "s3://bucket"),
+        ("s3://key:very/secret@very-secret@bucket/a", ConfigurationError, "^s3://bucket/a is not the address"),
+        ("s3://key:very-secret@[bucket", ConfigurationError, r"s3://\[bucket is not the address"),
+        ("file://relative", ConfigurationError, "not the address of a state storage"),
         ("file:///nowhere/at/all", StateStorageError, "create it, or mount"),
         ("/nowhere/at/all", StateStorageError, "create it, or mount"),
         ("/dev/null", StateStorageError, "not an existing folder"),

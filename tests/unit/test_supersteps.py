@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagecrew.errors import OperatorMisused, RequestFailed, RequestTimeout, SuperstepsFailed
+from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
 from stagecrew.operators.reducers import ReducerCall, reduced, reducer_call
 from stagecrew.operators.superstep_context import SuperstepContext
 from stagecrew.operators.superstep_coordinator import SuperstepCoordinator
@@ -51,7 +51,7 @@ def test_a_different_number_of_calls(data):
         st.lists(st.integers(0, 3), min_size=subtasks, max_size=subtasks).filter(lambda c: len(set(c)) > 1)
     )
     group, at, blocked, ended = SuperstepGroup("x", subtasks), [0] * subtasks, set(), set()
-    with pytest.raises(SuperstepsFailed) as failed:
+    with pytest.raises(OperatorFailed) as failed:
         while True:
             subtask = data.draw(st.sampled_from([s for s in range(subtasks) if s not in blocked and s not in ended]))
             if at[subtask] == calls[subtask]:
@@ -77,7 +77,7 @@ def test_other_differences():
         (2, 1, ["sum"], "subtask 2 is at step 1, the others are at step 0"),
         (1, 0, ["sum"], "subtask 1 came to step 0 twice"),
     ):
-        with pytest.raises(SuperstepsFailed, match=words):
+        with pytest.raises(OperatorFailed, match=words):
             group.add(subtask, step, ReducerCall(*reducer), 1)
     assert group.missing == [0, 2]
 
@@ -159,7 +159,7 @@ def test_sums_are_reproducible():
 )
 def test_values_that_cannot_be_reduced_together(op, values, words):
     """The error has their kinds and shapes."""
-    with pytest.raises(SuperstepsFailed, match=words):
+    with pytest.raises(OperatorFailed, match=words):
         reduced(ReducerCall(op), values)
 
 
@@ -249,8 +249,8 @@ class Task:
         """Comes to the next step; answers nothing yet."""
         try:
             return self.steps.reduce(value, op, name)
-        except SuperstepsFailed as error:
-            if not isinstance(error.__cause__, RequestTimeout):
+        except OperatorFailed as error:
+            if not isinstance(error.__cause__, CoordinationTimeout):
                 raise
             return None
 
@@ -328,9 +328,9 @@ def test_a_task_fails():
         with pytest.raises(RequestFailed, match="subtask 1 failed, and the stage runs again: boom"):
             one.receive()
         again = [Task(harness, subtask, stage_attempt=1) for subtask in (0, 1)]
-        with pytest.raises(SuperstepsFailed, match="belongs to an attempt at its stage that has ended"):
+        with pytest.raises(OperatorFailed, match="belongs to an attempt at its stage that has ended"):
             one.reduce_next(5)
-        with pytest.raises(SuperstepsFailed, match="belongs to an attempt at its stage that has ended"):
+        with pytest.raises(OperatorFailed, match="belongs to an attempt at its stage that has ended"):
             Task(harness, 0).reduce_next(5)  # one of the attempt before that begins late
         again[1].reduce_next(4)
         assert again[0].reduce_next(3) == 7
@@ -357,7 +357,7 @@ def test_a_partial_rerun():
     with harness_of() as harness:
         task = Task(harness, 1, subtasks=4)
         task.steps.subtasks = 2
-        with pytest.raises(SuperstepsFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
+        with pytest.raises(OperatorFailed, match="Spark runs 2 of 4 tasks of stage 0 again"):
             task.reduce_next(1)
         assert harness.failure is None
 
@@ -368,7 +368,7 @@ def test_a_difference_fails_the_topology():
         one, other = Task(harness, 0), Task(harness, 1)
         one.reduce_next(1)
         other.evaluation.finish()
-        assert isinstance(harness.failure, SuperstepsFailed)
+        assert isinstance(harness.failure, OperatorFailed)
         assert "subtask 1 ended after 0 steps, but subtask 0 waits in step 0" in str(harness.failure)
         with pytest.raises(Exception, match="subtask 1 ended"):
             one.receive()
@@ -383,7 +383,7 @@ def test_a_result_that_cannot_be_pickled():
             other.reduce_next(2, lambda a, b: (n for n in (a, b)), "pair")
         with pytest.raises(Exception, match="step 0 could not be reduced"):
             one.receive()
-        assert isinstance(harness.failure, SuperstepsFailed)
+        assert isinstance(harness.failure, OperatorFailed)
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -404,9 +404,9 @@ def test_tasks_that_reduce_with_different_functions_fail(order, reducers, names)
         first, last = order
         tasks[first].reduce_next(3, *reducers[first])
         words = f"subtask {last} reduces with '{names[last]}', but subtask {first} with '{names[first]}'"
-        with pytest.raises(SuperstepsFailed, match=words):
+        with pytest.raises(OperatorFailed, match=words):
             tasks[last].reduce_next(4, *reducers[last])
-        assert isinstance(harness.failure, SuperstepsFailed)
+        assert isinstance(harness.failure, OperatorFailed)
         with pytest.raises(RequestFailed, match=f"in step 0 {words}"):
             tasks[first].receive()
 
@@ -439,7 +439,7 @@ def test_a_reducer_that_raises():
         task = Task(harness, 0, subtasks=1)
         with pytest.raises(Exception, match="step 0 could not be reduced"):
             Task.reduce_next(task, [1], "sum")
-        assert isinstance(harness.failure.__cause__, SuperstepsFailed)
+        assert isinstance(harness.failure.__cause__, OperatorFailed)
 
 
 def test_late_subtasks_are_named():

@@ -68,7 +68,7 @@ def gateway(connection):
 def test_a_send_without_credit(gateway, connection):
     """A send requests credit, fails after request.timeout without progress, and names operator and backlog."""
     with pytest.raises(
-        stagecrew.RequestTimeout,
+        stagecrew.errors.CoordinationTimeout,
         match=f"'the operator' has {WINDOW} messages of this task, of {2 * WINDOW} bytes.* within 30 s",
     ):
         gateway.send(b"x")
@@ -99,13 +99,13 @@ def test_credit_that_arrives_between_two_checks(gateway, connection):
 
 def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
     """The waits for credit and for the reply together take at most the timeout of the request."""
-    with pytest.raises(stagecrew.RequestTimeout, match=r"within 0\.5 s"):
+    with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"within 0\.5 s"):
         gateway.request(b"x", timeout=0.5)
     assert connection.waits == [0.5]
     connection.waits.clear()
     connection.handled = Frame("HANDLED", {"sequence": 1})
     began = connection.now
-    with pytest.raises(stagecrew.RequestTimeout, match=r"has not answered within 2 s"):
+    with pytest.raises(stagecrew.errors.CoordinationTimeout, match=r"has not answered within 2 s"):
         gateway.request(b"x", timeout=2.0)
     assert connection.waits == [2.0, 0.5]
     assert connection.now - began == 2.0
@@ -114,7 +114,7 @@ def test_the_timeout_of_a_request_includes_all_its_waits(gateway, connection):
 def test_a_reply_without_a_waiting_request(gateway, connection):
     """A late reply is dropped."""
     connection.handled = Frame("HANDLED", {"sequence": 1})
-    with pytest.raises(stagecrew.RequestTimeout):
+    with pytest.raises(stagecrew.errors.CoordinationTimeout):
         gateway.request(b"x", timeout=2.0)
     gateway.took(Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b"much"}))
     assert gateway._replies == {}
@@ -169,5 +169,5 @@ def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call)
         return found()
 
     connection.wait = wait
-    with pytest.raises(stagecrew.EvaluationEnded, match="has ended"):
+    with pytest.raises(stagecrew.errors.EvaluationEnded, match="has ended"):
         call(gateway)

@@ -8,7 +8,8 @@ import threading
 import pytest
 from pyspark import cloudpickle
 
-from stagecrew import Listener, ResourceNotOpen, Scope, resource
+from stagecrew import Listener, Scope, resource
+from stagecrew.errors import ResourceNotOpen
 from stagecrew.testing import opened
 
 

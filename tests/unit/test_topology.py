@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from stagecrew import CoordinatorFailed, Listener, NotActive, TopologyClosed, TopologyError
+from stagecrew import Listener
+from stagecrew.errors import CoordinatorFailed, NotActive, TopologyError
 from stagecrew.listeners.resolution import LEFT, PROPERTY
 from stagecrew.session.builder import Crew
 from stagecrew.session.topology import Topology
@@ -143,7 +144,7 @@ def test_closed_out_of_order(crew):
     assert is_in(crew)
     assert crew.active == ()
     assert crew.connection.facade.ended == [b.id, a.id]
-    with pytest.raises(TopologyClosed, match="is closed"):
+    with pytest.raises(TopologyError, match="is closed"):
         b.wrap(print)()
     b.close()
     assert is_in(crew)
@@ -256,7 +257,7 @@ def test_a_closing_topology_keeps_its_threads(crew):
 
         def work() -> bool:
             a._state = "closing"
-            with pytest.raises(TopologyClosed, match="is closing"):
+            with pytest.raises(TopologyError, match="is closing"):
                 a.wrap(print)()
             b = topology(crew, "b").start()
             assert crew.connection.facade.parents[b.id] is None
@@ -278,7 +279,7 @@ def test_after_the_session_has_stopped(crew):
     a.close()
     new.close()
     assert crew.active == ()
-    with pytest.raises(TopologyClosed):
+    with pytest.raises(TopologyError):
         wrapped()
 
 

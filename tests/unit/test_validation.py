@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from pyspark import cloudpickle
 
-from stagecrew import ConfigurationError, Lifetime, Listener, ListenerContext, OperatorMisused, Scope, resource
-from stagecrew.errors import RecoveryMisused
+from stagecrew import Lifetime, Listener, ListenerContext, Scope, resource
+from stagecrew.errors import ConfigurationError, OperatorMisused
 from stagecrew.operators.commit_log import FileCommitLog, MemoryCommitLog, commit_log_of
 from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.session.registration import checked, pickled
@@ -236,7 +236,7 @@ def module(tmp_path, monkeypatch):
 )
 def test_a_job_must_match_the_arguments_of_its_function(module, name, function, arguments, problem):
     """Arguments are compared at submission with the source of the function, which is not run."""
-    with pytest.raises(RecoveryMisused) as raised:
+    with pytest.raises(ConfigurationError) as raised:
         JobSpec.of_function(f"{name}:{function}", arguments, py_files=[module / "package.zip"])
     assert f"{name}:{function}" in str(raised.value)
     assert problem in str(raised.value)
@@ -262,7 +262,7 @@ def test_arguments_that_match_or_are_unknown_are_accepted(module, function, argu
 
 def test_arguments_of_installed_functions_are_checked():
     """The source of an installed module is read as well."""
-    with pytest.raises(RecoveryMisused, match="json:loads is called without s"):
+    with pytest.raises(ConfigurationError, match="json:loads is called without s"):
         JobSpec.of_function("json:loads", {})
     JobSpec.of_function("json:loads", {"s": "1"})
     JobSpec.of_function("math:sqrt", {})  # written in C: nothing is known

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from stagecrew.errors import NotInitialised
+from stagecrew.errors import OperatorMisused
 from stagecrew.observability.logs import set_current_evaluation
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class CoordinatorContext:
     """A coordinator's context. Its methods may be called from any thread, and never wait.
 
     The context is *uninitialised* until the session runs, then *initialised*, and *closed* after the coordinator was
-    closed. Attributes can always be read. Methods raise `NotInitialised` before the session runs, and have no effect
+    closed. Attributes can always be read. Methods raise `OperatorMisused` before the session runs, and have no effect
     after the coordinator was closed. Every effect is enqueued onto the thread that owns the state.
 
     `operator` and `topology` are the names of the coordinator's operator and topology. `store` is a dictionary that the
@@ -101,7 +101,7 @@ class CoordinatorContext:
             **values: Numbers or texts by name. They are added to those of earlier calls.
 
         Raises:
-            NotInitialised: The session does not run yet.
+            OperatorMisused: The session does not run yet.
         """
         if self._may("report"):
             with self._lock:
@@ -121,7 +121,7 @@ class CoordinatorContext:
             cause: Becomes the `__cause__` of `CoordinatorFailed`.
 
         Raises:
-            NotInitialised: The session does not run yet.
+            OperatorMisused: The session does not run yet.
         """
         if self._may("fail"):
             assert self._effects is not None
@@ -135,7 +135,7 @@ class CoordinatorContext:
             *args: Its arguments.
 
         Raises:
-            NotInitialised: The session does not run yet.
+            OperatorMisused: The session does not run yet.
         """
         if self._may("run_in_coordinator_thread"):
             assert self._effects is not None
@@ -160,7 +160,7 @@ class CoordinatorContext:
             while_live: Repeats the call only while an evaluation is live, so that an idle coordinator costs nothing.
 
         Raises:
-            NotInitialised: The session does not run yet.
+            OperatorMisused: The session does not run yet.
         """
         if not self._may("call_async") or (executor := self._async_executor()) is None:
             return
@@ -188,7 +188,7 @@ class CoordinatorContext:
             while_live: Calls only while an evaluation is live, so that an idle coordinator costs nothing.
 
         Raises:
-            NotInitialised: The session does not run yet.
+            OperatorMisused: The session does not run yet.
         """
         if not self._may("every") or (executor := self._async_executor()) is None:
             return
@@ -253,7 +253,7 @@ class CoordinatorContext:
 
     def _may(self, method: str) -> bool:
         if self._state == "uninitialised":
-            raise NotInitialised(
+            raise OperatorMisused(
                 f"the coordinator of operator {self.operator!r} called context.{method} before the session runs; call "
                 f"it in start() or later"
             )

@@ -75,8 +75,8 @@ class Gateway:
             event: Any object that cloudpickle can pickle; `bytes` travel unchanged.
 
         Raises:
-            EventNotPicklable: The event cannot be pickled.
-            EventTooLarge: The pickled event is larger than `spark.stagecrew.event.maxSize`.
+            EventRejected: The event cannot be pickled.
+            EventRejected: The pickled event is larger than `spark.stagecrew.event.maxSize`.
         """
         self._add(pack(event, self._limit))
 
@@ -94,8 +94,8 @@ class Gateway:
             acknowledgements, and must be short.
 
         Raises:
-            EventNotPicklable: The event cannot be pickled.
-            EventTooLarge: The pickled event is larger than `spark.stagecrew.event.maxSize`.
+            EventRejected: The event cannot be pickled.
+            EventRejected: The pickled event is larger than `spark.stagecrew.event.maxSize`.
         """
         payload = pack(event, self._limit)
         future = _running_future()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from stagecrew.coordination.bound_function import BoundFunction
-from stagecrew.errors import OperatorMisused, TopologyClosed
+from stagecrew.errors import OperatorMisused, TopologyError
 from stagecrew.worker.evaluations import Bound, evaluate
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Operator:
         Raises:
             OperatorMisused: `dataset` is not a DataFrame, `work` is not callable, the name is taken in this place, or
                 the use needs a name.
-            TopologyClosed: The topology does not run.
+            TopologyError: The topology does not run.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         from pyspark.sql import functions as f
@@ -150,7 +150,7 @@ class Operator:
 
         Raises:
             OperatorMisused: `work` is not callable, the name is taken in this place, or the use needs a name.
-            TopologyClosed: The topology does not run.
+            TopologyError: The topology does not run.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         return BoundFunction(self.bound(work, subtask=None, name=name), work)
@@ -174,7 +174,7 @@ class Operator:
 
         Raises:
             OperatorMisused: As for `bind`.
-            TopologyClosed: The topology does not run.
+            TopologyError: The topology does not run.
             CoordinatorFailed: A coordinator of the topology has failed.
         """
         if not callable(work):
@@ -183,7 +183,7 @@ class Operator:
             )
         scope = self._scope
         if not scope.is_active:
-            raise TopologyClosed(
+            raise TopologyError(
                 f"operator {self.name!r} belongs to {scope!r}, which does not run; bind it inside the `with`"
             )
         host = scope.host()

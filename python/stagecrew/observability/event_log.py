@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from stagecrew.errors import EventLogUnreadable
+from stagecrew.errors import ConfigurationError
 from stagecrew.jar import found_spark_submit, jar_path
 from stagecrew.observability.console import harmless, table
 from stagecrew.observability.error_summary import error_line
@@ -54,7 +54,7 @@ def read_event_log(log: str) -> dict[str, Any]:
         The JSON of the tab, with the additional keys `application` and `notes`.
 
     Raises:
-        EventLogUnreadable: The log does not exist, or Spark cannot read it.
+        ConfigurationError: The log does not exist, or Spark cannot read it.
         ConfigurationError: Spark is not installed here.
     """
     command = [found_spark_submit(), *_LOCAL, "--class", _CLASS, "--conf", "spark.log.level=ERROR", jar_path(), log]
@@ -70,12 +70,12 @@ def read_event_log(log: str) -> dict[str, Any]:
     )
     for line in done.stdout.split("\n"):  # not splitlines: names may have other line separators
         if line.startswith(_ERROR):
-            raise EventLogUnreadable(f"cannot read event log {log}: {line.removeprefix(_ERROR)}")
+            raise ConfigurationError(f"cannot read event log {log}: {line.removeprefix(_ERROR)}")
         if line.startswith(_FOUND):
             found: dict[str, Any] = json.loads(line.removeprefix(_FOUND))
             return found
     output = "\n".join(done.stderr.splitlines()[-20:])
-    raise EventLogUnreadable(
+    raise ConfigurationError(
         f"cannot read event log {log}: spark-submit ended with status {done.returncode} and the output\n{output}"
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
-from stagecrew.errors import AlignmentFailed, OperatorMisused, RequestFailed, RequestTimeout
+from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused, RequestFailed
 from stagecrew.operators.watermarks import WatermarkGroup
 
 if TYPE_CHECKING:
@@ -154,18 +154,18 @@ class Aligner:
             timeout: How many seconds to wait, by default `spark.stagecrew.request.timeout`.
 
         Raises:
-            AlignmentFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
+            OperatorFailed: If the slowest source did not advance in time and is not idle, or the watermark cannot be
                 compared with those of other sources.
         """
         try:
             self._gateway.request((source, watermark), timeout)
-        except RequestTimeout as error:
-            raise AlignmentFailed(
+        except CoordinationTimeout as error:
+            raise OperatorFailed(
                 f"source {self._name(source)} waits at {watermark!r}: the slowest source has not come near enough in "
                 "time. Let a source that has no rows for now call idle(), or set idle_after"
             ) from error
         except RequestFailed as error:
-            raise AlignmentFailed(
+            raise OperatorFailed(
                 f"source {self._name(source)} reported {watermark!r}, which cannot be compared with the others' "
                 f"watermarks: {error.__cause__}. Let all sources report event times of one type"
             ) from error

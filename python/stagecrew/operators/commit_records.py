@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from stagecrew.errors import CommitUnreadable
+from stagecrew.errors import RecordUnreadable
 
 __all__ = [
     "FORMAT",
@@ -66,7 +66,7 @@ class States:
 
 
 def checked(commit_id: str, record: Any) -> Record:
-    """The record, if this version writes such records. Raises `CommitUnreadable` for any other.
+    """The record, if this version writes such records. Raises `RecordUnreadable` for any other.
 
     Run ids become names of folders and tables, so they are checked strictly.
     """
@@ -74,13 +74,13 @@ def checked(commit_id: str, record: Any) -> Record:
         raise _not_ours(commit_id, f"it is a {type(record).__name__}")
     format_ = record.get("format")
     if format_ is None:
-        raise CommitUnreadable(
+        raise RecordUnreadable(
             f"an earlier version of stagecrew wrote the record of commit {commit_id!r}, and this version does not read "
             "it. Nothing was changed or deleted. Finish the commit with the version that wrote it, or give this one "
             "another id"
         )
     if format_ != FORMAT:
-        raise CommitUnreadable(
+        raise RecordUnreadable(
             f"the record of commit {commit_id!r} has format {format_!r}, and this version of stagecrew reads {FORMAT}. "
             f"Nothing was changed or deleted. Finish the commit with the version that wrote it"
         )
@@ -90,8 +90,8 @@ def checked(commit_id: str, record: Any) -> Record:
     return record
 
 
-def _not_ours(commit_id: str, problem: str) -> CommitUnreadable:
-    return CommitUnreadable(
+def _not_ours(commit_id: str, problem: str) -> RecordUnreadable:
+    return RecordUnreadable(
         f"the record of commit {commit_id!r} is not as stagecrew writes it: {problem}. Nothing was changed or deleted. "
         f"Put a copy of the record in its place"
     )
@@ -136,10 +136,10 @@ _OPTIONAL: Final[dict[str, tuple[type, ...]]] = {
 
 
 def file_of(commit_id: str, message: dict[str, Any]) -> str:
-    """The name of the file in a message. Raises `CommitUnreadable` for a name that no sink gives, such as a path."""
+    """The name of the file in a message. Raises `RecordUnreadable` for a name that no sink gives, such as a path."""
     name = message.get("file")
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise CommitUnreadable(
+        raise RecordUnreadable(
             f"the record of commit {commit_id!r} names {name!r}, which is no name of a staged file. Nothing was moved "
             "or deleted. Put a copy of the record in its place"
         )
@@ -229,7 +229,7 @@ def mark_of(record: Record) -> str:
 
 
 def read_mark(commit_id: str, text: str | None) -> Known | None:
-    """The inverse of `mark_of`. None without a mark, as in commits of early versions. Raises `CommitUnreadable`."""
+    """The inverse of `mark_of`. None without a mark, as in commits of early versions. Raises `RecordUnreadable`."""
     if not text:
         return None
     try:
@@ -237,11 +237,11 @@ def read_mark(commit_id: str, text: str | None) -> Known | None:
         if mark["format"] == _MARK_FORMAT:
             return Known(mark["content"], [mark["columns"]], int(mark["rows"]), float(mark["time"]), short=True)
     except (ValueError, KeyError, TypeError) as error:
-        raise CommitUnreadable(
+        raise RecordUnreadable(
             f"the sink's mark of commit {commit_id!r} is not as stagecrew writes it ({type(error).__name__}). Nothing "
             "was changed. Give this commit another id"
         ) from error
-    raise CommitUnreadable(
+    raise RecordUnreadable(
         f"the sink's mark of commit {commit_id!r} has format {mark['format']!r}, and this version of stagecrew reads "
         f"{_MARK_FORMAT}. Nothing was changed. Use the version that wrote it, or give this commit another id"
     )

@@ -16,7 +16,7 @@ from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
-    CommitUnreadable,
+    RecordUnreadable,
 )
 from stagecrew.operators.commit_log import CommitLog
 from stagecrew.operators.commit_records import Record, States, checked, mark_of, schema_of
@@ -57,7 +57,7 @@ _ORPHANS: Final = (
 def read_record(commit_log: CommitLog, commit_id: str) -> tuple[int, Record] | None:
     """The version and the record of a commit, or None.
 
-    Raises `CommitUnreadable` for a record that this version may not use.
+    Raises `RecordUnreadable` for a record that this version may not use.
     """
     stored = commit_log.read(commit_id)
     return None if stored is None else (stored[0], checked(commit_id, stored[1]))
@@ -105,7 +105,7 @@ class RollForward:
                     return
                 self._refuse(conflict)
                 raise
-            except CommitUnreadable:
+            except RecordUnreadable:
                 raise  # a retry would read the same
             except Exception as error:
                 self._check_other_drivers(error, is_last=number == _TRIES)
@@ -188,7 +188,7 @@ class RollForward:
         """The record now, or None if it cannot be read."""
         try:
             return read_record(self._commit_log, self._commit_id)
-        except (CommitFailed, CommitUnknown, CommitUnreadable):
+        except (CommitFailed, CommitUnknown, RecordUnreadable):
             return None
 
 

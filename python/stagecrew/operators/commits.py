@@ -89,7 +89,7 @@ def commit(
         CommitFailed: If nothing was committed.
         CommitPending: If the commit is decided, but could not be applied yet.
         CommitUnknown: If the commit log cannot say whether a record was written.
-        CommitUnreadable: If another version wrote the record.
+        RecordUnreadable: If another version wrote the record.
     """
     if content is not None and not isinstance(content, str):
         raise OperatorMisused(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 
-from stagecrew.errors import OperatorMisused, SuperstepsFailed
+from stagecrew.errors import OperatorFailed, OperatorMisused
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -32,7 +32,7 @@ class ReducerCall(NamedTuple):
 def reduced(reducer: ReducerCall, values: Sequence[Any]) -> Any:
     """Reduces the values, which are in the order of subtasks. Ignores None; the result is None if all values are.
 
-    Raises `SuperstepsFailed` for values that cannot be reduced together.
+    Raises `OperatorFailed` for values that cannot be reduced together.
     """
     present = {subtask: value for subtask, value in enumerate(values) if value is not None}
     if not present:
@@ -112,12 +112,12 @@ def _pickled(reducer: Any) -> bytes:
 
 
 def _require_alike(name: str, values: Mapping[int, Any]) -> None:
-    """Raises `SuperstepsFailed` unless all values are of one kind, and of one shape unless they are concatenated."""
+    """Raises `OperatorFailed` unless all values are of one kind, and of one shape unless they are concatenated."""
     found = {subtask: (_kind(value), _shape(value) if name != "concat" else None) for subtask, value in values.items()}
     first, *others = found
     for other in others:
         if found[other] != found[first]:
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"{name} of values that differ: {_kind_and_shape(found[first])} of subtask {first} and "
                 f"{_kind_and_shape(found[other])} of subtask {other}. Let all subtasks give values of one kind and "
                 "shape"
@@ -158,7 +158,7 @@ def _elementwise(numbers: Callable[[Any, Any], Any], arrays: str, arrow: str) ->
         if _kind(values[0]) == "numpy array":
             return _reduced_in_place(getattr(_numpy(), arrays), values)
         if _kind(values[0]) != "number" and numbers is _add:
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"no sum of {_kind(values[0])}: numbers, numpy and Arrow arrays have one; use 'concat' or a function"
             )
         return functools.reduce(numbers, values)
@@ -206,7 +206,7 @@ def _concat(values: Sequence[Any]) -> Any:
         return "".join(values)
     if isinstance(first, list | tuple):
         return functools.reduce(_add, values)
-    raise SuperstepsFailed(
+    raise OperatorFailed(
         f"no concatenation of {_kind(first)}: lists, tuples, text, bytes, numpy and Arrow arrays have one; use a "
         "function"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pyspark import cloudpickle
 
-from stagecrew.errors import SplitsFailed
+from stagecrew.errors import OperatorFailed
 
 if TYPE_CHECKING:
     from stagecrew.operators.watermarks import WatermarkGroup
@@ -56,19 +56,19 @@ class SplitLog:
         """The pickled split at an index of the subtask's log, or None if the log is sealed and has no more.
 
         If splits have event times, `reading` decides whether a new split may be given out now. If not, the result is
-        `HELD`. Raises `SplitsFailed` for an error of the enumerator, now and in all later calls, and for an index
+        `HELD`. Raises `OperatorFailed` for an error of the enumerator, now and in all later calls, and for an index
         beyond the log.
         """
         log = self._logs.setdefault(subtask, [])
         if index < len(log):
             return log[index]
         if index > len(log):
-            raise SplitsFailed(
+            raise OperatorFailed(
                 f"subtask {subtask} of {self.name} asked for split {index} of its log, which has {len(log)}: another "
                 f"coordinator gave it the others"
             )
         if self._failure is not None:
-            raise SplitsFailed(str(self._failure)) from self._failure
+            raise OperatorFailed(str(self._failure)) from self._failure
         split = self._take(host, reading)
         if split is not None and split is not HELD:
             log.append(split)
@@ -132,7 +132,7 @@ class SplitLog:
                 if split is _END:
                     self._exhausted = True
                     if self._restored:
-                        raise SplitsFailed(
+                        raise OperatorFailed(
                             f"{len(self._restored)} splits that tasks of {self.name} had read before the checkpoint "
                             "were not enumerated again: an enumerator must give the same splits again"
                         )
@@ -143,10 +143,10 @@ class SplitLog:
                     self._has_time = self._on_split()
                     return packed, hosts
             except BaseException as error:
-                if isinstance(error, SplitsFailed):
+                if isinstance(error, OperatorFailed):
                     self._failure = error
                 else:
-                    self._failure = SplitsFailed(
+                    self._failure = OperatorFailed(
                         f"the enumerator of {self.name} raised {type(error).__name__}: {error}"
                     )
                     self._failure.__cause__ = error
@@ -166,7 +166,7 @@ class SplitLog:
         except TypeError:
             pass
         if any(key in self._seen for key in keys):
-            raise SplitsFailed(
+            raise OperatorFailed(
                 f"the enumerator of {self.name} gave one split twice: {_short(split)}. Its rows would be read twice: "
                 "give each split once, or make them differ"
             )

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
-from stagecrew.errors import OperatorMisused, RequestTimeout, SplitsFailed
+from stagecrew.errors import CoordinationTimeout, OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
 from stagecrew.operators.splitlog import HELD, SplitLog
 from stagecrew.operators.watermarks import WatermarkGroup
@@ -139,7 +139,7 @@ class SplitCoordinator(Coordinator):
             if split is not None and split != HELD:
                 reading.report(evaluation.id, self._log.event_time(split))
             return split
-        except SplitsFailed as error:
+        except OperatorFailed as error:
             self.context.fail(error)
             raise
         finally:
@@ -157,7 +157,7 @@ class SplitCoordinator(Coordinator):
         for id_, held in list(self._held.items()):
             try:
                 split = self._split_at(held.evaluation, held.index, held.host, self._reading)
-            except SplitsFailed as error:
+            except OperatorFailed as error:
                 held.reply.set_exception(error)
             else:
                 if split == HELD and now < held.until:
@@ -194,7 +194,7 @@ class SplitCoordinator(Coordinator):
         since = self._waiting_since
         if since is not None and time.monotonic() - since > self._patience:
             self.context.fail(
-                SplitsFailed(
+                OperatorFailed(
                     f"the enumerator of {self._log.name} has not given its next split within {self._patience:g} s: it "
                     "blocks, or is slow. Make it faster, or raise spark.stagecrew.request.timeout"
                 )
@@ -258,8 +258,8 @@ def read_subtask(
     while True:
         try:
             packed = gateway.request((index, gateway.host))
-        except RequestTimeout as error:
-            raise SplitsFailed(
+        except CoordinationTimeout as error:
+            raise OperatorFailed(
                 f"subtask {gateway.subtask} got no split in time: {error}. Raise spark.stagecrew.request.timeout if "
                 "the driver is slow"
             ) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import TYPE_CHECKING, Any
 
-from stagecrew.errors import RequestFailed, RequestTimeout, SuperstepsFailed
+from stagecrew.errors import CoordinationTimeout, OperatorFailed, RequestFailed
 from stagecrew.operators.reducers import Reducer, reducer_call
 from stagecrew.operators.superstep_messages import IN_PIECES, PIECE, WHOLE, pickled, split_into_pieces
 
@@ -71,7 +71,7 @@ class SuperstepContext:
             The reduced value, or None if all values are None.
 
         Raises:
-            SuperstepsFailed: If another task uses another reducer or has ended, the values cannot be reduced together,
+            OperatorFailed: If another task uses another reducer or has ended, the values cannot be reduced together,
                 or a task is missing after `timeout` seconds.
             OperatorMisused: If there is no such reducer, a function needs `name` and has none, `name` is that of a
                 ready-made reducer, or the function cannot be pickled.
@@ -104,11 +104,11 @@ class SuperstepContext:
         try:
             reply: bytes = self._gateway.request(request, timeout=self._timeout)
         except RequestFailed as error:
-            if not isinstance(error.__cause__, SuperstepsFailed):
+            if not isinstance(error.__cause__, OperatorFailed):
                 raise
-            raise SuperstepsFailed(str(error.__cause__)) from error
-        except RequestTimeout as error:
-            raise SuperstepsFailed(
+            raise OperatorFailed(str(error.__cause__)) from error
+        except CoordinationTimeout as error:
+            raise OperatorFailed(
                 f"step {self.step} of subtask {self.subtask} got no result from the driver in time: {error}. Raise "
                 "timeout= if steps take longer"
             ) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.coordination.contract import Coordinator
 from stagecrew.coordination.evaluation import Evaluation
-from stagecrew.errors import SuperstepsFailed
+from stagecrew.errors import OperatorFailed
 from stagecrew.operators.reducers import ReducerCall, reduced
 from stagecrew.operators.superstep_group import SuperstepGroup
 from stagecrew.operators.superstep_messages import IN_PIECES, PIECE, WHOLE, pickled, split_into_pieces
@@ -89,7 +89,7 @@ class SuperstepCoordinator(Coordinator):
             request = b"".join([*pieces, request])
         attempt = self._attempt_of(evaluation)
         if attempt is None or attempt.failure is not None:
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"operator {self.context.operator!r}: subtask {evaluation.subtask} belongs to an attempt at its stage "
                 "that has ended" + ("" if attempt is None else f": {attempt.failure}")
             )
@@ -103,7 +103,7 @@ class SuperstepCoordinator(Coordinator):
     ) -> Future[Packed]:
         if members < attempt.group.subtasks:
             # After a loss, Spark runs only the tasks whose output it lost (G23). If one of them fails, it runs all.
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"operator {self.context.operator!r}: Spark runs {members} of {attempt.group.subtasks} tasks of stage "
                 f"{evaluation.stage} again, which cannot go on without the others; this attempt fails so that all run "
                 "again"
@@ -125,7 +125,7 @@ class SuperstepCoordinator(Coordinator):
                 attempt.is_stopped = bool(self._stop_when(step, value))
             result = pickled((attempt.is_stopped, value))
         except Exception as error:
-            failure = SuperstepsFailed(
+            failure = OperatorFailed(
                 f"operator {self.context.operator!r}: step {step} could not be reduced: {type(error).__name__}: {error}"
             )
             failure.__cause__ = error
@@ -140,11 +140,11 @@ class SuperstepCoordinator(Coordinator):
         """Changes the group. An error fails the topology, because another stage attempt would fail in the same way."""
         try:
             return change(evaluation.subtask, *args)
-        except SuperstepsFailed as error:
+        except OperatorFailed as error:
             self._fail_topology(attempt, error)
             raise
 
-    def _fail_topology(self, attempt: _StageAttempt, error: SuperstepsFailed) -> None:
+    def _fail_topology(self, attempt: _StageAttempt, error: OperatorFailed) -> None:
         self.context.fail(error)
         attempt.fail(str(error))
 
@@ -155,7 +155,7 @@ class SuperstepCoordinator(Coordinator):
         for (stage, number), attempt in self._attempts.items():
             missing = attempt.group.missing
             if missing and attempt.failure is None and time.monotonic() - attempt.since > self._timeout:
-                error = SuperstepsFailed(
+                error = OperatorFailed(
                     f"operator {self.context.operator!r}, stage {stage}, attempt {number}: for {self._timeout:g} s "
                     f"{len(attempt.waiting)} subtasks have waited in step {attempt.group.step} for these: "
                     f"{_listed(missing)}. Raise timeout= if a step may take longer"
@@ -210,4 +210,4 @@ class _StageAttempt:
         self.failure = self.failure or reason
         waiting, self.waiting = self.waiting, {}
         for future in waiting.values():
-            future.set_exception(SuperstepsFailed(reason))
+            future.set_exception(OperatorFailed(reason))

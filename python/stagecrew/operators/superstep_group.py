@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stagecrew.errors import SuperstepsFailed
+from stagecrew.errors import OperatorFailed
 from stagecrew.operators.reducers import ReducerCall
 
 __all__ = ["SuperstepGroup"]
@@ -37,17 +37,17 @@ class SuperstepGroup:
     def add(self, subtask: int, step: int, reducer: ReducerCall, value: Any) -> list[Any] | None:
         """Adds a subtask's value to a step.
 
-        Returns all values after the last one, else None. Raises `SuperstepsFailed`.
+        Returns all values after the last one, else None. Raises `OperatorFailed`.
         """
         if subtask in self._values:
-            raise SuperstepsFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
+            raise OperatorFailed(f"{self.name}: subtask {subtask} came to step {step} twice")
         if step != self.step:
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"{self.name}: subtask {subtask} is at step {step}, the others are at step {self.step}: {_AS_OFTEN}"
             )
         if self._values and reducer.name != self._reducer[0].name:
             first, first_subtask = self._reducer
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"{self.name}: in step {step} subtask {subtask} reduces with {reducer.name!r}, but subtask "
                 f"{first_subtask} with {first.name!r}: all must call reduce() with the same reducer"
             )
@@ -63,7 +63,7 @@ class SuperstepGroup:
         return values
 
     def end(self, subtask: int) -> bool:
-        """Ends a subtask. Returns whether all have ended. Raises `SuperstepsFailed` if others wait for it."""
+        """Ends a subtask. Returns whether all have ended. Raises `OperatorFailed` if others wait for it."""
         self._ended[subtask] = self.step
         self._require_progress()
         return len(self._ended) >= self.subtasks
@@ -77,7 +77,7 @@ class SuperstepGroup:
         if self._values and self._ended:
             ended, steps = next(iter(self._ended.items()))
             waiting = min(self._values)
-            raise SuperstepsFailed(
+            raise OperatorFailed(
                 f"{self.name}: subtask {ended} ended after {steps} steps, but subtask {waiting} waits in step "
                 f"{self.step}: {_AS_OFTEN}"
             )

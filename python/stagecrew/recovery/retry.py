@@ -25,9 +25,9 @@ from tenacity import (
 from stagecrew.errors import (
     CommitPending,
     CommitUnknown,
+    ConfigurationError,
     LeadershipLost,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StateCorrupt,
     StateStorageError,
@@ -70,7 +70,7 @@ NOT_APPLIED: Final = (
     StoreRefused,
     StoreUnsupported,
     LeadershipLost,
-    RecoveryMisused,
+    ConfigurationError,
 )
 #: Errors that may not occur again, because something is unavailable or full or the outcome is unknown.
 _TRANSIENT: Final = (

@@ -15,14 +15,7 @@ from pyspark.util import default_api_mode
 
 from stagecrew._version import __version__
 from stagecrew.conf import PLUGIN
-from stagecrew.errors import (
-    ConfigurationError,
-    NotActive,
-    OperatorMisused,
-    UnsupportedSession,
-    UnsupportedSpark,
-    VersionMismatch,
-)
+from stagecrew.errors import ConfigurationError, NotActive, OperatorMisused
 from stagecrew.jar import SPARK_LINE, jar_path, joined, spark_conf
 from stagecrew.listeners.listener import Listener
 from stagecrew.session.application import Application
@@ -76,11 +69,11 @@ def configure(
     Raises:
         ConfigurationError: `builder` is no session builder, or `jvm_listeners` is no list of names.
         OperatorMisused: `coordinators` is no mapping of names to factories.
-        UnsupportedSession: The builder is for Spark Connect.
-        UnsupportedSpark: The installed PySpark is not supported.
-        JarMissing: This installation has no jar.
+        ConfigurationError: The builder is for Spark Connect.
+        ConfigurationError: The installed PySpark is not supported.
+        ConfigurationError: This installation has no jar.
         ListenerError: An element of `listeners` is no listener, such as a class instead of an instance.
-        ListenerNotPicklable: A listener cannot be pickled.
+        ListenerError: A listener cannot be pickled.
 
     Examples:
         builder = stagecrew.configure(SparkSession.builder.master("local[2]"), listeners=[orders])
@@ -88,7 +81,7 @@ def configure(
 
     `getOrCreate` and `create` raise `NotActive` if a SparkContext already runs without the plugin, which Spark would
     silently ignore; `CoordinatorFailed` if a factory raises, and then nothing was started; and
-    `ListenerNotImportable`, after they stopped the session, for a name in `spark.stagecrew.listeners` that the driver
+    `ListenerError`, after they stopped the session, for a name in `spark.stagecrew.listeners` that the driver
     cannot import. A missing top-level module is only a warning.
     """
     if isinstance(builder, SparkSession):
@@ -98,10 +91,10 @@ def configure(
         )
     if not isinstance(builder, SparkSession.Builder):
         if type(builder).__module__.startswith("pyspark.sql.connect"):
-            raise UnsupportedSession(_CONNECT)
+            raise ConfigurationError(_CONNECT)
         raise ConfigurationError(f"stagecrew.configure takes SparkSession.builder, not {type(builder).__name__}")
     if not pyspark.__version__.startswith(SPARK_LINE + "."):
-        raise UnsupportedSpark(
+        raise ConfigurationError(
             f"stagecrew {__version__} is built for Spark {SPARK_LINE}, and pyspark {pyspark.__version__} is installed: "
             f"`pip install 'pyspark~={SPARK_LINE}.0'`"
         )
@@ -146,7 +139,7 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], want
         or "spark.remote" in options
         or (mode if mode in ("classic", "connect") else default_api_mode()) == "connect"
     ):
-        raise UnsupportedSession(_CONNECT)
+        raise ConfigurationError(_CONNECT)
     running = SparkContext._active_spark_context
     if running is not None:
         if _facade(running) is None:
@@ -221,7 +214,7 @@ def _as_our_error(error: Exception) -> Exception:
         text = str(error)
     if "stagecrew" not in text:
         return error
-    return UnsupportedSpark(text) if "is built for Spark" in text else ConfigurationError(text)
+    return ConfigurationError(text)
 
 
 def _load_jar() -> None:
@@ -285,15 +278,15 @@ def crew(spark: SparkSession) -> Crew:
 
     Raises:
         NotActive: The plugin does not run in this session.
-        UnsupportedSession: This is a Spark Connect session.
-        VersionMismatch: The jar that Spark loaded is of another version than the Python package.
+        ConfigurationError: This is a Spark Connect session.
+        ConfigurationError: The jar that Spark loaded is of another version than the Python package.
         ConfigurationError: `spark` is no session.
 
     Examples:
         crew = stagecrew.crew(spark)
     """
     if type(spark).__module__.startswith("pyspark.sql.connect"):
-        raise UnsupportedSession(_CONNECT)
+        raise ConfigurationError(_CONNECT)
     if not isinstance(spark, SparkSession):
         raise ConfigurationError(f"stagecrew.crew takes a SparkSession, not {type(spark).__name__}")
     context = spark.sparkContext
@@ -304,7 +297,7 @@ def crew(spark: SparkSession) -> Crew:
     if facade is None:
         raise NotActive(f"stagecrew does not run in this SparkContext. {_REMEDY}")
     if facade.version() != __version__:
-        raise VersionMismatch(
+        raise ConfigurationError(
             f"Spark loaded the jar of stagecrew {facade.version()}, and the Python package is {__version__}: use the jar "
             f"of this package, {jar_path()}"
         )

@@ -111,7 +111,7 @@ class Crew:
 
         Raises:
             ListenerError: An element of `listeners` is no listener.
-            ListenerNotPicklable: A listener cannot be pickled.
+            ListenerError: A listener cannot be pickled.
             ConfigurationError: `jvm_listeners` or `release` is wrong.
             NotActive: The session has stopped.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyspark import SparkContext, cloudpickle
 
-from stagecrew.errors import ConfigurationError, ListenerError, ListenerNotImportable, ListenerNotPicklable
+from stagecrew.errors import ConfigurationError, ListenerError
 from stagecrew.listeners.listener import Listener, listener_name, normalised
 from stagecrew.listeners.resource import Resource, ResourceFactory, registering
 from stagecrew.partitions.report import Release
@@ -56,7 +56,7 @@ def checked(listeners: Iterable[Listener]) -> tuple[Listener, ...]:
 def import_named(targets: str) -> None:
     """Imports the listeners that `spark.stagecrew.listeners` names, so that a wrong name fails before any task.
 
-    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerNotImportable` for
+    A missing top-level module is a warning: it may exist on the executors only. Raises `ListenerError` for
     every other error that an executor would raise.
     """
     from stagecrew.worker.descriptions import named
@@ -65,7 +65,7 @@ def import_named(targets: str) -> None:
         module = target.partition(":")[0].partition(".")[0]
         try:
             named(target, "on the driver")
-        except ListenerNotImportable as error:
+        except ListenerError as error:
             cause = error.__cause__
             if not (isinstance(cause, ModuleNotFoundError) and cause.name == module):
                 raise
@@ -89,7 +89,7 @@ def class_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def pickled(listeners: Sequence[Listener]) -> list[bytes]:
-    """Pickles each listener. Raises `ListenerNotPicklable`, which names the listener and the attribute."""
+    """Pickles each listener. Raises `ListenerError`, which names the listener and the attribute."""
     return [_pickled(listener) for listener in listeners]
 
 
@@ -110,7 +110,7 @@ def _pickled(listener: Listener) -> bytes:
                     what = name if isinstance(listener, Resource) else f"attribute {name!r}"
                     culprit = f": its {what} is a {type(value).__name__}, which cannot be pickled"
                     break
-            raise ListenerNotPicklable(
+            raise ListenerError(
                 f"listener {listener_name(listener)!r} cannot be pickled{culprit} ({type(error).__name__}: {error}). "
                 f"Create such objects in open(), which runs on the executor"
             ) from error

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from stagecrew.coordination.program_path import PLACE, Place, current_place
-from stagecrew.errors import TopologyClosed, TopologyError
+from stagecrew.errors import TopologyError
 from stagecrew.listeners.listener import Listener
 from stagecrew.observability.error_summary import error_line
 from stagecrew.partitions.report import PartitionReport, Release, java_dataset
@@ -94,7 +94,7 @@ class Topology(TopologyOperators):
             The topology itself.
 
         Raises:
-            TopologyClosed: The topology has begun before.
+            TopologyError: The topology has begun before.
             TopologyError: The thread is already in an active topology of this name that `start` began, as when a
                 notebook cell runs twice. Nested topologies of one name need `with`.
             ConfigurationError: The driver refused the topology.
@@ -114,7 +114,7 @@ class Topology(TopologyOperators):
 
     def _begin(self) -> None:
         if self._state != "new":
-            raise TopologyClosed(
+            raise TopologyError(
                 f"topology {self.name!r} is {self._state}, and a topology runs once: create another with "
                 f"crew.topology({self.name!r})"
             )
@@ -215,7 +215,7 @@ class Topology(TopologyOperators):
             f: Any function.
 
         Returns:
-            The wrapped function. It raises `TopologyClosed` after the topology closed, and `NotActive` after the
+            The wrapped function. It raises `TopologyError` after the topology closed, and `NotActive` after the
             session stopped.
 
         Examples:
@@ -229,7 +229,7 @@ class Topology(TopologyOperators):
         @functools.wraps(f)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
             if not self.is_active:
-                raise TopologyClosed(
+                raise TopologyError(
                     f"{getattr(f, '__qualname__', f)!r} was wrapped for topology {self.name!r}, which is {self._state}: "
                     f"call it inside its `with`"
                 )
@@ -272,7 +272,7 @@ class Topology(TopologyOperators):
 
         Raises:
             TopologyError: An argument is neither a DataFrame nor an RDD.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:

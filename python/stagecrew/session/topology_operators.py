@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from stagecrew.coordination.operators import COMMIT, Operators
-from stagecrew.errors import OperatorMisused, TopologyClosed
+from stagecrew.errors import OperatorMisused, TopologyError
 from stagecrew.session.active_topologies import TopologyNode
 from stagecrew.session.running_job import running_job
 
@@ -58,7 +58,7 @@ class TopologyOperators(TopologyNode):
 
         Raises:
             OperatorMisused: `factory` cannot be called, or the topology already has an operator of this name.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -104,7 +104,7 @@ class TopologyOperators(TopologyNode):
 
         Raises:
             OperatorMisused: An argument is wrong, or the name is taken.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -112,7 +112,7 @@ class TopologyOperators(TopologyNode):
             rows.write.parquet(path)
 
         When the enumerator fails, the topology fails: the action raises Spark's own error, and the `with` raises
-        `CoordinatorFailed`, whose `__cause__` is `SplitsFailed`.
+        `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
 
         Not promised: which subtask reads which split, and the order of rows.
 
@@ -151,7 +151,7 @@ class TopologyOperators(TopologyNode):
 
         Raises:
             OperatorMisused: An argument is wrong, or the name is taken.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -162,7 +162,7 @@ class TopologyOperators(TopologyNode):
 
         When a task fails, or Spark loses output of the stage, the whole stage runs again from step 0, at most
         `spark.stage.maxConsecutiveAttempts` times. When tasks reduce differently, the topology fails: the action
-        raises Spark's own error, and the `with` raises `CoordinatorFailed`, whose `__cause__` is `SuperstepsFailed`.
+        raises Spark's own error, and the `with` raises `CoordinatorFailed`, whose `__cause__` is `OperatorFailed`.
 
         Source: Flink's iterations with supersteps (PR #10483); Spark's barrier execution.
         """
@@ -215,10 +215,10 @@ class TopologyOperators(TopologyNode):
             CommitFailed: No row is visible, and nothing that was staged is left.
             CommitPending: The commit is decided, but could not be finished yet. Commit with the same id again.
             CommitUnknown: The outcome of a write to the log is unknown. Commit with the same id again.
-            CommitUnreadable: Another version of stagecrew wrote the record of this commit.
+            RecordUnreadable: Another version of stagecrew wrote the record of this commit.
             OperatorMisused: An argument is wrong; or the commit was decided with another sink, other columns or other
                 content. Nullability, order and metadata of columns do not count.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -270,14 +270,14 @@ class TopologyOperators(TopologyNode):
 
         Raises:
             OperatorMisused: An argument is wrong, or the name is taken.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
             alignment = topology.align("event-time", drift=3600)
             rows = alignment.map(clicks, read, schema)
 
-        A source that waits for too long gets `AlignmentFailed`.
+        A source that waits for too long gets `OperatorFailed`.
 
         Not promised: that sources wait for a source whose task has not begun. Give every task a slot, or read the
         sources as splits with `EventTimeSplits`.
@@ -318,7 +318,7 @@ class TopologyOperators(TopologyNode):
         Raises:
             CheckpointFailed: A coordinator declined. All coordinators get `checkpoint_aborted`.
             CheckpointTimeout: A state or an acknowledgement did not arrive in time. All get `checkpoint_aborted`.
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -339,7 +339,7 @@ class TopologyOperators(TopologyNode):
             checkpoint: The states to restore. By default coordinators begin without state.
 
         Raises:
-            TopologyClosed: The topology is not active.
+            TopologyError: The topology is not active.
             NotActive: The session has stopped.
 
         Examples:
@@ -369,5 +369,5 @@ class TopologyOperators(TopologyNode):
 
     def _require_active(self, what: str) -> None:
         if not self.is_active:
-            raise TopologyClosed(f"topology {self.name!r} is {self._state}; {what} only inside its `with`")
+            raise TopologyError(f"topology {self.name!r} is {self._state}; {what} only inside its `with`")
         self._connection.require_running()

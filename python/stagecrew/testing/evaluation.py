@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Protocol
 
-from stagecrew.errors import EvaluationEnded, RequestFailed, RequestTimeout
+from stagecrew.errors import CoordinationTimeout, EvaluationEnded, RequestFailed
 from stagecrew.wire.frames import Frame, encode
 from stagecrew.wire.serialization import END, pack, raised, unpack
 
@@ -71,8 +71,8 @@ class ScriptedEvaluation:
             event: The event.
 
         Raises:
-            EventNotPicklable: The event cannot be pickled.
-            EventTooLarge: The event is larger than 16 MiB.
+            EventRejected: The event cannot be pickled.
+            EventRejected: The event is larger than 16 MiB.
         """
         self._sequence += 1
         self.send_frame("EVENTS", first=self._sequence, payloads=[pack(event, MAX_EVENT)])
@@ -87,11 +87,11 @@ class ScriptedEvaluation:
             The reply.
 
         Raises:
-            RequestTimeout: There is no reply yet. `reply` returns it later.
+            CoordinationTimeout: There is no reply yet. `reply` returns it later.
             RequestFailed: The coordinator raised an exception, which is the cause.
             EvaluationEnded: The evaluation was aborted.
-            EventNotPicklable: The request cannot be pickled.
-            EventTooLarge: The request is larger than 16 MiB.
+            EventRejected: The request cannot be pickled.
+            EventRejected: The request is larger than 16 MiB.
         """
         self._sequence += 1
         self.send_frame("REQUEST", sequence=self._sequence, payload=pack(request, MAX_EVENT))
@@ -104,7 +104,7 @@ class ScriptedEvaluation:
             The reply.
 
         Raises:
-            RequestTimeout: There is no reply yet.
+            CoordinationTimeout: There is no reply yet.
             RequestFailed: The coordinator raised an exception, which is the cause.
             EvaluationEnded: The evaluation was aborted.
         """
@@ -112,7 +112,7 @@ class ScriptedEvaluation:
         if self._sequence not in self._replies:
             if self.abort_reason is not None:
                 raise EvaluationEnded(self.abort_reason)
-            raise RequestTimeout("the coordinator has not replied yet; call reply() when it has")
+            raise CoordinationTimeout("the coordinator has not replied yet; call reply() when it has")
         outcome, payload = self._replies[self._sequence]
         if outcome == "ok":
             return unpack(payload)

@@ -9,7 +9,7 @@ fixed list of fields, each of one of four types:
     l  list of bytes                    u32 count, then each as b
 
 `Frames.scala` has the same table; a test compares both byte for byte. A frame that is cut short, has bytes left over,
-an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `FrameError`. The reader then closes the
+an unknown kind, text that is not UTF-8 or more than `limit` bytes is a `ChannelError`. The reader then closes the
 connection, because it cannot find the beginning of the next frame.
 """
 
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
-from stagecrew.errors import FrameError
+from stagecrew.errors import ChannelError
 
 __all__ = ["KINDS", "LARGE", "Decoder", "Field", "Frame", "decode", "decode_all", "encode", "encoded"]
 
@@ -137,7 +137,7 @@ class Frame:
 def encode(kind: str, **fields: Field) -> bytes:
     """The bytes of one frame.
 
-    Raises `FrameError` if the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
+    Raises `ChannelError` if the kind is unknown, a field is missing or superfluous, or a value has the wrong type.
 
     >>> encode("BEGIN", attempt=7).hex()
     '00000009050000000000000007'
@@ -150,9 +150,9 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
     try:
         number, table = KINDS[kind]
     except KeyError:
-        raise FrameError(f"unknown kind of frame {kind!r}; the known kinds are {', '.join(KINDS)}") from None
+        raise ChannelError(f"unknown kind of frame {kind!r}; the known kinds are {', '.join(KINDS)}") from None
     if len(fields) != len(table):
-        raise FrameError(f"a {kind} frame has the fields {[name for name, _ in table]}, not {list(fields)}")
+        raise ChannelError(f"a {kind} frame has the fields {[name for name, _ in table]}, not {list(fields)}")
     parts: list[bytes] = [b""]
     try:
         for name, type_ in table:
@@ -170,7 +170,7 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
                 for item in value:  # type: ignore[union-attr]
                     parts += (_U32.pack(len(item)), bytes(item))  # type: ignore[arg-type]
     except (KeyError, AttributeError, TypeError, struct.error, UnicodeError) as error:
-        raise FrameError(f"cannot encode a {kind} frame with the fields {sorted(fields)}: {error}") from error
+        raise ChannelError(f"cannot encode a {kind} frame with the fields {sorted(fields)}: {error}") from error
     parts[0] = _HEAD.pack(1 + sum(map(len, parts)), number)
     if len(parts[-1]) < LARGE:
         return [b"".join(parts)]
@@ -178,14 +178,14 @@ def encoded(kind: str, **fields: Field) -> list[bytes]:
 
 
 def decode(frame: bytes | memoryview) -> Frame:
-    """Decodes a frame from `kind | fields`, without its length. Raises `FrameError`."""
+    """Decodes a frame from `kind | fields`, without its length. Raises `ChannelError`."""
     view = memoryview(frame)
     if not view:
-        raise FrameError("an empty frame")
+        raise ChannelError("an empty frame")
     try:
         kind, table = _BY_NUMBER[view[0]]
     except KeyError:
-        raise FrameError(f"unknown kind of frame {view[0]}") from None
+        raise ChannelError(f"unknown kind of frame {view[0]}") from None
     at, end = 1, len(view)
     fields: dict[str, Any] = {}
 
@@ -193,41 +193,41 @@ def decode(frame: bytes | memoryview) -> Frame:
         nonlocal at
         start = at + 4
         if start > end:
-            raise FrameError(f"a {kind} frame is cut short")
+            raise ChannelError(f"a {kind} frame is cut short")
         at = start + _U32.unpack_from(view, at)[0]
         if at > end:
-            raise FrameError(f"a {kind} frame is cut short")
+            raise ChannelError(f"a {kind} frame is cut short")
         return view[start:at]
 
     for name, type_ in table:
         if type_ == "q":
             if at + 8 > end:
-                raise FrameError(f"a {kind} frame is cut short")
+                raise ChannelError(f"a {kind} frame is cut short")
             fields[name] = _Q.unpack_from(view, at)[0]
             at += 8
         elif type_ == "s":
             try:
                 fields[name] = str(chunk(), "utf-8")
             except UnicodeDecodeError as error:
-                raise FrameError(f"field {name} of a {kind} frame is not UTF-8") from error
+                raise ChannelError(f"field {name} of a {kind} frame is not UTF-8") from error
         elif type_ == "b":
             data = chunk()
             fields[name] = data if len(data) >= LARGE else bytes(data)
         else:
             if at + 4 > end:
-                raise FrameError(f"a {kind} frame is cut short")
+                raise ChannelError(f"a {kind} frame is cut short")
             (count,) = _U32.unpack_from(view, at)
             at += 4
             if count * 4 > end - at:
-                raise FrameError(f"a {kind} frame is cut short")
+                raise ChannelError(f"a {kind} frame is cut short")
             fields[name] = [bytes(chunk()) for _ in range(count)]
     if at != end:
-        raise FrameError(f"{end - at} bytes are left over after a {kind} frame")
+        raise ChannelError(f"{end - at} bytes are left over after a {kind} frame")
     return Frame(kind, fields)
 
 
 def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
-    """Decodes consecutive frames with their lengths. Raises `FrameError`.
+    """Decodes consecutive frames with their lengths. Raises `ChannelError`.
 
     >>> [frame["attempt"] for frame in decode_all(encode("BEGIN", attempt=7) + encode("END", attempt=8))]
     [7, 8]
@@ -236,14 +236,14 @@ def decode_all(frames: bytes | memoryview) -> Iterator[Frame]:
     while at < len(view):
         start = at + _U32.size
         if start > len(view) or (at := start + _U32.unpack_from(view, at)[0]) > len(view):
-            raise FrameError("the last frame is cut short")
+            raise ChannelError("the last frame is cut short")
         yield decode(view[start:at])
 
 
 class Decoder:
     """Assembles frames from bytes that arrive in pieces of any size.
 
-    `limit` is the largest allowed frame in bytes. A longer one raises `FrameError` as soon as its length is known,
+    `limit` is the largest allowed frame in bytes. A longer one raises `ChannelError` as soon as its length is known,
     before memory is allocated. For an allowed one, not much more memory is allocated than has arrived.
     """
 
@@ -258,13 +258,13 @@ class Decoder:
         return memoryview(self._buffer)[self._end :]
 
     def filled(self, size: int) -> Iterator[Frame]:
-        """Yields the frames that this number of new bytes in `room` completes. Raises `FrameError`."""
+        """Yields the frames that this number of new bytes in `room` completes. Raises `ChannelError`."""
         self._end += size
         while (frame := self._next()) is not None:
             yield frame
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that these bytes complete. Raises `FrameError`."""
+        """Yields the frames that these bytes complete. Raises `ChannelError`."""
         view = memoryview(data)
         while view:
             room = self.room()
@@ -277,7 +277,7 @@ class Decoder:
         here = self.pending
         length = _U32.unpack_from(self._buffer, self._begin)[0] if here >= _U32.size else 0
         if length > self._limit:
-            raise FrameError(f"a frame of {length} bytes is larger than the {self._limit} bytes allowed")
+            raise ChannelError(f"a frame of {length} bytes is larger than the {self._limit} bytes allowed")
         whole = _U32.size + length
         if here < whole:
             if not here or self._end == len(self._buffer):

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pyspark import cloudpickle
 
-from stagecrew.errors import EventNotPicklable, EventTooLarge
+from stagecrew.errors import EventRejected
 
 __all__ = ["END", "TOGETHER", "WINDOW", "WINDOW_BYTES", "Packed", "failure", "pack", "packed", "raised", "unpack"]
 
@@ -50,7 +50,7 @@ def packed(*parts: bytes | memoryview) -> Packed:
 
 
 def pack(event: Any, limit: int) -> bytes:
-    """Serializes an event. Raises `EventNotPicklable`, and `EventTooLarge` for more than `limit` bytes."""
+    """Serializes an event. Raises `EventRejected`, and `EventRejected` for more than `limit` bytes."""
     if type(event) is bytes:
         packed = _RAW + event
     elif type(event) is Packed:
@@ -60,12 +60,12 @@ def pack(event: Any, limit: int) -> bytes:
             dumps = pickle.dumps if type(event) in _PLAIN else cloudpickle.dumps
             packed = _PICKLED + dumps(event, 5)
         except Exception as error:
-            raise EventNotPicklable(
+            raise EventRejected(
                 f"cannot pickle a {type(event).__name__} to send it between a task and its coordinator "
                 f"({type(error).__name__}: {error}); send plain data instead"
             ) from error
     if len(packed) > limit:
-        raise EventTooLarge(
+        raise EventRejected(
             f"a {type(event).__name__} takes {len(packed)} bytes when serialized, more than the {limit} bytes of "
             f"spark.stagecrew.event.maxSize; send a reference to the data, or raise that limit"
         )

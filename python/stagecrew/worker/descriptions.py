@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, Final
 
-from stagecrew.errors import ListenerError, ListenerNotImportable
+from stagecrew.errors import ListenerError
 from stagecrew.listeners.listener import Listener, listener_name
 from stagecrew.listeners.resource import ResourceFactory
 from stagecrew.wire.frames import Frame
@@ -26,11 +26,11 @@ def named(target: str, where: str = "on this executor") -> Listener:
     A `Listener` class, and a resource that needs no arguments, are called.
 
     Raises:
-        ListenerNotImportable: The name cannot be imported, or is no listener. The message says `where`.
+        ListenerError: The name cannot be imported, or is no listener. The message says `where`.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
-        raise ListenerNotImportable(f"{target!r} in spark.stagecrew.listeners is not of the form module:name")
+        raise ListenerError(f"{target!r} in spark.stagecrew.listeners is not of the form module:name")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -38,12 +38,12 @@ def named(target: str, where: str = "on this executor") -> Listener:
         if isinstance(found, ResourceFactory) or (isinstance(found, type) and issubclass(found, Listener)):
             found = found()
     except Exception as error:
-        raise ListenerNotImportable(
+        raise ListenerError(
             f"{target!r} in spark.stagecrew.listeners cannot be imported {where}: {type(error).__name__}: {error}. "
             f"Ship the module to the executors, for example with --py-files."
         ) from error
     if not isinstance(found, Listener):
-        raise ListenerNotImportable(
+        raise ListenerError(
             f"{target!r} in spark.stagecrew.listeners is a {type(found).__name__}, not a stagecrew.Listener"
         )
     return found

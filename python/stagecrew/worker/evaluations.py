@@ -15,13 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from stagecrew.errors import (
-    EvaluationEnded,
-    EventTimeout,
-    OperatorMisused,
-    RequestFailed,
-    RequestTimeout,
-)
+from stagecrew.errors import CoordinationTimeout, EvaluationEnded, OperatorMisused, RequestFailed
 from stagecrew.wire.frames import encode
 from stagecrew.wire.serialization import END, WINDOW, WINDOW_BYTES, pack, raised, unpack
 from stagecrew.worker.connection import Connection, connected
@@ -119,10 +113,10 @@ class TaskGateway:
             event: Any object that can be pickled; `bytes` travel unchanged.
 
         Raises:
-            EventNotPicklable: The event cannot be pickled.
-            EventTooLarge: The event exceeds `spark.stagecrew.event.maxSize`.
+            EventRejected: The event cannot be pickled.
+            EventRejected: The event exceeds `spark.stagecrew.event.maxSize`.
             EvaluationEnded: The evaluation has ended, or its attempt is killed.
-            RequestTimeout: The coordinator handled none of the earlier messages within
+            CoordinationTimeout: The coordinator handled none of the earlier messages within
                 `spark.stagecrew.request.timeout`.
         """
         payload = pack(event, self._bound.max_event)
@@ -159,11 +153,11 @@ class TaskGateway:
 
         Raises:
             RequestFailed: The coordinator raised an exception, which is the cause.
-            RequestTimeout: No reply came in time. The message says whether the request was sent; if it was, the
+            CoordinationTimeout: No reply came in time. The message says whether the request was sent; if it was, the
                 coordinator may have handled it.
             EvaluationEnded: The evaluation has ended, or its attempt is killed.
-            EventNotPicklable: The request cannot be pickled.
-            EventTooLarge: The request exceeds `spark.stagecrew.event.maxSize`.
+            EventRejected: The request cannot be pickled.
+            EventRejected: The request exceeds `spark.stagecrew.event.maxSize`.
         """
         payload = pack(request, self._bound.max_event)
         seconds = self._bound.request_timeout if timeout is None else timeout
@@ -192,7 +186,7 @@ class TaskGateway:
             Each event, until the coordinator closes its gateway to this evaluation.
 
         Raises:
-            EventTimeout: No event came in time.
+            CoordinationTimeout: No event came in time.
             EvaluationEnded: The evaluation has ended, or its attempt is killed.
         """
         while True:
@@ -273,7 +267,7 @@ class TaskGateway:
             return self._handled > handled or self._over is not None or self._done or None
 
         if self._connection.wait(more, seconds if due is None else max(due - time.monotonic(), 0.0)) is None:
-            raise RequestTimeout(
+            raise CoordinationTimeout(
                 f"nothing was sent: the coordinator of operator {self._bound.operator!r} has {len(self._sizes)} "
                 f"messages of this task, of {self._unhandled_bytes} bytes, to handle, and made no room for more within "
                 f"{seconds:g} s; it is slow, or blocks"
@@ -330,7 +324,7 @@ class TaskGateway:
         finally:
             self._awaited.discard(sequence)
         if reply is None:
-            raise RequestTimeout(f"the coordinator of operator {self._bound.operator!r} {what}")
+            raise CoordinationTimeout(f"the coordinator of operator {self._bound.operator!r} {what}")
         return reply
 
     def _next(self, timeout: float | None) -> bytes:
@@ -355,7 +349,7 @@ class TaskGateway:
                 self._connection.send(wanted)
             found = None
         if found is None and (found := self._connection.wait(one, timeout)) is None:
-            raise EventTimeout(
+            raise CoordinationTimeout(
                 f"no event of the coordinator of operator {self._bound.operator!r} came within {timeout} s"
             )
         payload, wanted = found

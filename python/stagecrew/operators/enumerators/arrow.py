@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from stagecrew.errors import OperatorMisused, SplitsFailed
+from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.files import file_system
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class _ArrowFiles:
                 fragment = fragment.subset(row_group_ids=[row_group])
             names = fragment.physical_schema.names
             if names and not set(names) & set(self._arrow_schema.names):
-                raise SplitsFailed(
+                raise OperatorFailed(
                     f"{path} has none of the columns of {self._described()}, {', '.join(self._arrow_schema.names)}: it "
                     f"has {', '.join(names)}. Does it have a header, and the default delimiter?"
                 )
@@ -107,7 +107,7 @@ class _ArrowFiles:
             if self.file_format in ("csv", "json") and self.filesystem.get_file_info(path).size == 0:
                 return  # an empty file has no rows
             difference = self._difference(fragment)
-            raise SplitsFailed(
+            raise OperatorFailed(
                 f"{path} cannot be read by the schema of {self._described()}{difference}: {error}"
                 f"{'. Give a schema= that holds the values of all files' if difference else ''}"
             ) from error
@@ -154,7 +154,7 @@ class ParquetRowGroups(_ArrowFiles):
     """The row groups of Parquet files as splits. All rows have one schema.
 
     Columns are found by name. A column that a file does not have is null in its rows. If Arrow cannot cast a column
-    safely, or a file has none of the columns, the task fails with `SplitsFailed`, which names the file and the column.
+    safely, or a file has none of the columns, the task fails with `OperatorFailed`, which names the file and the column.
 
     Args:
         source: A path or URI of a file or folder, or several of them on one file system.
@@ -221,7 +221,7 @@ class ParquetRowGroups(_ArrowFiles):
             The rows, in batches.
 
         Raises:
-            SplitsFailed: If the file does not fit the schema.
+            OperatorFailed: If the file does not fit the schema.
         """
         return self._read(split.path, split.index)
 
@@ -287,6 +287,6 @@ class Files(_ArrowFiles):
             The rows, in batches.
 
         Raises:
-            SplitsFailed: If the file does not fit the schema.
+            OperatorFailed: If the file does not fit the schema.
         """
         return self._read(split)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from stagecrew.errors import SplitsFailed
+from stagecrew.errors import OperatorFailed
 
 __all__ = ["Enumerator", "SinglePassEnumerator"]
 
@@ -45,9 +45,9 @@ class SinglePassEnumerator:
         self._iterator, self._name, self._is_read = iterator, name, False
 
     def splits(self) -> Iterator[Any]:
-        """The iterator, the first time. Raises `SplitsFailed` after that."""
+        """The iterator, the first time. Raises `OperatorFailed` after that."""
         if self._is_read:
-            raise SplitsFailed(
+            raise OperatorFailed(
                 f"{self._name} came from an iterator, which cannot be read again, as after a reset: give a list, or an "
                 "object whose splits() returns a new iterator"
             )

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from stagecrew.errors import OperatorMisused, SplitsFailed
+from stagecrew.errors import OperatorFailed, OperatorMisused
 from stagecrew.operators.enumerators.enumerator import SinglePassEnumerator
 
 __all__ = ["EventTimeSplits"]
@@ -21,7 +21,7 @@ class EventTimeSplits:
     one split for `idle_after` seconds. The splits of a task are pairs `(name, split)`.
 
     If a source goes back in time, the topology fails: its `with` raises `CoordinatorFailed`, whose `__cause__` is
-    `SplitsFailed`.
+    `OperatorFailed`.
 
     Args:
         sources: Enumerators, or iterables of splits, by name. Each yields its splits in the order of their event times.
@@ -85,7 +85,7 @@ class EventTimeSplits:
             The name of a source, and one of its splits.
 
         Raises:
-            SplitsFailed: If a source yields a split that is earlier than its previous one.
+            OperatorFailed: If a source yields a split that is earlier than its previous one.
         """
         merged = heapq.merge(
             *(self._timed(name, source) for name, source in self._sources.items()), key=lambda timed: timed[:2]
@@ -100,7 +100,7 @@ class EventTimeSplits:
         for split in splits:
             event_time = self._event_time(split)
             if last is not None and event_time < last:
-                raise SplitsFailed(
+                raise OperatorFailed(
                     f"source {name!r} goes back in time: a split of {event_time!r} follows one of {last!r}. A source "
                     "must give its splits in the order of their event times"
                 )

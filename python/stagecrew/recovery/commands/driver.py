@@ -13,7 +13,7 @@ from types import FrameType
 
 import click
 
-from stagecrew.errors import RecoveryMisused, SessionLost, StoreUnavailable
+from stagecrew.errors import ConfigurationError, SessionLost, StoreUnavailable
 from stagecrew.observability.logs import HarmlessFormatter
 from stagecrew.recovery.commands.options import parse_age, place_options
 
@@ -80,4 +80,4 @@ def _require_writable(work: Path) -> None:
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=work).close()
     except OSError as error:
-        raise RecoveryMisused(f"the folder {work} is not writable ({error}): use another one with --work") from error
+        raise ConfigurationError(f"the folder {work} is not writable ({error}): use another one with --work") from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import ConfigurationError
 from stagecrew.recovery.commands.options import json_option, open_places, parse_pairs, place_options
 
 __all__ = ["submit"]
@@ -71,10 +71,10 @@ def submit(
     files = [path for path in py_files.split(",") if path]
     if target.endswith(".py"):
         if args:
-            raise RecoveryMisused("--arg is only for functions: write the arguments of a script after its name")
+            raise ConfigurationError("--arg is only for functions: write the arguments of a script after its name")
         spec = JobSpec.of_script(target, argument, conf, files, max_attempts)
     elif argument:
-        raise RecoveryMisused(f"{' '.join(argument)!r} cannot be passed to a function: use --arg name=text")
+        raise ConfigurationError(f"{' '.join(argument)!r} cannot be passed to a function: use --arg name=text")
     else:
         sys.path.insert(0, str(Path.cwd()))  # as `python -m` does: finds a module in the current folder
         spec = JobSpec.of_function(target, args, conf, files, max_attempts)

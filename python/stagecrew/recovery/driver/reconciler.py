@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Final, Protocol
 
-from stagecrew.errors import JobUnreadable, LeadershipLost, SessionLost, StoreConflict
+from stagecrew.errors import LeadershipLost, RecordUnreadable, SessionLost, StoreConflict
 from stagecrew.recovery.driver.process import TERMINATE_TIMEOUT
 from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
 from stagecrew.recovery.jobs.spec import JobSpec
@@ -186,7 +186,7 @@ class JobReconciler:
         """Returns the specification of an ending job. Its commits may be finished without its files."""
         try:
             return self._jobs.spec(job)
-        except JobUnreadable as error:
+        except RecordUnreadable as error:
             _log.warning("job %r is finished without its files: %s", job, error)
             return JobSpec("unreadable")
 

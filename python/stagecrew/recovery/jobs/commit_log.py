@@ -13,8 +13,6 @@ from stagecrew.errors import (
     CommitConflict,
     CommitSuperseded,
     CommitUnknown,
-    HandleExists,
-    HandleMissing,
     LeadershipLost,
     PossiblyInconsistentError,
     RecoveryError,
@@ -25,6 +23,7 @@ from stagecrew.operators.commit_log import OVER
 from stagecrew.operators.commit_records import checked
 from stagecrew.operators.commits import abandon, resume
 from stagecrew.recovery.retry import retry_rounds, retry_until
+from stagecrew.recovery.state.handles import HandleExists, HandleMissing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,12 +88,12 @@ class StoredCommitLog:
 
 
 def is_done(handles: StateHandleStore, name: str) -> bool:
-    """Returns whether a commit needs no more work. Raises `CommitUnreadable`."""
+    """Returns whether a commit needs no more work. Raises `RecordUnreadable`."""
     return _decode(name, handles.get(name).data)[0]["state"] in OVER
 
 
 def require_readable(name: str, data: bytes) -> None:
-    """Raises `CommitUnreadable` unless these bytes are a record of a commit that this version can use."""
+    """Raises `RecordUnreadable` unless these bytes are a record of a commit that this version can use."""
     _decode(name, data)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.checkpoints import Checkpoint
 from stagecrew.coordination.program_path import Place, current_place
-from stagecrew.errors import JobError, JobStepReused
+from stagecrew.errors import JobError
 
 if TYPE_CHECKING:
     from stagecrew.coordination.operators import Operators
@@ -51,7 +51,7 @@ class CoordinatorStates:
                 continue
             self._require_alone(place, operators)
             if operators.name in found:
-                raise JobStepReused(
+                raise JobError(
                     f"two topologies named {operators.name!r} with operators are open at the end of step {key!r}, so "
                     "a later run could not assign their states: give them different names"
                 )

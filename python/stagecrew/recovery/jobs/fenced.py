@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from stagecrew.errors import (
-    CommitUnreadable,
-    HandleMissing,
-    JobUnreadable,
-    LeadershipLost,
-    StateStorageError,
-    StoreConflict,
-    StoreUnsupported,
-)
+from stagecrew.errors import LeadershipLost, RecordUnreadable, StateStorageError, StoreConflict, StoreUnsupported
 from stagecrew.recovery.jobs.keys import ended_key, job_key, open_key, unique_value
 from stagecrew.recovery.jobs.record import JobRecord, JobState, Run
 from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.store import Jobs
 from stagecrew.recovery.retry import retry_until
+from stagecrew.recovery.state.handles import HandleMissing
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Replace, decode_segment
 
 __all__ = ["FencedJobs", "claim_fence"]
@@ -42,14 +35,14 @@ class FencedJobs(Jobs):
         """Returns the current version of the claim on a job."""
         entry = self._store.read(f"{job_key(job)}/claim")
         if entry is None:
-            raise JobUnreadable(
+            raise RecordUnreadable(
                 f"job {job!r} has no claim in the store, because it was changed by hand: restore the store from a "
                 "backup"
             )
         return entry.version
 
     def require_readable(self, job: str) -> None:
-        """Raises `JobUnreadable` if a run could not read the job's specification, steps or commits."""
+        """Raises `RecordUnreadable` if a run could not read the job's specification, steps or commits."""
         from stagecrew.recovery.jobs.commit_log import require_readable  # it imports pyarrow
 
         self.spec(job)
@@ -62,8 +55,8 @@ class FencedJobs(Jobs):
                         require_readable(name, data)
                 except HandleMissing:
                     pass  # removed in the meantime
-                except (StateStorageError, StoreUnsupported, CommitUnreadable) as error:
-                    raise JobUnreadable(
+                except (StateStorageError, StoreUnsupported, RecordUnreadable) as error:
+                    raise RecordUnreadable(
                         f"{name!r} of the {kind} of job {job!r} cannot be read: {error}. Nothing of the job was "
                         f"deleted; it continues when its {kind} are readable"
                     ) from error

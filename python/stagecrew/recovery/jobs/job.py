@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from stagecrew.coordination.program_path import PLACE, Place
-from stagecrew.errors import HandleMissing, JobError, JobStepReused, RecoveryMisused
+from stagecrew.errors import ConfigurationError, JobError
 from stagecrew.recovery.jobs.commit_log import StoredCommitLog, is_done
 from stagecrew.recovery.jobs.coordinator_states import (
     CoordinatorStates,
@@ -21,6 +21,7 @@ from stagecrew.recovery.jobs.coordinator_states import (
 )
 from stagecrew.recovery.jobs.progress import JobProgress
 from stagecrew.recovery.retry import RETRY_TIMEOUT, retry_until
+from stagecrew.recovery.state.handles import HandleMissing
 from stagecrew.session.running_job import running_job
 
 if TYPE_CHECKING:
@@ -127,10 +128,10 @@ class Job:
             The result of `f`, from this run or from an earlier one.
 
         Raises:
-            JobStepReused: A step with this name was used at the same place.
+            JobError: A step with this name was used at the same place.
             JobError: The result cannot be pickled, or another step or thread uses the coordinators of the same topology
                 now.
-            RecoveryMisused: The name is empty or has a slash.
+            ConfigurationError: The name is empty or has a slash.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
         """
@@ -161,12 +162,12 @@ class Job:
         Raises:
             JobError: Neither this batch nor the previous one is stored, but an older one is: the query has another
                 checkpoint location than before. Also for the reasons of `step`.
-            RecoveryMisused: The name is empty or has a slash, or the id is not an integer from 0.
+            ConfigurationError: The name is empty or has a slash, or the id is not an integer from 0.
             StateStorageError: The result could not be stored for ten minutes.
             StoreError: The store was unavailable for ten minutes.
         """
         if not isinstance(batch_id, int) or batch_id < 0:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"{batch_id!r} is not the id of a batch: pass the integer that Spark passes to the function"
             )
         stream = Place(current_path(), "step", _checked_name(name))
@@ -202,7 +203,7 @@ class Job:
 
         Raises:
             JobError: Another step runs in the same topology, or the topology of a batch is not open here.
-            RecoveryMisused: The name is empty or has a slash.
+            ConfigurationError: The name is empty or has a slash.
         """
         for outer in possible_query_paths():
             stream = Place(outer, "step", _checked_name(name))
@@ -226,9 +227,9 @@ class Job:
             The id.
 
         Raises:
-            JobStepReused: The name was used in the same step.
+            JobError: The name was used in the same step.
             JobError: The job has ended.
-            RecoveryMisused: The id would be longer than 200 characters.
+            ConfigurationError: The id would be longer than 200 characters.
         """
         if self._ended:
             raise JobError(
@@ -239,7 +240,7 @@ class Job:
         key = "/".join((*(() if here is None else here.steps), name))
         id_ = f"{self._commit_prefix}{key}"
         if len(id_) > _MAX_COMMIT_ID:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"the id of the commit, {id_!r}, has {len(id_)} characters, and the limit is {_MAX_COMMIT_ID}: use "
                 "shorter names for the job, the steps or the sink"
             )
@@ -270,7 +271,7 @@ class Job:
     def _use(self, kind: str, key: str) -> None:
         with self._lock:
             if (kind, key) in self._used:
-                raise JobStepReused(
+                raise JobError(
                     f"job {self.id!r} has already used {kind} {key!r}, so a later run would confuse their results: "
                     "use different names"
                 )
@@ -365,5 +366,5 @@ class Job:
 
 def _checked_name(name: str) -> str:
     if not name or "/" in name:
-        raise RecoveryMisused(f"{name!r} is not a name of a step: use a text that is not empty and has no slash")
+        raise ConfigurationError(f"{name!r} is not a name of a step: use a text that is not empty and has no slash")
     return name

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import ConfigurationError
 
 __all__ = ["check_arguments", "is_in_files", "module_file", "read_source"]
 
@@ -29,14 +29,16 @@ def is_in_files(module: str, files: Mapping[str, bytes]) -> bool:
                     if {f"{path}.py", f"{path}/__init__.py"} & set(archive.namelist()):
                         return True
             except zipfile.BadZipFile as error:
-                raise RecoveryMisused(f"{name} is not a valid archive ({error}): create it again with zip") from error
+                raise ConfigurationError(
+                    f"{name} is not a valid archive ({error}): create it again with zip"
+                ) from error
     return False
 
 
 def module_file(module: str, function: str) -> dict[str, bytes]:
     """Returns the file of a module that is not installed, to store it with the job; empty for an installed module.
 
-    Raises `RecoveryMisused` if the module does not exist, belongs to a package that is not installed, or lacks the
+    Raises `ConfigurationError` if the module does not exist, belongs to a package that is not installed, or lacks the
     function.
     """
     try:
@@ -44,7 +46,7 @@ def module_file(module: str, function: str) -> dict[str, bytes]:
     except (ImportError, ValueError):
         found = None
     if found is None or found.origin is None:
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"module {module!r} is neither installed here nor in the files of the job: submit the job where the "
             "module can be imported, or add its file with --py-files"
         )
@@ -53,7 +55,7 @@ def module_file(module: str, function: str) -> dict[str, bytes]:
     if not found.has_location or any(origin.is_relative_to(folder) for folder in installed):
         return {}
     if "." in module or origin.name == "__init__.py":
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"module {module!r} belongs to a package that is not installed, so a standby would not find it: zip the "
             "package, and add it with --py-files"
         )
@@ -61,10 +63,10 @@ def module_file(module: str, function: str) -> dict[str, bytes]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
-        raise RecoveryMisused(f"{origin.name} is not a valid Python module ({error}): fix it") from error
+        raise ConfigurationError(f"{origin.name} is not a valid Python module ({error}): fix it") from error
     has_star_import = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in ast.walk(tree))
     if not has_star_import and function not in compile(tree, str(origin), "exec").co_names:
-        raise RecoveryMisused(f"module {module!r} ({origin.name}) does not define {function!r}: check the name")
+        raise ConfigurationError(f"module {module!r} ({origin.name}) does not define {function!r}: check the name")
     return {origin.name: source}
 
 
@@ -84,7 +86,7 @@ def read_source(module: str, files: Mapping[str, bytes]) -> bytes | None:
 
 
 def check_arguments(target: str, source: bytes | None, function: str, given: Mapping[str, Any]) -> None:
-    """Raises `RecoveryMisused` if the source shows that the function does not accept these arguments."""
+    """Raises `ConfigurationError` if the source shows that the function does not accept these arguments."""
     try:
         tree = ast.parse(source or b"")
     except (SyntaxError, ValueError):
@@ -111,7 +113,7 @@ def check_arguments(target: str, source: bytes | None, function: str, given: Map
     if unknown := [name for name in given if name not in by_name and parameters.kwarg is None]:
         problems.append(f"does not take {', '.join(unknown)}")
     if problems:
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"{target} {' and '.join(problems)}: it takes {', '.join(by_name) or 'no arguments by name'}; pass them "
             "by name (--arg name=text)"
         )

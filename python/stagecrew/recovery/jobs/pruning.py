@@ -9,7 +9,15 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from stagecrew.errors import HandleError, JobError, JobUnknown, StateStorageError, StoreConflict, StoreUnsupported
+from stagecrew.errors import (
+    HandleError,
+    JobError,
+    JobUnknown,
+    RecordUnreadable,
+    StateStorageError,
+    StoreConflict,
+    StoreUnsupported,
+)
 from stagecrew.recovery.jobs.keys import hour_of, job_key
 from stagecrew.recovery.state.sweep import sweep
 from stagecrew.recovery.stores.contract import Delete, Store, decode_segment
@@ -60,7 +68,7 @@ def prune(
                 result = PruneResult(job, _prune_job(store, storage, results, read, job, f"ended/{hour}/{name}", limit))
             except (JobUnknown, StoreConflict):
                 result = PruneResult(job, False)  # another process has removed it, or writes to it now
-            except (JobError, HandleError, StoreUnsupported) as error:
+            except (JobError, RecordUnreadable, HandleError, StoreUnsupported) as error:
                 result = PruneResult(job, False, str(error))
             yield result
         if hour < last_hour:

@@ -8,7 +8,7 @@ import json
 import uuid
 from typing import Any, Final
 
-from stagecrew.errors import JobError, JobUnreadable, StoreUnsupported
+from stagecrew.errors import JobError, RecordUnreadable, StoreUnsupported
 
 __all__ = ["JobRecord", "JobState", "Run"]
 
@@ -185,7 +185,7 @@ class JobRecord:
             The record.
 
         Raises:
-            JobUnreadable: The bytes are not a record.
+            RecordUnreadable: The bytes are not a record.
             StoreUnsupported: The record has another format.
         """
         try:
@@ -203,7 +203,7 @@ class JobRecord:
                 outcome=None if outcome is None else JobState(outcome),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise JobUnreadable(f"its record cannot be read: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"its record cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

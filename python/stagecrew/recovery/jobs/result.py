@@ -9,7 +9,7 @@ import pickle
 import traceback
 from typing import Any, Final
 
-from stagecrew.errors import JobFailed, JobUnreadable
+from stagecrew.errors import JobFailed, RecordUnreadable
 
 __all__ = ["Result"]
 
@@ -114,17 +114,17 @@ class Result:
             The result.
 
         Raises:
-            JobUnreadable: The bytes are not a result, or have another format.
+            RecordUnreadable: The bytes are not a result, or have another format.
         """
         try:
             body = json.loads(data)
             found = body.pop("format")
             if found != _FORMAT:
-                raise JobUnreadable(
+                raise RecordUnreadable(
                     f"it has format {found}, and this stagecrew supports format {_FORMAT}: use the version that wrote "
                     "it"
                 )
             pickled = body.pop("pickled")
             return cls(**body, pickled=None if pickled is None else base64.b64decode(pickled))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise JobUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from stagecrew.errors import JobUnreadable, RecoveryMisused
+from stagecrew.errors import ConfigurationError, RecordUnreadable
 from stagecrew.recovery.jobs.modules import check_arguments, is_in_files, module_file, read_source
 
 __all__ = ["JobSpec"]
@@ -106,19 +106,19 @@ class JobSpec:
             The specification.
 
         Raises:
-            JobUnreadable: The bytes are damaged, or have another format.
+            RecordUnreadable: The bytes are damaged, or have another format.
         """
         try:
             found = json.loads(data)
             if found["format"] != _FORMAT:
-                raise JobUnreadable(
+                raise RecordUnreadable(
                     f"it has format {found['format']}, and this stagecrew supports format {_FORMAT}: use the version "
                     "that wrote it"
                 )
             files = {name: b64decode(text, validate=True) for name, _, text in found["files"]}
             for name, digest, _ in found["files"]:
                 if hashlib.sha256(files[name]).hexdigest() != digest:
-                    raise JobUnreadable(f"the digest of its file {name} does not match: submit the job again")
+                    raise RecordUnreadable(f"the digest of its file {name} does not match: submit the job again")
             arguments = found["arguments"]
             return cls(
                 target=found["target"],
@@ -130,7 +130,7 @@ class JobSpec:
                 fingerprint=found.get("fingerprint", ""),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise JobUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error
+            raise RecordUnreadable(f"it is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
     def of_function(
@@ -160,7 +160,7 @@ class JobSpec:
             The specification.
 
         Raises:
-            RecoveryMisused: The module has no such function, the function does not take these arguments, or an argument
+            ConfigurationError: The module has no such function, the function does not take these arguments, or an argument
                 cannot be pickled.
 
         Examples:
@@ -170,7 +170,7 @@ class JobSpec:
         """
         match = _TARGET.fullmatch(target)
         if match is None:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"{target!r} does not name a function: write module:function, such as etl.nightly:load"
             )
         module, function = match.groups()
@@ -183,7 +183,7 @@ class JobSpec:
             given = dict(sorted(arguments.items()))
             pickled = bytes(cloudpickle.dumps(given))  # type: ignore[no-untyped-call]
         except Exception as error:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"the arguments of {target} cannot be pickled ({type(error).__name__}: {error}): pass simpler values"
             ) from error
         from stagecrew.listeners.fingerprints import fingerprint
@@ -215,7 +215,7 @@ class JobSpec:
             The specification.
 
         Raises:
-            RecoveryMisused: The script or a file cannot be read, or the script is not valid Python.
+            ConfigurationError: The script or a file cannot be read, or the script is not valid Python.
 
         Examples:
             >>> import pathlib, tempfile
@@ -231,7 +231,7 @@ class JobSpec:
         try:
             compile(data, name, "exec")
         except (SyntaxError, ValueError) as error:
-            raise RecoveryMisused(f"{path} is not a valid Python script ({error}): fix it") from error
+            raise ConfigurationError(f"{path} is not a valid Python script ({error}): fix it") from error
         return cls(name, tuple(arguments), _client_mode(conf), _read_files(py_files), data, _checked(max_attempts))
 
 
@@ -242,7 +242,7 @@ def _encode(body: Mapping[str, Any]) -> bytes:
 def _client_mode(conf: Mapping[str, str] | None) -> dict[str, str]:
     conf = dict(conf or {})
     if conf.get("spark.submit.deployMode", "client") != "client":
-        raise RecoveryMisused(
+        raise ConfigurationError(
             "jobs run in Spark's client mode, because the leader watches their processes on its own host: remove "
             "spark.submit.deployMode"
         )
@@ -251,7 +251,7 @@ def _client_mode(conf: Mapping[str, str] | None) -> dict[str, str]:
 
 def _checked(max_attempts: int) -> int:
     if max_attempts < 1:
-        raise RecoveryMisused(f"max_attempts is {max_attempts}: it must be at least 1")
+        raise ConfigurationError(f"max_attempts is {max_attempts}: it must be at least 1")
     return max_attempts
 
 
@@ -259,11 +259,11 @@ def _read_files(paths: Iterable[str | Path]) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     for path in map(Path, paths):
         if path.name in files:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"two files are named {path.name}, and the driver puts all files into one folder: rename one of them"
             )
         try:
             files[path.name] = path.read_bytes()
         except OSError as error:
-            raise RecoveryMisused(f"{path} cannot be read ({error.strerror or error}): check the path") from error
+            raise ConfigurationError(f"{path} cannot be read ({error.strerror or error}): check the path") from error
     return files

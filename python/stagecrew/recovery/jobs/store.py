@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from stagecrew.errors import (
-    HandleExists,
+    ConfigurationError,
     JobExists,
     JobUnknown,
-    JobUnreadable,
     PossiblyInconsistentError,
-    RecoveryMisused,
+    RecordUnreadable,
     StagecrewError,
     StoreConflict,
     StoreUnsupported,
@@ -28,7 +27,7 @@ from stagecrew.recovery.jobs.result import Result
 from stagecrew.recovery.jobs.spec import JobSpec
 from stagecrew.recovery.leadership.fencing import LeaderInfo, leader_of
 from stagecrew.recovery.retry import retry_if_none, retry_on, retry_until
-from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.handles import HandleExists, StateHandleStore
 from stagecrew.recovery.state.sweep import SweepReport, sweep
 from stagecrew.recovery.stores.contract import Create, Store, decode_segment
 
@@ -86,14 +85,16 @@ class Jobs:
 
         Raises:
             JobExists: A job with this id has different content.
-            RecoveryMisused: The id is empty or too long.
+            ConfigurationError: The id is empty or too long.
             PossiblyInconsistentError: It is unknown whether the job was stored. Submit it again with the same id.
             StoreError: The store has refused the job, or is unavailable.
             StateStorageError: The files of the job could not be written.
         """
         job = id_ if id_ is not None else f"{spec.name[: _MAX_ID - 13]}-{uuid.uuid4().hex[:12]}"
         if not job or len(job) > _MAX_ID:
-            raise RecoveryMisused(f"the id of a job must have 1 to {_MAX_ID} characters, and this one has {len(job)}")
+            raise ConfigurationError(
+                f"the id of a job must have 1 to {_MAX_ID} characters, and this one has {len(job)}"
+            )
 
         digests = spec.digests
 
@@ -144,7 +145,7 @@ class Jobs:
 
         Raises:
             JobUnknown: No job has this id.
-            JobUnreadable: The record of the job cannot be read.
+            RecordUnreadable: The record of the job cannot be read.
             StoreError: The store has refused the request, or is unavailable.
         """
 
@@ -177,7 +178,7 @@ class Jobs:
 
         Raises:
             JobUnknown: No job has this id.
-            JobUnreadable: The record cannot be read.
+            RecordUnreadable: The record cannot be read.
             StoreError: The store is unavailable, or the record has another format.
         """
         entry = self._store.read(job_key(job))
@@ -210,7 +211,7 @@ class Jobs:
         for job in self.names():
             try:
                 found[job] = self.read(job)
-            except (JobUnreadable, StoreUnsupported) as error:
+            except (RecordUnreadable, StoreUnsupported) as error:
                 unreadable[job] = error
             except JobUnknown:
                 pass  # pruned in the meantime
@@ -226,12 +227,12 @@ class Jobs:
             The specification.
 
         Raises:
-            JobUnreadable: It cannot be read. Nothing is deleted because of that.
+            RecordUnreadable: It cannot be read. Nothing is deleted because of that.
         """
         try:
             return JobSpec.from_bytes(self._specs.get(job).data)
         except StagecrewError as error:
-            raise JobUnreadable(f"the specification of job {job!r} cannot be read: {error}") from error
+            raise RecordUnreadable(f"the specification of job {job!r} cannot be read: {error}") from error
 
     def result(self, job: str) -> Result | None:
         """Returns how a job ended.
@@ -244,7 +245,7 @@ class Jobs:
 
         Raises:
             JobUnknown: No job has this id.
-            JobUnreadable: The record or the result cannot be read.
+            RecordUnreadable: The record or the result cannot be read.
             StoreError: The store is unavailable.
         """
         record, _ = self.read(job)
@@ -254,7 +255,9 @@ class Jobs:
             return Result.from_bytes(self._results.get(job).data)
         except StagecrewError as error:
             self.read(job)  # raises JobUnknown if it was pruned in the meantime
-            raise JobUnreadable(f"the result of job {job!r} (state: {record.state}) cannot be read: {error}") from error
+            raise RecordUnreadable(
+                f"the result of job {job!r} (state: {record.state}) cannot be read: {error}"
+            ) from error
 
     def is_cancel_requested(self, job: str) -> bool:
         """Returns whether the end of a job was requested by `cancel`.
@@ -323,7 +326,7 @@ class Jobs:
             How many states were kept and deleted, and what failed.
 
         Raises:
-            RecoveryMisused: The grace is negative.
+            ConfigurationError: The grace is negative.
             StoreError: The store is unavailable.
             StateStorageError: The storage is unavailable.
         """
@@ -361,8 +364,8 @@ class Jobs:
     def _decode(self, job: str, data: bytes) -> JobRecord:
         try:
             return JobRecord.from_bytes(data)
-        except JobUnreadable as error:
-            raise JobUnreadable(
+        except RecordUnreadable as error:
+            raise RecordUnreadable(
                 f"job {job!r}: {error}. It was not deleted, and other jobs are not affected; restore the store from a "
                 "backup"
             ) from error
@@ -380,7 +383,7 @@ def open_jobs(store: str, state: str) -> Iterator[Jobs]:
         The jobs. The session at the store is closed at the end of the block.
 
     Raises:
-        RecoveryMisused: An address is invalid.
+        ConfigurationError: An address is invalid.
         StoreUnsupported: The store belongs to another program or has another format.
         StoreUnavailable: The store is unavailable.
         StateStorageError: The storage is unavailable.

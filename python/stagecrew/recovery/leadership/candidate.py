@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from stagecrew.errors import LeadershipLost, RecoveryMisused, SessionLost, StagecrewError, StoreError
+from stagecrew.errors import ConfigurationError, LeadershipLost, SessionLost, StagecrewError, StoreError
 from stagecrew.recovery.leadership.election import (
     Election,
     ElectionEvent,
@@ -131,7 +131,7 @@ class Candidate:
         callback_timeout: float = 30.0,
     ) -> None:
         if (period is not None and period <= 0) or callback_timeout < 0:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"period={period} must be positive, and callback_timeout={callback_timeout} must not be negative"
             )
         self._open_store, self._on_grant, self._on_revoke = open_store, on_grant, on_revoke

@@ -10,7 +10,7 @@ import socket
 import uuid
 from typing import Final
 
-from stagecrew.errors import LeadershipLost, RecoveryMisused, StoreConflict, StoreUnsupported
+from stagecrew.errors import ConfigurationError, LeadershipLost, StoreConflict, StoreUnsupported
 from stagecrew.recovery.stores.contract import Check, Entry, Operation, Store
 from stagecrew.recovery.stores.validation import ensure_entries
 
@@ -84,7 +84,7 @@ def fence(term: int) -> Check:
     Check(key='leader/term', version=3)
     """
     if term < 1:  # version 0 is the entry before the first leader
-        raise RecoveryMisused(f"{term} is not a term: the first term is 1")
+        raise ConfigurationError(f"{term} is not a term: the first term is 1")
     return Check(TERM, term)
 
 

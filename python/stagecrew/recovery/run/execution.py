@@ -18,8 +18,8 @@ from stagecrew.errors import (
     CommitPending,
     CommitSuperseded,
     CommitUnknown,
-    CommitUnreadable,
     LeadershipLost,
+    RecordUnreadable,
     StateStorageError,
     StoreError,
 )
@@ -50,7 +50,7 @@ _INFRASTRUCTURE_ERRORS: Final = (
     LeadershipLost,
     StateStorageError,
     CommitUnknown,
-    CommitUnreadable,
+    RecordUnreadable,
     CommitPending,
     CommitSuperseded,
     CheckpointTimeout,

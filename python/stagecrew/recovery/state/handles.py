@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from stagecrew.errors import (
-    HandleExists,
-    HandleLocked,
-    HandleMissing,
+    HandleError,
     RecoveryError,
     StateCorrupt,
     StateStorageError,
@@ -35,9 +33,17 @@ from stagecrew.recovery.stores.contract import (
     encode_segment,
 )
 
-__all__ = ["Audit", "Handle", "StateHandleStore"]
+__all__ = ["Audit", "Handle", "HandleExists", "HandleMissing", "StateHandleStore"]
 
 _log = logging.getLogger("stagecrew")
+
+
+class HandleExists(HandleError):  # noqa: N818
+    """A handle has this name. Its callers handle this case, so that users never get this error."""
+
+
+class HandleMissing(HandleError):  # noqa: N818
+    """No handle has this name. Its callers handle this case, so that users never get this error."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +241,7 @@ class StateHandleStore:
         """Removes a handle and its state: marks it, applies `also`, deletes the state, then deletes the reference.
 
         Repeatable at each step. Returns true if this call marked the handle. Returns false, and does not apply `also`,
-        if the handle was already marked or does not exist. Raises `HandleLocked` if other sessions use it; this
+        if the handle was already marked or does not exist. Raises `HandleError` if other sessions use it; this
         session's own lock is released then.
         """
         marked = self._mark(name, also)
@@ -341,7 +347,7 @@ class StateHandleStore:
                 return True
         sessions = [decode_segment(session) for session in self._store.children(f"{key}/locks")]
         users = ", ".join(sessions) or "one that has just ended"
-        raise HandleLocked(
+        raise HandleError(
             f"handle {name!r} in {self._root} is in use by session {users}: nothing was removed; try again when that "
             "session has released it"
         )

@@ -18,7 +18,7 @@ from typing import Final
 import pyarrow as pa
 import pyarrow.fs
 
-from stagecrew.errors import RecoveryMisused, StateCorrupt, StateStorageError
+from stagecrew.errors import ConfigurationError, StateCorrupt, StateStorageError
 from stagecrew.files import address, file_system, is_local, is_store, quoted, sync
 
 __all__ = ["Reference", "StateStorage", "StoredState"]
@@ -62,14 +62,14 @@ class StateStorage:
         text = os.fspath(uri)
         self._where = address(text) if "://" in text else text
         if not text:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 "the address of the state storage is empty: use a path, or a URI such as s3://bucket/folder"
             )
         try:
             self._filesystem, path = file_system(text, filesystem)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, TypeError):
             # The cause repeats the URI, which may contain a secret, so it is not shown.
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"{self._where} is not the address of a state storage: use a path, or a URI of file, s3, gs or hdfs "
                 "with its special characters quoted"
             ) from None

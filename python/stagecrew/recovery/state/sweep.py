@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from stagecrew.errors import RecoveryError, RecoveryMisused
+from stagecrew.errors import ConfigurationError, RecoveryError
 from stagecrew.recovery.state.generation import advance_generation, read_generation
 from stagecrew.recovery.state.handles import Audit, StateHandleStore
 from stagecrew.recovery.state.storage import StateStorage, StoredState
@@ -49,7 +49,7 @@ def sweep(
     measured by the clock of the storage, or by `clock`; a state of unknown age is kept.
     """
     if grace < 0:
-        raise RecoveryMisused(f"the grace is {grace} s: it must not be negative")
+        raise ConfigurationError(f"the grace is {grace} s: it must not be negative")
     report = SweepReport()
     generation = read_generation(store)
     for root in dict.fromkeys(roots):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from stagecrew.errors import (
+    ConfigurationError,
     PossiblyInconsistentError,
-    RecoveryMisused,
     StateStorageError,
     StoreConflict,
     StoreError,
@@ -45,7 +45,7 @@ class PreparedState:
 
     def __init__(self, data: bytes) -> None:
         if not isinstance(data, bytes | bytearray | memoryview):
-            raise RecoveryMisused(f"a state must be bytes, not {type(data).__name__}: pickle or encode it first")
+            raise ConfigurationError(f"a state must be bytes, not {type(data).__name__}: pickle or encode it first")
         self.data = bytes(data)
         self.token = uuid.uuid4().hex
         self.key: str | None = None
@@ -113,7 +113,9 @@ class HandleWriter:
         `on_conflict` gets the operation of the change that failed. If it returns, the write is tried again.
         """
         if state.key not in (None, key):
-            raise RecoveryMisused(f"the state prepared for {state.key} cannot be written to {key}: prepare another one")
+            raise ConfigurationError(
+                f"the state prepared for {state.key} cannot be written to {key}: prepare another one"
+            )
         state.key = key
         if retry_if_none(lambda: self._try_write(key, name, state, change, on_conflict, also), MAX_TRIES):
             return

@@ -7,7 +7,7 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import Final
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import ConfigurationError
 from stagecrew.recovery.stores.contract import Store
 
 __all__ = ["CREDENTIALS", "open_store"]
@@ -34,23 +34,23 @@ def open_store(url: str, environment: Mapping[str, str] = os.environ) -> Store:
     if not separator or scheme not in ("sqlite", "zookeeper"):
         from stagecrew.files import address
 
-        raise RecoveryMisused(f"{address(url)!r} is not the URL of a store: {_FORMS}")
+        raise ConfigurationError(f"{address(url)!r} is not the URL of a store: {_FORMS}")
     place, _, query = rest.partition("?")
     hosts, slash, path = place.partition("/")
     path = urllib.parse.unquote(path)
     # A password may contain a slash or a question mark. A path on this host has no credentials.
     if "@" in (hosts if scheme == "sqlite" else rest):
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"the URL of the store contains credentials, and URLs are logged: set {CREDENTIALS} instead"
         )
     if scheme == "sqlite":
         if hosts or query or not path.strip("/") or path.endswith("/"):
-            raise RecoveryMisused(f"{url!r} is not the URL of a store: {_FORMS}; the path of a database is absolute")
+            raise ConfigurationError(f"{url!r} is not the URL of a store: {_FORMS}; the path of a database is absolute")
         from stagecrew.recovery.stores.sqlite import SQLiteStore
 
         return SQLiteStore(f"/{path.lstrip('/')}")
     if not hosts or not slash or not path.strip("/"):
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"{url!r} is not the URL of a store: {_FORMS}; stagecrew needs a path of its own in ZooKeeper"
         )
     from stagecrew.recovery.stores.zookeeper import ZooKeeperStore
@@ -67,6 +67,6 @@ def _credentials(environment: Mapping[str, str]) -> str | None:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123
             return file.read().strip()
     except OSError as error:
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"the file {path} cannot be read ({error}): set {CREDENTIALS}_FILE to a readable file"
         ) from error

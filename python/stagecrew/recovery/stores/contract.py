@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import ConfigurationError
 
 __all__ = [
     "FORMAT", "MAX_VALUE_BYTES", "Check", "Create", "Delete", "Entry", "Operation", "Replace", "Store", "checked_key",
@@ -162,7 +162,7 @@ def encode_segment(text: str) -> str:
     '%2E%2E'
     """
     if not text:
-        raise RecoveryMisused("a name in the store cannot be empty: use a name of at least one character")
+        raise ConfigurationError("a name in the store cannot be empty: use a name of at least one character")
     quoted = urllib.parse.quote(text, safe="")
     return quoted.replace(".", "%2E") if quoted in (".", "..") else quoted
 
@@ -177,9 +177,9 @@ def decode_segment(part: str) -> str:
 
 
 def checked_key(key: str) -> str:
-    """Returns the key if it is valid. Raises `RecoveryMisused`."""
+    """Returns the key if it is valid. Raises `ConfigurationError`."""
     if not all(part and part not in (".", "..") and _SAFE.fullmatch(part.replace("%", "")) for part in key.split("/")):
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"{key!r} is not a valid key: use parts of letters, digits and _.~-% between single slashes"
         )
     return key

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from stagecrew.errors import RecoveryMisused, StoreConflict, StoreRefused, StoreUnsupported
+from stagecrew.errors import ConfigurationError, StoreConflict, StoreRefused, StoreUnsupported
 from stagecrew.recovery.retry import retry_on
 from stagecrew.recovery.stores.contract import (
     FORMAT,
@@ -34,7 +34,7 @@ _WITH_VALUE: Final = (Create, Replace)
 
 
 def check_transaction(operations: Sequence[Operation]) -> None:
-    """Raises `RecoveryMisused` for invalid operations and `StoreRefused` for a transaction that is too large."""
+    """Raises `ConfigurationError` for invalid operations and `StoreRefused` for a transaction that is too large."""
     size = 0
     for operation in operations:
         key = operation.key
@@ -43,7 +43,7 @@ def check_transaction(operations: Sequence[Operation]) -> None:
         size += len(key) + _OPERATION_OVERHEAD
         if isinstance(operation, _WITH_VALUE):
             if not isinstance(operation.value, bytes):
-                raise RecoveryMisused(f"the value of {key!r} is {type(operation.value).__name__}: pass bytes")
+                raise ConfigurationError(f"the value of {key!r} is {type(operation.value).__name__}: pass bytes")
             if len(operation.value) > MAX_VALUE_BYTES:
                 raise StoreRefused(
                     f"the value of {key!r} has {len(operation.value)} bytes, and the limit is {MAX_VALUE_BYTES}: "
@@ -51,7 +51,9 @@ def check_transaction(operations: Sequence[Operation]) -> None:
                 )
             size += len(operation.value)
         if not isinstance(operation, Create) and not _is_version(operation.version, isinstance(operation, Replace)):
-            raise RecoveryMisused(f"{operation.version!r} is not a version of {key!r}: pass the version that was read")
+            raise ConfigurationError(
+                f"{operation.version!r} is not a version of {key!r}: pass the version that was read"
+            )
     if size > MAX_TRANSACTION_BYTES:
         raise StoreRefused(
             f"a transaction of {len(operations)} operations has {size} bytes, and the limit is "

@@ -10,8 +10,8 @@ import urllib.parse
 from typing import Final
 
 from stagecrew.errors import (
+    ConfigurationError,
     PossiblyInconsistentError,
-    RecoveryMisused,
     StoreError,
     StoreRefused,
     StoreUnavailable,
@@ -86,10 +86,10 @@ class Database:
             with contextlib.suppress(sqlite3.Error):
                 self.connection.execute("ROLLBACK")
 
-    def translate(self, error: sqlite3.Error | OSError) -> StoreError | RecoveryMisused:
+    def translate(self, error: sqlite3.Error | OSError) -> StoreError | ConfigurationError:
         """Returns the error of a store for an error of SQLite or of the disk."""
         if isinstance(error, FileNotFoundError):
-            return RecoveryMisused(f"the folder of {self.path} does not exist: create it")
+            return ConfigurationError(f"the folder of {self.path} does not exist: create it")
         if isinstance(error, OSError):
             refused = isinstance(error, PermissionError) or error.errno in _REFUSED_ERRNOS
             kind = StoreRefused if refused else StoreUnavailable

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from stagecrew.errors import RecoveryMisused, SessionLost, StoreError, StoreUnavailable, StoreUnsupported
+from stagecrew.errors import ConfigurationError, SessionLost, StoreError, StoreUnavailable, StoreUnsupported
 from stagecrew.mounts import MOUNTS, filesystem, shared
 from stagecrew.recovery.stores.contract import Check, Create, Delete, Entry, Operation, Replace, checked_key
 from stagecrew.recovery.stores.sqlite.database import Database, Transaction, TranslatedErrors
@@ -239,7 +239,7 @@ class SQLiteStore:
 
     def _acquire(self) -> None:
         if os.getpid() != self._process:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"the session at {self._path} belongs to process {self._process}, and this is a fork of it: open a "
                 "store here"
             )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 from stagecrew.errors import (
     ConfigurationError,
     PossiblyInconsistentError,
-    RecoveryMisused,
     SessionLost,
     StoreError,
     StoreRefused,
@@ -74,11 +73,11 @@ class ZooKeeperStore:
                 "ZooKeeper needs kazoo, which is not installed: pip install 'stagecrew[zookeeper]'"
             ) from error
         if not re.fullmatch(rf"{_HOST}(,{_HOST})*", hosts):
-            raise RecoveryMisused("the hosts of ZooKeeper are invalid: write host:port,host2:port")
+            raise ConfigurationError("the hosts of ZooKeeper are invalid: write host:port,host2:port")
         if credentials is not None and not re.fullmatch(r"[^:]+:.+", credentials, re.DOTALL):
-            raise RecoveryMisused("the credentials for ZooKeeper are invalid: write user:password")
+            raise ConfigurationError("the credentials for ZooKeeper are invalid: write user:password")
         if not timeout > 0:
-            raise RecoveryMisused(f"the session timeout is {timeout} s: it must be positive")
+            raise ConfigurationError(f"the session timeout is {timeout} s: it must be positive")
         self._root = "/" + checked_key(chroot.strip("/"))
         self._hosts, self._requested_timeout, self._tls = hosts, timeout, tls
         self._call_timeout = timeout if call_timeout is None else call_timeout
@@ -106,14 +105,16 @@ class ZooKeeperStore:
         given = dict(options)
         unknown = set(given) - {"timeout", "ca", "certfile", "keyfile", "verify"}
         if unknown or len(given) != len(options) or given.get("verify", "true") not in ("true", "false"):
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 "the options of the ZooKeeper URL are invalid: use timeout, ca, certfile, keyfile and verify (true "
                 "or false), each at most once"
             )
         try:
             timeout = float(given.pop("timeout", "10"))
         except ValueError as error:
-            raise RecoveryMisused("the timeout in the ZooKeeper URL is invalid: write a number of seconds") from error
+            raise ConfigurationError(
+                "the timeout in the ZooKeeper URL is invalid: write a number of seconds"
+            ) from error
         tls = tls_context(**given) if given else None
         return cls(hosts, chroot, timeout=timeout, credentials=credentials, tls=tls)
 
@@ -267,7 +268,7 @@ class ZooKeeperStore:
 
     def _open_session(self, deadline: float) -> ZooKeeperSession:
         if os.getpid() != self._process:
-            raise RecoveryMisused(
+            raise ConfigurationError(
                 f"the session at {self._where} belongs to process {self._process}, and this is a fork of it: open a "
                 "store here"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from stagecrew.errors import RecoveryMisused
+from stagecrew.errors import ConfigurationError
 
 __all__ = ["tls_context"]
 
@@ -19,7 +19,7 @@ def tls_context(
             # An empty password refuses an encrypted key, instead of prompting for one.
             context.load_cert_chain(certfile or keyfile or "", keyfile, password="")
     except (OSError, ssl.SSLError) as error:
-        raise RecoveryMisused(
+        raise ConfigurationError(
             f"the certificates for ZooKeeper cannot be read ({error}): check the files ca={ca}, certfile={certfile}, "
             f"keyfile={keyfile}"
         ) from error
