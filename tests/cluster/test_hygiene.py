@@ -269,7 +269,7 @@ def test_twenty_sessions_leak_no_threads_or_descriptors(journal, tmp_path):
     journal = Journal({journal.path!r})
     SparkContext._ensure_initialized()
     def run_session():
-        builder = base("local[1]")
+        builder = session_builder("local[1]")
         if "with" in sys.argv:
             spark = stagecrew.configure(builder, listeners=[Recorder(journal), executor_wide(journal.path)]).getOrCreate()
             topology = stagecrew.crew(spark).topology("t", listeners=[Recorder(journal, "inner")])
@@ -615,7 +615,7 @@ def test_a_wrapper_script_as_interpreter_works(tmp_path):
     def wrapper_processes():
         return [p for p in psutil.process_iter(["cmdline"]) if any(one.endswith("/wrapped-python") for one in p.info["cmdline"] or ())]
     eventually(lambda: not wrapper_processes(), 20, "the wrapper scripts end")
-    eventually(lambda: not any(alive(pid) for pid in pids), 20, "their child processes end")
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 20, "their child processes end")
     print("GONE")
     """,
         PYSPARK_PYTHON=str(wrapper),

@@ -278,14 +278,14 @@ def test_executors_delete_finished_outputs_when_the_driver_is_killed(tmp_path, j
     script = """
 from support.spark_storage import block_folders
 from pathlib import Path
-builder = base("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
+builder = session_builder("local-cluster[1,2,1024]").config("spark.stagecrew.shutdown.timeout", "60s")
 for key, value in SETTINGS.items():
     builder = builder.config(key, value)
 spark = stagecrew.configure(builder).getOrCreate()
 topology = stagecrew.crew(spark).topology("t").start()
 dataset = spark.range(0, 1000, 1, 1000).repartition(2)
 dataset.collect()
-journal.write(event="stored", folders=sorted(folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
+journal.write(event="stored", folders=sorted(block_folders(spark, Path.cwd())), jvm=spark.sparkContext._gateway.proc.pid)
 time.sleep(600)
 """
     with (

@@ -199,14 +199,14 @@ for key, value in (
     ("spark.shuffle.manager", "Own$Manager"),
     ("spark.shuffle.manager", "Own$Elsewhere"),
 ):
-    builder = base({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "WARN")
+    builder = session_builder({{master!r}}).config(key, value).config("spark.own.folder", "{tmp_path}/elsewhere").config("spark.log.level", "WARN")
     spark = stagecrew.configure(builder).getOrCreate()
     with stagecrew.crew(spark).topology("t") as topology:
         dataset = spark.sparkContext.parallelize(range(100), 4).map(lambda n: (n % 5, n)).reduceByKey(lambda a, b: a + b)
         assert len(dataset.collect()) == 5
-        some = len(files(spark, Path.cwd()))
-    left, tracked, released = len(files(spark, Path.cwd())), sum(outputs(spark).values()), topology.report.released
-    again, tasks = ran(spark, dataset.collect)
+        some = len(shuffle_files(spark, Path.cwd()))
+    left, tracked, released = len(shuffle_files(spark, Path.cwd())), sum(map_outputs(spark).values()), topology.report.released
+    again, tasks = run_and_count_tasks(spark, dataset.collect)
     assert len(again) == 5
     journal.write(event="ran", stored=some, left=left, tracked=tracked, released=released, tasks=tasks)
     spark.stop()
@@ -316,7 +316,7 @@ def test_outputs_finished_after_the_exit_are_deleted_by_their_own_tasks(tmp_path
 os.environ["PYSPARK_SUBMIT_ARGS"] = "--jars {tmp_path}/own.jar pyspark-shell"
 from support.spark_storage import *
 from pathlib import Path
-builder = base({{master!r}})
+builder = session_builder({{master!r}})
 for key, value in {{
     "spark.shuffle.sort.io.plugin.class": "Late",
     "spark.own.gate": "{tmp_path}/gate",
@@ -330,7 +330,7 @@ spark = stagecrew.configure(builder).getOrCreate()
 crew = stagecrew.crew(spark)
 
 def on_disk():
-    return files(spark, Path.cwd()) + files(spark, Path.cwd(), "temp_*")
+    return shuffle_files(spark, Path.cwd()) + shuffle_files(spark, Path.cwd(), "temp_*")
 
 assert on_disk() == []
 numbers = spark.range(0, 100, 1, 1)
@@ -353,14 +353,14 @@ try:
         began = on_disk()
         raise ZeroDivisionError
 except ZeroDivisionError:
-    journal.write(event="exited", began=began, left=on_disk(), tracked=outputs(spark), unclosed=topology.report.unclosed)
+    journal.write(event="exited", began=began, left=on_disk(), tracked=map_outputs(spark), unclosed=topology.report.unclosed)
 for thread in threads:
     thread.join(60)
 Path("{tmp_path}/gate").touch()
 eventually(lambda: len(journal.read(event="ended")) == 3, 60, "the three attempts have ended")
 eventually(lambda: topology.report.released == 3, 30, "the releases are reported")
 eventually(lambda: not [o for o in crew.partitions() if o.outputs or o.in_progress], 30, "the tables are empty")
-journal.write(event="released", left=on_disk(), tracked=outputs(spark), bytes=topology.report.released_bytes)
+journal.write(event="released", left=on_disk(), tracked=map_outputs(spark), bytes=topology.report.released_bytes)
 journal.write(event="again", counts=[run() for run in counts])
 spark.stop()
 """

@@ -136,7 +136,7 @@ class DyingDriver(Driver):
 
 place = SinkTarget.__new__(SinkTarget)
 place.name, place.folder, place.conf = {name!r}, __import__("pathlib").Path({folder!r}), {conf!r}
-spark = stagecrew.configure(base({master!r})).getOrCreate()
+spark = stagecrew.configure(session_builder({master!r})).getOrCreate()
 watcher = DyingDriver()
 sink = place.sink()
 commit_log = watcher.watched(stagecrew.operators.FileCommitLog({log!r}), ("write",))

@@ -271,7 +271,7 @@ def test_invalid_arguments_are_rejected_with_the_remedy(cluster, cluster_crew, r
         yield from batches
 
     with cluster_crew.topology("t") as topology:
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="made by a factory"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="Pass a Coordinator class"):
             topology.coordinate("o", 3)
         operator = topology.coordinate("o", recording)
         with pytest.raises(stagecrew.errors.OperatorMisused, match="maps a DataFrame, not list"):

@@ -113,7 +113,7 @@ def test_an_unregistered_listener_error_lists_the_registered_ones(spark, crew, p
     with crew.topology("outer", listeners=[pools.orders]), crew.topology("inner", listeners=[pools.plain]):
         text = resource_not_open(collect, spark, pools.words)
     assert text.startswith(
-        "listener 'pool' is not open here: topology 'inner' inside 'outer', in which this task runs,"
+        "listener 'pool' is not open here: this task runs in topology 'inner' inside 'outer', which does not have it"
     )
     assert "(it has: 'Plain', 'pool')" in text
     assert "Register it there: `crew.topology('inner', listeners=[pool])`" in text
@@ -135,7 +135,9 @@ def test_a_dataset_run_after_its_topology_raises(spark, crew, pools):
     for text in (resource_not_open(planned.count), resource_not_open(collect, spark, task_with_get(orders))):
         assert "it was registered for topology 'gone', and the action ran after that had closed" in text
     with crew.topology("next", listeners=[pools.planes]):
-        assert "the action ran after topology 'gone' had closed" in resource_not_open(planned.count)
+        assert "it was registered for topology 'gone', and the action ran after that had closed" in resource_not_open(
+            planned.count
+        )
 
 
 def task_with_get(listener):

@@ -14,7 +14,6 @@ from pyspark.sql import functions as f
 
 import stagecrew
 from support.journal import Journal
-from support.local_sinks import files
 from support.sessions import LOCAL, LOCAL_CLUSTER
 from support.shuffle_datasets import EXPECTED, delete, drop, rows, sql_settings, stored_since, summed_rdd
 from support.spark_storage import (
@@ -22,6 +21,7 @@ from support.spark_storage import (
     forget_executors,
     map_outputs,
     run_and_count_tasks,
+    shuffle_files,
     without_spark_events,
 )
 from support.waiting import eventually
@@ -43,7 +43,7 @@ def master(request):
 @pytest.fixture
 def stored_before(spark, tmp_path):
     """Files and outputs that existed before the test. They must stay."""
-    return set(files(spark, tmp_path)), map_outputs(spark)
+    return set(shuffle_files(spark, tmp_path)), map_outputs(spark)
 
 
 def holds_for(condition, seconds=3.0):

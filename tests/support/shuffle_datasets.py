@@ -8,14 +8,15 @@ from pathlib import Path
 
 from pyspark.sql import functions as f
 
-from support.local_sinks import files
-from support.spark_storage import block_folders, map_outputs, private_field
+from support.spark_storage import block_folders, map_outputs, private_field, shuffle_files
 
 
 def stored_since(spark, tmp_path, stored_before):
     """Shuffle files and outputs that were added after `stored_before` was taken."""
     now = map_outputs(spark)
-    return set(files(spark, tmp_path)) - stored_before[0], {s: n for s, n in now.items() if s not in stored_before[1]}
+    return set(shuffle_files(spark, tmp_path)) - stored_before[0], {
+        s: n for s, n in now.items() if s not in stored_before[1]
+    }
 
 
 def grouped_frame(spark, rows=1000, parts=4):
