@@ -16,7 +16,13 @@ from pyspark.sql import functions as f
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 import stagecrew
+from stagecrew.errors import JobError
+from stagecrew.recovery.jobs.job import Job
+from stagecrew.recovery.state.handles import StateHandleStore
+from stagecrew.recovery.state.storage import StateStorage
+from stagecrew.session.running_job import set_running_job
 from support.coordination import RecordingCoordinator, batch_of
+from support.model_store import ModelServer
 from support.sessions import LOCAL, session_builder
 from support.waiting import eventually
 
@@ -58,6 +64,50 @@ def test_a_coordinator_serves_every_micro_batch_of_a_query(sessions, coordinator
     evaluations = [call[1] for call in coordinators[0].calls_named("ready")]
     assert len({one.stage for one in evaluations}) > 1
     assert coordinators[0].total >= count > 0
+
+
+def test_a_use_in_foreach_batch_ends_with_its_query(sessions, coordinators, tmp_path):
+    """A named use in `foreachBatch` blocks the steps of a job while its query runs, and no longer.
+
+    Spark keeps the Python thread that ran the batches.
+    """
+    spark = sessions.get(LOCAL)
+    store = ModelServer().session()
+    store.ensure("steps", "commits")
+    storage = StateStorage(str(tmp_path))
+    job = Job("nightly", 1, *(StateHandleStore(store, storage, name) for name in ("steps", "commits")))
+    processed = threading.Event()
+
+    def work(gateway, batches):
+        yield from batches
+
+    def start_query(operator, name, **trigger):
+        def process_batch(frame, number):
+            if number == 0:
+                operator.map(frame.select("value"), work, "value long", name=name).collect()
+                processed.set()
+
+        stream = spark.readStream.format("rate-micro-batch").option("rowsPerBatch", 10).load()
+        processed.clear()
+        return stream.writeStream.foreachBatch(topology.wrap(process_batch)).trigger(**trigger).start()
+
+    set_running_job(job)
+    try:
+        with stagecrew.crew(spark).topology("t") as topology:
+            operator = topology.coordinate("o", lambda context: RecordingCoordinator(context, coordinators))
+            for number in (1, 2):
+                query = start_query(operator, f"ended {number}", availableNow=True)
+                assert query.awaitTermination(60)
+                assert processed.is_set()
+                assert job.step(f"after {number}", lambda number=number: number) == number
+            query = start_query(operator, "running", processingTime="500 milliseconds")
+            assert processed.wait(60)
+            with pytest.raises(JobError, match="another thread uses operator 'o' of topology 't' during step 'during'"):
+                job.step("during", lambda: 3)
+            query.stop()
+            assert job.step("at the end", lambda: 4) == 4
+    finally:
+        set_running_job(None)
 
 
 def test_bound_functions_work_at_every_entry_point(sessions, coordinators):

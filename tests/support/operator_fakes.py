@@ -23,6 +23,9 @@ class FakeTopology:
     name = id = "load"
     is_active = True
 
+    def streaming_query(self):
+        """No query runs."""
+
     def cancel_failed(self, cause):
         raise cause
 

@@ -25,6 +25,9 @@ class Scope:
     def __init__(self):
         self.cancelled = []
 
+    def streaming_query(self):
+        """No query runs."""
+
     def cancel_failed(self, cause):
         self.cancelled.append(cause)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint, TakenState
@@ -12,10 +13,13 @@ from stagecrew.errors import OperatorMisused
 if TYPE_CHECKING:
     from stagecrew.coordination.binding import Binding
 
-__all__ = ["COMMIT", "BindingTable", "Restored"]
+__all__ = ["COMMIT", "BindingTable", "QueryCheck", "Restored"]
 
 #: The default name of the operator of commits.
 COMMIT: Final = "commit"
+
+#: Whether a streaming query still runs.
+QueryCheck = Callable[[], bool]
 
 #: The id of a checkpoint, a state of it, and its subtasks: the values that a coordinator is restored with.
 Restored = tuple[int, bytes | None, int]
@@ -39,8 +43,8 @@ class BindingTable:
         #: Restored states of uses that the program has not reached. Each waits for the use with its key.
         self.unclaimed: dict[str, TakenState] = {}
         self._restored_id = NO_CHECKPOINT
-        #: Bindings whose order differs from run to run, with the place and the thread that made each.
-        self._unordered: dict[Binding, tuple[Place, ThreadMark]] = {}
+        #: Bindings whose order differs from run to run, with the place, the thread and the query that made each.
+        self._unordered: dict[Binding, tuple[Place, ThreadMark, QueryCheck | None]] = {}
 
     # -- Names and keys
 
@@ -90,19 +94,24 @@ class BindingTable:
             self.used[key] = binding
         return binding
 
-    def add_unordered(self, binding: Binding, place: Place) -> None:
-        """Notes that the calling thread made a binding whose order differs from run to run."""
-        self._unordered[binding] = place, this_thread()
+    def add_unordered(self, binding: Binding, place: Place, query: QueryCheck | None) -> None:
+        """Notes that the calling thread made a binding whose order differs from run to run, perhaps in a query."""
+        self._unordered[binding] = place, this_thread(), query
 
-    def used_by_another_thread(self, place: Place) -> str | None:
-        """See `Operators.used_by_another_thread`."""
+    def of_other_threads(self, place: Place) -> list[tuple[Binding, QueryCheck | None]]:
+        """The bindings that are not ordered, and that live threads other than the place's owners made."""
         owners = place.owners
-        for binding, (begun_in, thread) in tuple(self._unordered.items()):
+        found = []
+        for binding, (begun_in, thread, query) in tuple(self._unordered.items()):
             if begun_in.ended or not thread.is_alive or self.used.get(binding.key) is not binding:
                 del self._unordered[binding]  # it can no longer change
             elif thread not in owners:
-                return binding.operator
-        return None
+                found.append((binding, query))
+        return found
+
+    def forget_unordered(self, binding: Binding) -> None:
+        """Drops the note of a binding that can no longer change, because its query has ended."""
+        self._unordered.pop(binding, None)
 
     def forget(self, place: Place) -> list[Binding]:
         """Removes the uses in a place and their states. Returns their bindings."""

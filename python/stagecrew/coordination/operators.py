@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from stagecrew.coordination.binding import Binding
-from stagecrew.coordination.binding_table import COMMIT, BindingTable
+from stagecrew.coordination.binding_table import COMMIT, BindingTable, QueryCheck
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
 from stagecrew.coordination.contract import NO_CHECKPOINT, Coordinator
 from stagecrew.coordination.program_path import Place, Uses, unused
@@ -44,6 +44,9 @@ class Scope(Protocol):
 
     def cancel_failed(self, cause: BaseException) -> None:
         """Begins to cancel the topology's jobs because a coordinator failed. It does not wait for them."""
+
+    def streaming_query(self) -> QueryCheck | None:
+        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
 
 
 class Operators:
@@ -137,8 +140,9 @@ class Operators:
                 self._table.used[key] = binding
                 binding.mark_changed()  # a checkpoint that was taken meanwhile did not include it
         if not is_ordered:
+            query = self._scope.streaming_query()
             with self._lock:
-                self._table.add_unordered(binding, place)
+                self._table.add_unordered(binding, place, query)
         return self._serve(binding, host)
 
     def add_transient(self, operator: str, factory: Factory, host: Host) -> str:
@@ -156,10 +160,17 @@ class Operators:
     def used_by_another_thread(self, place: Place) -> str | None:
         """The operator of a use that is not ordered, and that a live thread other than the place's owners made.
 
-        None if there is no such use.
+        None if there is no such use. A use by a batch of a streaming query ends with the query, because Spark keeps the
+        Python threads of ended queries.
         """
         with self._lock:
-            return self._table.used_by_another_thread(place)
+            found = self._table.of_other_threads(place)
+        for binding, query_runs in found:
+            if query_runs is None or query_runs():
+                return binding.operator
+            with self._lock:
+                self._table.forget_unordered(binding)
+        return None
 
     def _serve(self, binding: Binding, host: Host) -> str:
         host.add(binding)

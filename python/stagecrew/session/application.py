@@ -11,6 +11,7 @@ from stagecrew.coordination.program_path import Place, Uses
 from stagecrew.errors import CoordinatorFailed
 
 if TYPE_CHECKING:
+    from stagecrew.coordination.binding_table import QueryCheck
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.host import Host
     from stagecrew.session.connection import PluginConnection
@@ -71,6 +72,10 @@ class Application:
         """How long tasks wait for their coordinator, in seconds."""
         assert self.connection is not None
         return self.connection.request_timeout
+
+    def streaming_query(self) -> QueryCheck | None:
+        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
+        return None if self.connection is None else self.connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:
         """Does nothing: a failed coordinator fails the tasks that use it, and other jobs of the application continue."""

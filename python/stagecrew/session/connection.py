@@ -16,6 +16,7 @@ from stagecrew.errors import ConfigurationError, NotActive
 from stagecrew.session.reports import TopologyReport
 
 if TYPE_CHECKING:
+    from stagecrew.coordination.binding_table import QueryCheck
     from stagecrew.coordination.channel import DriverChannel
     from stagecrew.coordination.host import Host
     from stagecrew.coordination.operators import Operators
@@ -27,6 +28,8 @@ _FRAME_OVERHEAD: Final = 3 << 20
 #: Executors may register during the first seconds of an application; after the first, the driver waits until none came for a while.
 _REGISTRATION_WINDOW: Final = 30.0
 _REGISTRATION_QUIET: Final = 3.0
+#: Spark sets this local property in the thread of a streaming query.
+_QUERY_ID: Final = "sql.streaming.queryId"
 #: The driver gives executors their close timeout, and waits this much longer for their reports, in seconds.
 _REPORT_GRACE: Final = 5
 
@@ -55,6 +58,17 @@ class PluginConnection:
     def request_timeout(self) -> float:
         """How long a task waits for its coordinator, in seconds."""
         return parse_seconds(self._setting("spark.stagecrew.request.timeout"))
+
+    def streaming_query(self) -> QueryCheck | None:
+        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads.
+
+        PySpark calls a function of `foreachBatch` in a Python thread that it keeps after the query. The JVM's thread of
+        the query ends with the query.
+        """
+        if self.context.getLocalProperty(_QUERY_ID) is None:
+            return None
+        thread = self.context._jvm.java.lang.Thread.currentThread()  # type: ignore[union-attr]
+        return lambda: bool(thread.isAlive())
 
     # -- Topologies
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
+    from stagecrew.coordination.binding_table import QueryCheck
     from stagecrew.coordination.checkpoints import Checkpoint
     from stagecrew.coordination.context import CoordinatorContext
     from stagecrew.coordination.contract import Coordinator
@@ -356,6 +357,10 @@ class TopologyOperators(TopologyNode):
     def request_timeout(self) -> float:
         """How long tasks wait for a reply of their coordinator, in seconds."""
         return self._connection.request_timeout
+
+    def streaming_query(self) -> QueryCheck | None:
+        """Whether the streaming query still runs whose batch the calling thread processes. None in other threads."""
+        return self._connection.streaming_query()
 
     def cancel_failed(self, cause: BaseException) -> None:
         """Starts to cancel the Spark jobs of the topology after a coordinator failed. Does not wait."""

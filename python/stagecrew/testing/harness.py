@@ -209,6 +209,9 @@ class CoordinatorHarness:
 
     # -- The topology and the executors
 
+    def streaming_query(self) -> None:
+        """The harness runs no streaming query."""
+
     def cancel_failed(self, cause: BaseException) -> None:
         """Notes the failure of the topology. The coordinator's operators call it.
 
