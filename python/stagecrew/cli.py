@@ -72,7 +72,7 @@ def main() -> None:
 
 @main.command()
 def jar() -> None:
-    """Print the path of the jar.
+    r"""Print the path of the jar.
 
     \b
     spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
@@ -99,7 +99,7 @@ def jar() -> None:
     help="A class that implements stagecrew.TopologyListener. May be repeated.",
 )
 def conf(arguments: bool, listeners: tuple[str, ...], jvm_listeners: tuple[str, ...]) -> None:
-    """Print the Spark properties that switch stagecrew on.
+    r"""Print the Spark properties that switch stagecrew on.
 
     It prints lines for spark-defaults.conf. With --arguments it prints arguments for the command line:
 

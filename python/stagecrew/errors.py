@@ -146,8 +146,9 @@ class CoordinationError(StagecrewError):
 
 
 class OperatorMisused(CoordinationError):
-    """An operator, a bound function or a coordinator's context was used where it cannot work. The message says what to
-    write instead.
+    """An operator, a bound function or a coordinator's context was used where it cannot work.
+
+    The message says what to write instead.
     """
 
 
@@ -280,8 +281,9 @@ class StateStorageError(RecoveryError):
 
 
 class StateCorrupt(StateStorageError):
-    """Stored bytes are not those that were written: their length or digest differs, or they are missing although their
-    storage is available. They are not deleted.
+    """Stored bytes are not those that were written. They are not deleted.
+
+    Their length or digest differs, or they are missing although their storage is available.
     """
 
 

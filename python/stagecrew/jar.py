@@ -29,7 +29,11 @@ def jar_path() -> str:
         ConfigurationError: This installation has no jar.
 
     Examples:
-        spark-submit --jars $(stagecrew jar) --conf spark.plugins=stagecrew.StagecrewPlugin app.py
+        >>> import stagecrew
+        >>> stagecrew.jar_path().endswith(".jar")
+        True
+
+        On the command line: `spark-submit --jars $(stagecrew jar) ...`.
     """
     jars = sorted(
         Path(str(importlib.resources.files("stagecrew"))).joinpath("jars").glob(f"stagecrew_*-{__version__}.jar")

@@ -227,7 +227,9 @@ def test_a_finished_application_is_shown_as_in_its_report(applications: Applicat
     page.wait_for_url("**/stagecrew/topology/**")
     assert page.locator(".alert").count() == 0
     body = fetch_json(f"{history}/history/{applications.finished}/stagecrew/json/")
-    assert [stagecrew.TopologyReport.of(node) for node in body["topologies"] if node["id"] == report.id] == [report]
+    assert [stagecrew.TopologyReport._from_json(node) for node in body["topologies"] if node["id"] == report.id] == [
+        report
+    ]
     assert {node["state"] for node in body["topologies"]} == {"closed"}
     # Everything is stored, including spans, partitions and coordinators.
     live = applications.live["finished"]
@@ -284,7 +286,7 @@ def test_the_page_says_which_states_a_capped_log_leaves_out(
     assert "is left out (spark.stagecrew.eventLog.maxEvents)" in note
     body = fetch_json(f"{history}/history/{applications.capped}/stagecrew/topology/json/?id={report.id}")
     assert body["notes"] == [note]
-    assert stagecrew.TopologyReport.of(body["topology"]) == report
+    assert stagecrew.TopologyReport._from_json(body["topology"]) == report
     assert report.jobs == 3
 
 

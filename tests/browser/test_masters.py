@@ -103,4 +103,4 @@ def test_each_page_has_json(completed_run: tuple[str, Any, list[int]]) -> None:
     body = eventually(
         lambda: fetch_json(f"{base}/topology/json/?id={report.id}"), what="the topology's JSON is available"
     )
-    assert stagecrew.TopologyReport.of(body["topology"]) == report
+    assert stagecrew.TopologyReport._from_json(body["topology"]) == report

@@ -163,7 +163,9 @@ def test_json_equals_the_reports(
             body = json.load(response)
         reports = crew.reports
         return (
-            (body, reports) if [stagecrew.TopologyReport.of(node) for node in body["topologies"]] == reports else None
+            (body, reports)
+            if [stagecrew.TopologyReport._from_json(node) for node in body["topologies"]] == reports
+            else None
         )
 
     # Executors report every second, so one may change between the two reads.

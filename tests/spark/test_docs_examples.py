@@ -25,7 +25,7 @@ PAGES = sorted(
 )
 SUBMITTED = {"audit.py", "plain_job.py"}  # by test_conf_samples
 EXAMPLES = [path for path in sorted((DOCS / "examples").glob("*.py")) if path.name not in SUBMITTED]
-FILES = [str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]]
+FILES = [*(str(path.relative_to(ROOT)) for path in [*PAGES, *EXAMPLES]), "docstrings"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,8 @@ def outcomes(tmp_path_factory):
         "SPARK_LOCAL_DIRS": str(temporary),
         "_JAVA_OPTIONS": f"-Djava.io.tmpdir={temporary} -XX:-UsePerfData {QUICK_JVM_OPTIONS}",
     }
-    command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *(str(ROOT / name) for name in FILES)]
+    files = [name if name == "docstrings" else str(ROOT / name) for name in FILES]
+    command = [sys.executable, "-P", str(ROOT / "tests/support/docs_blocks.py"), *files]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=560, check=False
     )
@@ -49,7 +50,7 @@ def outcomes(tmp_path_factory):
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"file": ')]
     return {
         "code": done.returncode,
-        "problems": {str(Path(one["file"]).relative_to(ROOT)): one["problem"] for one in found},
+        "problems": {one["file"].removeprefix(f"{ROOT}/"): one["problem"] for one in found},
         "output": done.stdout,
         "left": sorted(
             str(path.relative_to(folder)) for path in folder.rglob("*") if re.search("channel|scratch-", path.name)
@@ -59,7 +60,7 @@ def outcomes(tmp_path_factory):
 
 @pytest.mark.parametrize("name", FILES)
 def test_pages_and_examples_run(outcomes, name):
-    """The blocks of each page, and each example, run unchanged."""
+    """The blocks of each page, each example, and the examples in docstrings run unchanged."""
     assert name in outcomes["problems"], "the process ended before this file"
     assert outcomes["problems"][name] is None, outcomes["problems"][name]
 

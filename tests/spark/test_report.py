@@ -62,7 +62,7 @@ def test_the_report_of_a_finished_application_equals_topology_report(
     assert found["application"]["spark"].startswith("4.3.")
     assert found["application"]["ended"] > found["application"]["started"] > 0
     assert found["notes"] == []
-    assert stagecrew.TopologyReport.of(found["topologies"][-1]) == report
+    assert stagecrew.TopologyReport._from_json(found["topologies"][-1]) == report
     assert report.opens == report.closes >= 1
     monkeypatch.setattr("stagecrew.observability.event_log.read_event_log", lambda log: found)  # avoids another JVM
     text = CliRunner().invoke(main, ["report", log], env={"COLUMNS": "250"}).output

@@ -195,7 +195,7 @@ def test_tab_metrics_and_reports_agree_with_the_tests_own_counts(
 
     tab = fetch_json(spark, "/stagecrew/json")
     (topology_json,) = (one for one in tab["topologies"] if one["name"] == name)
-    assert [stagecrew.OperatorReport.of(node) for node in topology_json["operators"]] == list(report.operators)
+    assert [stagecrew.OperatorReport._from_json(node) for node in topology_json["operators"]] == list(report.operators)
     opens = [span for span in topology_json["spans"] if span["kind"] == "open"]
     closes = [span for span in topology_json["spans"] if span["kind"] == "close"]
     assert len(opens) == len(closes) == report.opens == report.closes == len(journal.read(event="open"))

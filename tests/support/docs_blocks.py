@@ -1,5 +1,7 @@
 """Runs the Python blocks of documentation pages, and the examples: `python -P docs_blocks.py FILE ...`.
 
+`docstrings` instead of a file runs the examples of public names that need Spark, each in a namespace of its own.
+
 The blocks of a page run in order in one namespace, as `__main__`. A comment before a block can change that: `<!--
 raises: NAME -->` means that the block must raise this error, `<!-- norun: REASON -->` that it does not run. Pages find
 a session `spark` and its `crew`, which they share. A page that stops the session starts without one. The script prints
@@ -15,6 +17,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 #: Arguments with which an example does less work.
 SHORTER = {"service.py": ["10"]}
@@ -71,8 +74,90 @@ def _session() -> dict[str, object]:
         "spark.sql.shuffle.partitions": "2",
     }.items():
         builder = builder.config(key, value)
-    spark = stagecrew.configure(builder).getOrCreate()
+    spark = stagecrew.configure(builder, coordinators={"budget": stagecrew.Coordinator}).getOrCreate()
     return {"spark": spark, "crew": stagecrew.crew(spark)}
+
+
+#: What the examples in docstrings use without showing where it comes from.
+PRELUDE = """
+import logging
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+import stagecrew
+
+
+@stagecrew.resource
+def pool(context):
+    yield "a connection"
+
+
+def pass_on(gateway, batches):
+    yield from batches
+
+
+def enrich(batches):
+    yield from batches
+
+
+class ConnectionPool:
+    def __init__(self, dsn):
+        self.dsn = dsn
+
+
+orders = pool()
+schema = "id long"
+path = tempfile.mkdtemp() + "/enriched"
+load, tables = print, ["flights", "planes"]
+"""
+IN_SESSION = """
+dataset = flights = joined = spark.range(0, 8, 1, 2)
+topology = crew.topology("examples").start()
+"""
+
+
+def spark_examples() -> dict[str, str]:
+    """The examples of public names that doctest does not run: those without a prompt. They need Spark."""
+    import importlib
+    import inspect
+    import textwrap
+
+    found = {}
+    for module in ("stagecrew", "stagecrew.operators", "stagecrew.operators.sinks", "stagecrew.recovery"):
+        public = importlib.import_module(module)
+        for name in public.__all__:
+            value = getattr(public, name)
+            members = {f"{name}.{key}": one for key, one in vars(value).items()} if inspect.isclass(value) else {}
+            for key, member in ({name: value} | members).items():
+                text = inspect.cleandoc(getattr(getattr(member, "fget", member), "__doc__", None) or "")
+                match = re.search(r"^Examples:\n((?:    [^\n]*\n|\n)+)", text + "\n", re.MULTILINE)
+                if match and ">>>" not in match[1] and not key.rpartition(".")[2].startswith("_"):
+                    found[key] = textwrap.dedent(match[1])
+    return found
+
+
+def run_docstrings() -> None:
+    """Runs the examples of docstrings that need Spark."""
+    for name, code in spark_examples().items():
+        namespace: dict[str, Any] = {"__name__": "__main__"}
+        exec(PRELUDE, namespace)
+        if "SparkSession" in code:
+            _stop()
+        else:
+            namespace |= _session()
+            exec(IN_SESSION, namespace)
+        try:
+            exec(compile(code, f"the example of {name}", "exec", dont_inherit=True), namespace)
+            if "SparkSession" in code:
+                _stop()
+            else:
+                namespace["crew"].close_all()
+        except Exception as error:
+            raise AssertionError(f"the example of {name} fails:\n{code}") from error
+    _stop()
 
 
 def main(files: list[str]) -> None:
@@ -83,7 +168,9 @@ def main(files: list[str]) -> None:
         path = Path(name)
         problem = None
         try:
-            if path.suffix == ".py":
+            if name == "docstrings":
+                run_docstrings()
+            elif path.suffix == ".py":
                 _stop()
                 sys.argv = [name, *SHORTER.get(path.name, ())]
                 runpy.run_path(name, run_name="__main__")

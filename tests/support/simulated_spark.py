@@ -312,5 +312,5 @@ def process(scheduler, log, coordinators):
         application = Application(coordinators)
         crew = spark._stagecrew = Crew(spark, Facade())
         crew.connection._channel = spark.executor
-        crew.register((), application)
+        crew._register((), application)
         yield crew

@@ -490,11 +490,11 @@ def test_listeners_of_a_running_application_cannot_change():
     crew = Crew.__new__(Crew)
     crew._registered = (pool("a"),)
     crew.application = types.SimpleNamespace(coordinators={"counter": None})
-    crew.already_has((pool("a"),), ["counter"])
-    crew.already_has((), ())
+    crew._already_has((pool("a"),), ["counter"])
+    crew._already_has((), ())
     with pytest.raises(
         ConfigurationError, match=r"it does not have: pool, Pool\. Stop the session first, or use a topology"
     ):
-        crew.already_has((pool("a"), pool("b"), Pool()), ())
+        crew._already_has((pool("a"), pool("b"), Pool()), ())
     with pytest.raises(ConfigurationError, match=r"coordinators cannot change; it does not have: other\. Stop the"):
-        crew.already_has((), ["counter", "other"])
+        crew._already_has((), ["counter", "other"])

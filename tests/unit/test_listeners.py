@@ -454,7 +454,7 @@ def test_a_resource_opens_and_closes_its_generator():
     made = tracked()
     for _ in range(2):
         made.open(CONTEXT)
-        assert made.opened() is not None
+        assert made._opened() is not None
         made.close(CONTEXT)
         made.close(CONTEXT)
     assert events == ["open", "close"] * 2

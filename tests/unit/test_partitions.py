@@ -40,7 +40,7 @@ def test_a_report_has_the_numbers_of_the_driver():
         "inProgress": 1, "outputs": 2, "outputBytes": 3, "blocks": 4, "blockBytes": 5, "released": 6, "releasedBytes": 7,
     }  # fmt: skip
     # from an older driver
-    assert PartitionReport.of("t", "1", response) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7, 0)
-    assert PartitionReport.of("t", "1", {**response, "releaseFailures": 8}) == PartitionReport(
+    assert PartitionReport._from_json("t", "1", response) == PartitionReport("t", "1", 1, 2, 3, 4, 5, 6, 7, 0)
+    assert PartitionReport._from_json("t", "1", {**response, "releaseFailures": 8}) == PartitionReport(
         "t", "1", 1, 2, 3, 4, 5, 6, 7, 8
     )

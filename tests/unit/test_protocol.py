@@ -151,7 +151,7 @@ class Protocol(RuleBasedStateMachine):
             else:
                 self.to_host_later("OVERFLOWED", reason="events were lost")
         else:
-            self.task.took(frame)
+            self.task._handle(frame)
 
     def to_host_later(self, kind, **fields):
         self.out += Decoder(1 << 20).feed(encode(kind, evaluation=self.task.id, **fields))
@@ -220,7 +220,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.broken is None and not self.finished)
     @rule()
     def task_finishes(self):
-        self.attempt(lambda: self.task.finish("finished", ""))
+        self.attempt(lambda: self.task._finish("finished", ""))
         self.finished = True
         if self.broken is None:
             assert self.serving.received_messages == self.sent

@@ -37,7 +37,7 @@ class Connection:
         self.waits.append(seconds)
         if self.handled is not None:
             self.now += 1.5
-            self.gateway.took(self.handled)
+            self.gateway._handle(self.handled)
             self.handled = None
             return found()
         self.now += seconds
@@ -116,7 +116,7 @@ def test_a_reply_without_a_waiting_request(gateway, connection):
     connection.handled = Frame("HANDLED", {"sequence": 1})
     with pytest.raises(stagecrew.errors.CoordinationTimeout):
         gateway.request(b"x", timeout=2.0)
-    gateway.took(Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b"much"}))
+    gateway._handle(Frame("REPLY", {"sequence": WINDOW + 1, "outcome": "ok", "payload": b"much"}))
     assert gateway._replies == {}
 
 
@@ -124,7 +124,7 @@ def test_more_events_are_requested_while_one_is_handled(gateway, connection):
     """Another waiting thread must not starve while this one handles a large event, or the last of many."""
 
     def arrive(*events):
-        gateway.took(Frame("EVENTS", {"first": 1, "payloads": events}))
+        gateway._handle(Frame("EVENTS", {"first": 1, "payloads": events}))
 
     connection.wait = lambda found, _seconds: found() or arrive(pack(b"x" * 200_000, 1 << 20)) or found()
     assert next(gateway.events()) == b"x" * 200_000
@@ -140,8 +140,8 @@ def test_more_events_are_requested_while_one_is_handled(gateway, connection):
 
 def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
     """Held back messages are sent even if the next event has arrived: the task may work on it for long."""
-    gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
-    gateway.took(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
+    gateway._handle(Frame("HANDLED", {"sequence": WINDOW}))
+    gateway._handle(Frame("EVENTS", {"first": 1, "payloads": [b"\0", b"\0"]}))
     gateway.send(b"x")
     gateway.send(b"x")  # a quick message: it is held back
     assert gateway._kept
@@ -152,7 +152,7 @@ def test_held_back_messages_are_sent_before_the_next_event(gateway, connection):
 
 def test_the_end_reaches_all_receivers(gateway):
     """The end also reaches later calls."""
-    gateway.took(Frame("EVENTS", {"first": 1, "payloads": [b"\0", END]}))
+    gateway._handle(Frame("EVENTS", {"first": 1, "payloads": [b"\0", END]}))
     assert list(gateway.events()) == [b""]
     assert list(gateway.events()) == []
 
@@ -160,12 +160,12 @@ def test_the_end_reaches_all_receivers(gateway):
 @pytest.mark.parametrize("call", [lambda gateway: next(gateway.events()), lambda gateway: gateway.request(b"x", 60)])
 def test_a_thread_that_waits_when_the_evaluation_ends(gateway, connection, call):
     """A waiting thread is notified, and does not stay in its worker."""
-    gateway.took(Frame("HANDLED", {"sequence": WINDOW}))
+    gateway._handle(Frame("HANDLED", {"sequence": WINDOW}))
 
     def wait(found, _seconds):
         assert found() is None
         connection.wait = type(connection).wait.__get__(connection)
-        gateway.finish("abandoned", "enough")
+        gateway._finish("abandoned", "enough")
         return found()
 
     connection.wait = wait

@@ -133,11 +133,11 @@ def test_everything_that_creates_generators_is_accepted():
     for function in (pool, wrapped):
         made = resource(function)("a")
         made.open(CONTEXT)
-        assert made.opened() == "a"
+        assert made._opened() == "a"
     for function in (functools.partial(pool, dsn="b"), Pools()):
         made = resource(name="orders")(function)(dsn="b")
         made.open(CONTEXT)
-        assert made.opened() == "b"
+        assert made._opened() == "b"
 
 
 @pytest.mark.parametrize(

@@ -57,22 +57,21 @@ class Operator:
         is_transient: Whether the uses have no state and end with `end`.
 
     Examples:
-        Count the rows of all tasks together::
+        # Counts the rows of all tasks together.
+        class Counter(stagecrew.Coordinator):
+            rows = 0
 
-            class Counter(stagecrew.Coordinator):
-                rows = 0
+            def handle_request(self, evaluation, rows):
+                self.rows += rows
+                return self.rows
 
-                def handle_request(self, evaluation, rows):
-                    self.rows += rows
-                    return self.rows
+        def count(gateway, batches):
+            for batch in batches:
+                yield pa.record_batch({"so_far": [gateway.request(batch.num_rows)]})
 
-            def count(gateway, batches):
-                for batch in batches:
-                    yield pa.record_batch({"so_far": [gateway.request(batch.num_rows)]})
-
-            with crew.topology("counted") as topology:
-                counter = topology.coordinate("counter", Counter)
-                counter.map(dataset, count, "so_far long").collect()
+        with crew.topology("counted") as topology:
+            counter = topology.coordinate("counter", Counter)
+            counter.map(dataset, count, "so_far long").collect()
 
     Not promised: that two uses of one operator share a coordinator. They share `context.store`.
     """

@@ -32,7 +32,13 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class Scope(enum.Enum):
-    """Where a listener opens."""
+    """Where a listener opens.
+
+    Examples:
+        >>> import stagecrew
+        >>> stagecrew.Scope("executor")
+        <Scope.EXECUTOR: 'executor'>
+    """
 
     WORKER = "worker"
     """Once in each Python worker, on its main thread. Tasks without Python do not open it."""
@@ -41,7 +47,13 @@ class Scope(enum.Enum):
 
 
 class Lifetime(enum.Enum):
-    """How long a listener of the application stays open. Ignored for listeners of a named topology."""
+    """How long a listener of the application stays open. Ignored for listeners of a named topology.
+
+    Examples:
+        >>> import stagecrew
+        >>> class PerExecution(stagecrew.Listener):
+        ...     lifetime = stagecrew.Lifetime.EXECUTION
+    """
 
     APPLICATION = "application"
     """From the first task to the end of the application."""
@@ -65,6 +77,15 @@ class ListenerContext:
     """The argument of `open` and `close`.
 
     `configuration` has the executor's Spark configuration, without the keys that `spark.redaction.regex` hides.
+
+    Examples:
+        >>> import stagecrew
+        >>> context = stagecrew.ListenerContext(
+        ...     application="app-1", topology="enrich", topology_id="enrich-1", executor="2", host="worker-7",
+        ...     scope=stagecrew.Scope.WORKER, configuration={"spark.orders.dsn": "dbname=orders"},
+        ... )
+        >>> context.configuration["spark.orders.dsn"]
+        'dbname=orders'
     """
 
     application: str
@@ -78,7 +99,17 @@ class ListenerContext:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The argument of `decorate`: one attempt at a Spark task. `attempt` is unique in the application."""
+    """The argument of `decorate`: one attempt at a Spark task. `attempt` is unique in the application.
+
+    Examples:
+        >>> import stagecrew
+        >>> task = stagecrew.Task(
+        ...     application="app-1", topology="enrich", topology_id="enrich-1", executor="2", stage=3, stage_attempt=0,
+        ...     partition=5, attempt=41, attempt_number=1,
+        ... )
+        >>> f"partition {task.partition}, attempt {task.attempt_number}"
+        'partition 5, attempt 1'
+    """
 
     application: str
     topology: str
@@ -133,6 +164,7 @@ class Listener:
     _stagecrew: Identity
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Notes the class and the arguments, which identify the listener in other processes."""
         self = super().__new__(cls)
         object.__setattr__(self, "_stagecrew", Identity(f"{cls.__module__}:{cls.__qualname__}", args, kwargs, cls))
         return self

@@ -30,6 +30,14 @@ class LoggingContext(Listener):
 
     @contextlib.contextmanager
     def decorate(self, task: Task) -> Iterator[None]:
+        """Adds the fields of the task to each log record while the task runs.
+
+        Args:
+            task: The task, from Spark's `TaskContext`.
+
+        Yields:
+            Nothing.
+        """
         before = logging.getLogRecordFactory()
         fields = {
             "application": task.application,

@@ -40,7 +40,18 @@ def registering() -> Iterator[None]:
 class Resource(Listener, Generic[T]):
     """A listener that is made of a generator function. It opens up to the `yield`, and closes after it.
 
-    `@stagecrew.resource` creates it, and `get` returns the yielded value. In the function of a task it is pickled as a reference, without its arguments.
+    `@stagecrew.resource` creates it, and `get` returns the yielded value. In the function of a task it is pickled as a
+    reference, without its arguments.
+
+    Examples:
+        >>> import stagecrew
+        >>> @stagecrew.resource
+        ... def orders(context, dsn):
+        ...     yield f"a connection to {dsn}"
+        >>> pool = orders("dbname=orders")
+        >>> with stagecrew.testing.opened(pool):
+        ...     pool.get()
+        'a connection to dbname=orders'
     """
 
     def __init__(self, factory: ResourceFactory[..., T] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -78,7 +89,7 @@ class Resource(Listener, Generic[T]):
         if manager is not None:
             manager.__exit__(None, None, None)
 
-    def opened(self) -> T:
+    def _opened(self) -> T:
         """The yielded value, in the process that opened the resource."""
         return cast(T, self._value)
 
@@ -128,6 +139,7 @@ class ResourceFactory(Generic[P, T]):
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Resource[T]:
+        """Returns a listener that calls the function with these arguments where it opens."""
         if (signature := _signature(self.function)) is not None:
             try:
                 signature.bind(None, *args, **kwargs)
@@ -226,4 +238,4 @@ def resource(
 
 def opened_value(listener: Listener) -> Any:
     """The value that `get()` returns for a listener that is open in this process."""
-    return listener.opened() if isinstance(listener, Resource) else listener
+    return listener._opened() if isinstance(listener, Resource) else listener

@@ -12,7 +12,13 @@ __all__ = ["PartitionReport", "Release", "java_dataset", "policy"]
 
 
 class Release(enum.Enum):
-    """Which stored partitions are deleted when a topology ends; those that another topology uses always stay."""
+    """Which stored partitions are deleted when a topology ends; those that another topology uses always stay.
+
+    Examples:
+        >>> import stagecrew
+        >>> [release.value for release in stagecrew.Release]
+        ['shuffles', 'all', 'none']
+    """
 
     #: The shuffle outputs that its tasks wrote. This is the default.
     SHUFFLES = "shuffles"
@@ -30,6 +36,11 @@ class PartitionReport:
     blocks of datasets (`block_bytes` is their size in memory and on disk). `released` counts partitions that were
     deleted after the topology ended, `release_failures` those that could not be deleted; the executor's log has the
     reason.
+
+    Examples:
+        with crew.topology("joined") as topology:
+            dataset.groupBy("id").count().collect()
+        print(sum(stored.released_bytes for stored in topology.report.partitions))
     """
 
     topology: str
@@ -44,7 +55,7 @@ class PartitionReport:
     release_failures: int = 0
 
     @classmethod
-    def of(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
+    def _from_json(cls, topology: str, executor: str, node: dict[str, int]) -> PartitionReport:
         """Reads the driver's JSON."""
         return cls(
             topology=topology,

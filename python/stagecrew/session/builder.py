@@ -147,7 +147,7 @@ def _start(builder: SparkSession.Builder, make: Callable[[], SparkSession], want
                 f"a SparkContext already runs without stagecrew, and Spark would ignore the plugin. {_REMEDY}"
             )
         session = make()
-        crew(session).already_has(wanted.listeners, wanted.coordinators)
+        crew(session)._already_has(wanted.listeners, wanted.coordinators)
         return session
     application = Application(wanted.coordinators, wanted.restore)
     try:
@@ -174,7 +174,7 @@ def _start_new(
     try:
         # Only now: Spark has put the files of the configuration on the path.
         import_named(session.sparkContext.getConf().get("spark.stagecrew.listeners", ""))
-        crew(session).register(wanted.listeners, application)
+        crew(session)._register(wanted.listeners, application)
     except BaseException:
         session.stop()
         raise

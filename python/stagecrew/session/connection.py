@@ -110,12 +110,12 @@ class PluginConnection:
 
     def reports(self) -> list[TopologyReport]:
         """The reports of all topologies that the driver still knows, the application's first."""
-        return [TopologyReport.of(node) for node in json.loads(self.facade.report(""))["topologies"]]
+        return [TopologyReport._from_json(node) for node in json.loads(self.facade.report(""))["topologies"]]
 
     def report(self, topology: str) -> TopologyReport | None:
         """The report of one topology by its id; None when the driver does not know it, or no longer."""
         found = json.loads(self.facade.report(topology))["topologies"]
-        return TopologyReport.of(found[0]) if found else None
+        return TopologyReport._from_json(found[0]) if found else None
 
     # -- Shown in the UI only: a failure of these is suppressed
 

@@ -207,10 +207,10 @@ class Crew:
         self.connection.require_running()
         return self.application.operators.checkpoint(checkpoint_id, timeout)
 
-    def register(self, listeners: tuple[Listener, ...], application: Application) -> None:
+    def _register(self, listeners: tuple[Listener, ...], application: Application) -> None:
         """Registers the listeners and coordinators of the application. `configure` calls it before the first task."""
         if self._registered is not None:
-            self.already_has(listeners, application.coordinators)
+            self._already_has(listeners, application.coordinators)
             return
         coordinated = bool(application.coordinators)
         self.connection.register_application(
@@ -223,7 +223,7 @@ class Crew:
         self.topologies.application_place = application.place
         application.begin(self.connection)
 
-    def already_has(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
+    def _already_has(self, listeners: tuple[Listener, ...], coordinators: Iterable[str]) -> None:
         """Raises `ConfigurationError` unless the application already has all of these listeners and coordinators."""
         mine = self._registered or ()
         missing = []

@@ -17,6 +17,12 @@ class ListenerReport:
 
     `opens` and `closes` count attempts to open and close; `lost` counts opens whose process ended before it closed
     the listener.
+
+    Examples:
+        with crew.topology("enrich", listeners=[orders]) as topology:
+            flights.mapInArrow(enrich, schema).collect()
+        for listener in topology.report.listeners:
+            print(listener.name, listener.executor, listener.opens, listener.open_seconds)
     """
 
     name: str
@@ -33,7 +39,14 @@ class ListenerReport:
 
 @dataclasses.dataclass(frozen=True)
 class LatencySummary:
-    """A summary of durations, in seconds: their count, percentiles within 1/64 of the exact ones, and the longest."""
+    """A summary of durations, in seconds: their count, percentiles within 1/64 of the exact ones, and the longest.
+
+    Examples:
+        >>> import stagecrew
+        >>> replies = stagecrew.LatencySummary(count=1000, p50=0.001, p95=0.002, p99=0.004, max=0.031)
+        >>> f"{replies.p99 * 1000:.0f} ms"
+        '4 ms'
+    """
 
     count: int
     p50: float
@@ -42,7 +55,7 @@ class LatencySummary:
     max: float
 
     @classmethod
-    def of(cls, node: dict[str, int]) -> LatencySummary:
+    def _from_json(cls, node: dict[str, int]) -> LatencySummary:
         """Reads the driver's JSON."""
         return cls(node["count"], *(node[name] / 1e6 for name in ("p50", "p95", "p99", "max")))
 
@@ -56,6 +69,12 @@ class OperatorReport:
     request's arrival to its reply; `acknowledgements` the time from sending an event to its executor's
     acknowledgement (of several that are acknowledged together, that of the oldest). `waits_for` names what the
     coordinator waits for, and since when; `progress` is what it reports about itself.
+
+    Examples:
+        with crew.topology("counted") as topology:
+            topology.coordinate("counter", stagecrew.Coordinator).map(dataset, pass_on, "id long").collect()
+        for operator in topology.report.operators:
+            print(operator.name, operator.finished, operator.replies.p99)
     """
 
     name: str
@@ -77,7 +96,7 @@ class OperatorReport:
     last_error: str
 
     @classmethod
-    def of(cls, node: dict[str, Any]) -> OperatorReport:
+    def _from_json(cls, node: dict[str, Any]) -> OperatorReport:
         """Reads the driver's JSON."""
         same = (
             "name",
@@ -96,8 +115,8 @@ class OperatorReport:
             **{name: node[name] for name in same},
             events_in=node["eventsIn"],
             events_out=node["eventsOut"],
-            replies=LatencySummary.of(node["replies"]),
-            acknowledgements=LatencySummary.of(node["acknowledgements"]),
+            replies=LatencySummary._from_json(node["replies"]),
+            acknowledgements=LatencySummary._from_json(node["acknowledgements"]),
             waits_for=node["waitsFor"],
             last_error=node["lastError"],
         )
@@ -116,6 +135,12 @@ class TopologyReport:
     of the `forgotten_executors` before them are summed up under an executor called `forgotten`. It lists the last 500
     uses of operators; the counts of the `forgotten_operators` before them are summed up under an operator called
     `forgotten`.
+
+    Examples:
+        with crew.topology("enrich", listeners=[orders]) as topology:
+            flights.mapInArrow(enrich, schema).collect()
+        report = topology.report
+        print(report.state, report.jobs, report.released_bytes)
     """
 
     id: str
@@ -172,7 +197,7 @@ class TopologyReport:
         return sum(listener.lost for listener in self.listeners)
 
     @classmethod
-    def of(cls, node: dict[str, Any]) -> TopologyReport:
+    def _from_json(cls, node: dict[str, Any]) -> TopologyReport:
         """Reads the driver's JSON."""
         executors: dict[str, Any] = node["executors"]
         listeners = [
@@ -212,9 +237,10 @@ class TopologyReport:
             lost_executors=tuple(node["lostExecutors"]),
             unclosed=tuple(node["unclosed"]),
             partitions=tuple(
-                PartitionReport.of(node["id"], executor, counts["partitions"]) for executor, counts in executors.items()
+                PartitionReport._from_json(node["id"], executor, counts["partitions"])
+                for executor, counts in executors.items()
             ),
-            operators=tuple(map(OperatorReport.of, node["operators"])),
+            operators=tuple(map(OperatorReport._from_json, node["operators"])),
             forgotten_executors=node.get("forgottenExecutors", 0),
             forgotten_operators=node.get("forgottenOperators", 0),
         )

@@ -222,7 +222,6 @@ class Topology(TopologyOperators):
             with ThreadPoolExecutor() as pool:
                 pool.map(topology.wrap(load), tables)
         """
-
         here = current_place()
         place = here if here is not None and here.is_within(self.place) else self.place
 

@@ -25,7 +25,7 @@ class Receiver(Protocol):
 
     id: int
 
-    def took(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         """Handles a frame. Called with the connection's condition held."""
 
 
@@ -96,7 +96,7 @@ class Connection:
                     for frame in frames:
                         gateway = self._gateways.get(frame["evaluation"])
                         if gateway is not None:
-                            gateway.took(frame)
+                            gateway._handle(frame)
                     self.changed.notify_all()
 
 

@@ -53,6 +53,12 @@ class TaskGateway:
 
     `subtask` is the partition of the bound dataset that the evaluation works on. It is None for `bind`, and for an
     empty partition.
+
+    Examples:
+        def numbered(gateway, batches):
+            for batch in batches:
+                first = gateway.request(batch.num_rows)
+                yield pa.record_batch({"id": list(range(first, first + batch.num_rows))})
     """
 
     def __init__(self, connection: Connection, bound: Bound, subtask: int | None, context: Any) -> None:
@@ -197,7 +203,7 @@ class TaskGateway:
 
     # -- of this module
 
-    def took(self, frame: Any) -> None:
+    def _handle(self, frame: Any) -> None:
         """Handles a frame. Called with the connection's condition held."""
         if frame.kind == "REPLY":
             if frame["sequence"] in self._awaited:
@@ -209,7 +215,7 @@ class TaskGateway:
         elif frame.kind == "ABORT":
             self._over = self._over or frame["reason"]  # a later reason says less
 
-    def finish(self, outcome: str, reason: str) -> None:
+    def _finish(self, outcome: str, reason: str) -> None:
         """The function has ended. If it finished, waits until all of its messages are in the coordinator's queue."""
         with self._lock:
             if self._done:
@@ -405,11 +411,11 @@ def evaluate(bound: Bound, work: Callable[..., Any], *args: Any) -> Any:
     try:
         result = work(gateway, *args)
     except BaseException as error:
-        gateway.finish("failed", f"{type(error).__name__}: {error}")
+        gateway._finish("failed", f"{type(error).__name__}: {error}")
         raise
     if hasattr(result, "__next__"):
         return _through(gateway, result)
-    gateway.finish("finished", "")
+    gateway._finish("finished", "")
     return result
 
 
@@ -417,12 +423,12 @@ def _through(gateway: TaskGateway, rows: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from rows
     except GeneratorExit:
-        gateway.finish("abandoned", "Spark needed no more of its rows")
+        gateway._finish("abandoned", "Spark needed no more of its rows")
         raise
     except BaseException as error:
-        gateway.finish("failed", f"{type(error).__name__}: {error}")
+        gateway._finish("failed", f"{type(error).__name__}: {error}")
         raise
-    gateway.finish("finished", "")
+    gateway._finish("finished", "")
 
 
 def _identified(column: str, batches: Iterator[Any]) -> tuple[int | None, Iterator[Any]]:

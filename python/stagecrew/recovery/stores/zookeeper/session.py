@@ -172,10 +172,12 @@ class ZooKeeperSession:
 
     @property
     def ended(self) -> bool:
+        """Whether the session has ended, at the servers or by `close`."""
         return self._ended.is_set()
 
     @property
     def connected(self) -> bool:
+        """Whether a server responds, and the session has not ended."""
         return self._connected.is_set() and not self.ended
 
     @property
