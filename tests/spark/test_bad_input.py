@@ -190,7 +190,7 @@ def test_a_jar_of_another_version_is_refused(tmp_path):
     spark.stop()
     """)
     assert "REFUSED" in done.stdout, done.stderr[-2000:]
-    assert f"stagecrew 0.0.1, the Python package is {stagecrew.__version__}: use the jar of" in done.stdout
+    assert f"stagecrew 0.0.1, and the Python package is {stagecrew.__version__}: use the jar of" in done.stdout
     assert stagecrew.jar_path() in done.stdout
 
 

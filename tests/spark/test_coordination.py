@@ -32,7 +32,7 @@ class Recording(stagecrew.Coordinator):
         self.threads.add(threading.current_thread().name)
         self.calls.append(call)
 
-    def named(self, name: str) -> list[tuple[Any, ...]]:
+    def calls_named(self, name: str) -> list[tuple[Any, ...]]:
         return [call[1:] for call in self.calls if call[0] == name]
 
     def start(self):

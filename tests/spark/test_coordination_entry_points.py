@@ -229,7 +229,7 @@ def test_session_coordinators_live_as_long_as_the_session(sessions, coordinators
         assert second_use.first().a == 1
         checkpoint = crew.checkpoint()
         assert (checkpoint.id, checkpoint.states) == (5, {"counter/1": b"12", "counter/2": b"1"})
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="no operator 'other', but 'counter'"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="no operator 'other'; its operators are: 'counter'"):
             crew.operator("other")
         assert (
             stagecrew.configure(session_builder("local[2]"), coordinators={"counter": Counter}).getOrCreate()
@@ -272,5 +272,5 @@ def test_corrupt_coordinator_state_fails_before_spark_starts(sessions, coordinat
     assert SparkContext._active_spark_context is None
     eventually(lambda: "stagecrew-counter" not in {one.name for one in threading.enumerate()}, 5, "its thread ends")
     for invalid in ({"counter": 3}, {3: Picky}):
-        with pytest.raises(stagecrew.errors.OperatorMisused, match="coordinators= takes factories"):
+        with pytest.raises(stagecrew.errors.OperatorMisused, match="coordinators= maps names of operators to factories"):
             stagecrew.configure(session_builder("local[2]"), coordinators=invalid)
