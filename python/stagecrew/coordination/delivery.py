@@ -16,9 +16,7 @@ from stagecrew.wire.serialization import WINDOW, WINDOW_BYTES, failure, pack, un
 
 __all__ = ["Delivery"]
 
-#: The number of replies to keep for each evaluation, so that a request that arrives twice gets the first reply. Of
-#: replies of `_LARGE_REPLY` bytes or more, only the last is kept.
-_MAX_REPLIES: Final = 64
+#: Of replies of this size or more, in bytes, only the last is kept.
 _LARGE_REPLY: Final = 1 << 16
 #: The longest time between two HANDLED frames while the coordinator handles messages, in seconds.
 _REPORT_PERIOD: Final = 1.0
@@ -55,8 +53,6 @@ class Delivery:
             return  # the coordinator handles it now, or handled it long ago
         if self._without_duplicates(live, sequence, [payload]) is not None:
             live.replies[sequence] = None
-            if len(live.replies) > _MAX_REPLIES:
-                live.replies.pop(min(live.replies), None)
             counts.requests += 1
             instance.enqueue(self._handle_request, instance, live, sequence, payload, counts, self._clock())
 

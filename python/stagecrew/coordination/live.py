@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from stagecrew.bounded import Bounded
 from stagecrew.coordination.evaluation import Evaluation
 from stagecrew.coordination.gateway import Gateway
 
 __all__ = ["LiveEvaluation"]
+
+#: The number of replies to keep for each evaluation, so that a request that arrives twice gets the first reply.
+_MAX_REPLIES: Final = 64
 
 
 class LiveEvaluation:
@@ -19,7 +25,7 @@ class LiveEvaluation:
         #: The sequence number of the next message.
         self.expected = 1
         #: The replies to the last requests by sequence number; None while the coordinator handles the request.
-        self.replies: dict[int, tuple[str, bytes] | None] = {}
+        self.replies: Bounded[int, tuple[str, bytes] | None] = Bounded(_MAX_REPLIES)
         #: The sequence number of the last request with a large reply.
         self.large_reply = 0
         #: The number of messages that were handled, and the number of which the task was notified.

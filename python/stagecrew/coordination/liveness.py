@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
+from stagecrew.bounded import Bounded
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.contract import NO_CHECKPOINT
 from stagecrew.coordination.evaluation import Evaluation
@@ -38,8 +39,8 @@ class Liveness:
         self._ack_timeout, self._clock = ack_timeout, clock
         self._live: dict[int, tuple[Binding, LiveEvaluation]] = {}
         #: Why bindings are no longer served, for the last ones that were removed.
-        self._removed: dict[str, str] = {}
-        self._ended: dict[int, None] = {}
+        self._removed: Bounded[str, str] = Bounded(_MAX_REMOVED)
+        self._ended: Bounded[int, None] = Bounded(_MAX_ENDED)
 
     @property
     def is_busy(self) -> bool:
@@ -98,7 +99,7 @@ class Liveness:
         """An evaluation has `finished`, `failed` or was `abandoned`; its coordinator receives that. Idempotent."""
         with self._lock:
             known = self._live.pop(id_, None)
-            _remember(self._ended, id_, None, _MAX_ENDED)
+            self._ended[id_] = None
             if known is None:
                 return
             binding, live = known
@@ -134,7 +135,7 @@ class Liveness:
         """Serves no new evaluation of the binding. Returns whether it was served. The caller holds the lock."""
         if self.bindings.pop(binding.id, None) is None:
             return False
-        _remember(self._removed, binding.id, reason, _MAX_REMOVED)
+        self._removed[binding.id] = reason
         return True
 
     def detach(self, binding: Binding) -> list[LiveEvaluation]:
@@ -144,7 +145,7 @@ class Liveness:
         binding.statistics.count("failed", len(detached))
         for live in detached:
             self._live.pop(live.evaluation.id, None)
-            _remember(self._ended, live.evaluation.id, None, _MAX_ENDED)
+            self._ended[live.evaluation.id] = None
         return detached
 
     def abort_detached(self, binding: Binding, detached: list[LiveEvaluation], reason: str) -> None:
@@ -193,10 +194,3 @@ def _evaluation(operator: str, executor: str, frame: Frame) -> Evaluation:
         partitions=frame["partitions"],
         executor=executor,
     )
-
-
-def _remember(entries: dict[Any, Any], key: Any, value: Any, limit: int) -> None:
-    """Adds an entry, and drops the oldest beyond the limit."""
-    entries[key] = value
-    if len(entries) > limit:
-        del entries[next(iter(entries))]

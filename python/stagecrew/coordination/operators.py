@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from stagecrew.bounded import Bounded
 from stagecrew.coordination.binding import Binding
 from stagecrew.coordination.binding_table import COMMIT, BindingTable, QueryCheck
 from stagecrew.coordination.checkpoints import NOTHING, Checkpoint
@@ -72,7 +73,7 @@ class Operators:
         self._checkpoints = TopologyCheckpoints(self, self._table, self.changed, self._lock, self._threads)
         #: Bindings that ended with the topology, and the progress of the last ones that ended before.
         self._ended: list[Binding] = []
-        self._past_progress: dict[str, dict[str, Any]] = {}
+        self._past_progress: Bounded[str, dict[str, Any]] = Bounded(_MAX_ENDED)
         self._closing = self._closed = False
 
     # -- Names and bindings
@@ -297,8 +298,6 @@ class Operators:
             for binding in bindings:
                 self.changed.pop(binding, None)
                 self._past_progress[binding.key] = binding.instance.progress
-                if len(self._past_progress) > _MAX_ENDED:
-                    del self._past_progress[next(iter(self._past_progress))]
         if host is not None:
             for binding in bindings:
                 host.ended(binding)

@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 import pyarrow.fs
 
+from stagecrew.bounded import Bounded
 from stagecrew.errors import CommitFailed, CommitSuperseded, CommitUnknown, OperatorMisused
 from stagecrew.files import make_folder, sync
 from stagecrew.operators.commit_records import Record
@@ -104,7 +105,8 @@ class MemoryCommitLog:
         self._lock = threading.Lock()
         self._versions = itertools.count(1)  # shared by all records: a forgotten record's versions are never used again
         self._records: dict[str, tuple[int, str]] = {}
-        self._ended: dict[str, None] = {}  # in the order in which they ended
+        #: The keys of commits that have ended, in the order of their ends.
+        self._ended: Bounded[str, None] = Bounded(_KEPT, lambda key, _: self._records.pop(key))
 
     def read(self, key: str) -> tuple[int, Record] | None:
         """See `CommitLog.read`."""
@@ -123,9 +125,6 @@ class MemoryCommitLog:
             self._ended.pop(key, None)
             if record.get("state") in OVER:
                 self._ended[key] = None
-                if len(self._ended) > _KEPT:
-                    forgotten = next(iter(self._ended))
-                    del self._ended[forgotten], self._records[forgotten]
             return self._records[key][0]
 
 
