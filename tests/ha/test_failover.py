@@ -301,7 +301,7 @@ def test_jobs_fail_end_and_are_cancelled_independently(drivers):
     assert "in fails" in drivers.result("failing").traceback
     unpicklable = drivers.result("unpicklable")
     assert (unpicklable.state, drivers.record("unpicklable").run) == ("failed", 1)
-    assert unpicklable.reason.startswith("what the job returned cannot be pickled: TypeError")
+    assert unpicklable.reason.startswith("the job's return value cannot be pickled: TypeError")
     assert drivers.result("script").state == "succeeded"
     assert drivers.result("early").state == "cancelled"
     wait_until(lambda: recorded_lines(drivers, "step-0"), "the held job runs")

@@ -29,6 +29,7 @@ from stagecrew.errors import (
     StoreUnsupported,
 )
 from stagecrew.mounts import filesystem, shared
+from stagecrew.recovery.leadership.election import NoResponse
 from stagecrew.recovery.leadership.lease_client import LeaseClient
 from stagecrew.recovery.stores.contract import FORMAT, Check, Create, Delete, Entry, Replace
 from stagecrew.recovery.stores.sqlite import SQLiteStore
@@ -220,7 +221,7 @@ def test_an_inaccessible_directory_is_an_error_of_the_store(tmp_path):
                 StoreUnavailable, match=r"crew.db cannot be used .*Not a directory.*: nothing was changed"
             ):
                 call()
-        assert isinstance(LeaseClient(store, time.monotonic).acquire_or_renew(), LeaseClient)
+        assert isinstance(LeaseClient(store, time.monotonic).acquire_or_renew(), NoResponse)
         directory.unlink()
         (tmp_path / "away").rename(directory)
         assert store.transact(Create("b")) == [0]

@@ -304,12 +304,12 @@ def test_a_checkpoint_is_the_same_after_serialization(id_, states):
 
 @given(st.data())
 def test_corrupt_checkpoint_bytes_are_detected(data):
-    """One changed byte or missing bytes at the end raise `StateCorrupt`."""
+    """One changed byte or missing bytes at the end raise `ConfigurationError`."""
     good = stagecrew.Checkpoint(1, {"a/1": b"state"}).to_bytes()
     at = data.draw(st.integers(0, len(good) - 1))
     flipped = good[:at] + bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :]
     for bad in (flipped, good[:at], b""):
-        with pytest.raises(stagecrew.errors.StateCorrupt):
+        with pytest.raises(stagecrew.errors.ConfigurationError):
             stagecrew.Checkpoint.from_bytes(bad)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from stagecrew.coordination.contract import NO_CHECKPOINT
 from stagecrew.coordination.program_path import operator_of
-from stagecrew.errors import CheckpointFailed, StateCorrupt
+from stagecrew.errors import CheckpointFailed, ConfigurationError
 
 __all__ = ["NOTHING", "Checkpoint", "PendingCheckpoint", "TakenState"]
 
@@ -101,12 +101,12 @@ class Checkpoint:
             The checkpoint.
 
         Raises:
-            StateCorrupt: The bytes differ from those that were written, if only in one byte, or another version of
+            ConfigurationError: The bytes differ from those that were written, if only in one byte, or another version of
                 stagecrew wrote them in another format.
         """
         digest, _, body = data.partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != digest:
-            raise StateCorrupt(
+            raise ConfigurationError(
                 f"these {len(data)} bytes are not a checkpoint, or were changed after they were written: their digest "
                 f"differs; use another copy"
             )
@@ -114,7 +114,7 @@ class Checkpoint:
         try:
             found = json.loads(header)
             if found["format"] != _FORMAT:
-                raise StateCorrupt(
+                raise ConfigurationError(
                     f"the checkpoint has format {found['format']}, but this version of stagecrew reads format "
                     f"{_FORMAT}; use the version that wrote it"
                 )
@@ -131,7 +131,7 @@ class Checkpoint:
                 {key: int(bits, 16) for key, bits in found["subtasks"].items()},
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateCorrupt(f"these {len(data)} bytes are not a checkpoint: {error}") from error
+            raise ConfigurationError(f"these {len(data)} bytes are not a checkpoint: {error}") from error
 
 
 #: Restores every coordinator to its beginning.
