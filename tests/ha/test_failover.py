@@ -312,7 +312,7 @@ def test_jobs_fail_end_and_are_cancelled_independently(drivers):
     assert not is_alive(run)
     dying = drivers.result("dying")
     assert (dying.state, recorded_lines(drivers, "died")) == ("failed", ["1", "2"])
-    assert "each of its 2 runs was lost" in dying.reason
+    assert "all its 2 runs were lost" in dying.reason
 
 
 def test_all_jobs_of_a_killed_leader_continue(drivers):
