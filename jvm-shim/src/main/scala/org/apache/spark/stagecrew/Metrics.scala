@@ -84,8 +84,7 @@ private[stagecrew] object Metrics {
     ()
   }
 
-  private def sums(snapshot: Snapshot): Sums = Sums(
-    snapshot.totals,
+  private def sums(snapshot: Snapshot): Sums = Sums(snapshot.totals,
     snapshot.topologies.iterator.flatMap(_.executors.valuesIterator.map(_.partitions))
       .foldLeft(PartitionCounts())(_ + _),
     lastSamples(snapshot.processes))

@@ -21,9 +21,8 @@ object Shim {
   val SparkLine = "4.3"
 
   def checkSpark(running: String): Unit = if (!running.startsWith(SparkLine + ".")) throw new IllegalStateException(
-    s"stagecrew $version is built for Spark $SparkLine, but this is Spark $running: " +
-      s"install pyspark $SparkLine, or a stagecrew " +
-      s"for Spark $running")
+    s"stagecrew $version is built for Spark $SparkLine, but this is Spark $running: install pyspark $SparkLine, or a " +
+      s"stagecrew for Spark $running")
 
   private val drivers = new ConcurrentHashMap[String, DriverFacade]()
 

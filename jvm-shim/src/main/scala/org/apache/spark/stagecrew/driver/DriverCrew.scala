@@ -295,8 +295,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   private[stagecrew] def publish(changed: Topology*): Unit = {
     changed.foreach(_.changed())
     published = Snapshot(topologies.values.map(_.view).toVector, totals.sum, stats.processes.views,
-      stats.recovery, stats.sums,
-      ends.forgotten)
+      stats.recovery, stats.sums, ends.forgotten)
     eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
   }
 

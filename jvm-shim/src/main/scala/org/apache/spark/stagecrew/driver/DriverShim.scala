@@ -73,9 +73,8 @@ object DriverShim {
   /** Wraps the user's ShuffleDataIO, which books shuffle outputs, and has tasks report cached blocks. */
   private def trackPartitions(conf: SparkConf): Unit = {
     if (SparkInternals.oldFetch(conf)) Log.log.warn(
-      "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: " +
-        s"partitions are not tracked, and not " +
-        "released when a topology ends")
+      "spark.shuffle.useOldFetchProtocol names outputs by partition, not by attempt: partitions are not tracked, " +
+        "and not released when a topology ends")
     else if (!SparkInternals.sortsShuffles(conf)) Log.log.warn(
       s"spark.shuffle.manager=${conf.get("spark.shuffle.manager")} does not write through Spark's ShuffleDataIO: its " +
         "partitions are not tracked, and not released when a topology ends")

@@ -141,9 +141,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
           ()
         }
         case Left(error) =>
-          Log.log.warn(s"executor ${executor.id} did not confirm which cached blocks of topology '$name' " +
-            s"are gone: they are " +
-            s"not counted as released: ${error.getMessage}")
+          Log.log.warn(s"executor ${executor.id} did not confirm which cached blocks of topology '$name' are gone: " +
+            s"they are not counted as released: ${error.getMessage}")
           done.complete(())
           ()
       }
@@ -159,8 +158,7 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     topology.ended = System.currentTimeMillis()
     val waiters = topology.waiters
     topology.waiters = Nil
-    if (topology.unclosed.nonEmpty) Log.log.warn(
-      s"topology '${topology.description.name}' has ended, " +
+    if (topology.unclosed.nonEmpty) Log.log.warn(s"topology '${topology.description.name}' has ended, " +
         s"but these have not closed: ${topology.unclosed.mkString("; ")}")
     topology.description = topology.description.copy()(Vector.empty) // a closed topology keeps no pickled listeners
     val closed = topologies.values.filter(t => t.state == "closed" && t.kind != DriverCrew.ApplicationKind).toSeq

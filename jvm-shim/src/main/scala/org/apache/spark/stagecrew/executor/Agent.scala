@@ -64,12 +64,11 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
 
   /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes what it has open and
     * ends. */
-  def connected(arrived: Link): Unit =
-    if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
-      link = Some(arrived)
-      arrival.complete(arrived)
-      ()
-    } else arrived.close()
+  def connected(arrived: Link): Unit = if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
+    link = Some(arrived)
+    arrival.complete(arrived)
+    ()
+  } else arrived.close()
 
   def received(frame: Frame): Unit = answer.foreach { case (topology, reply) =>
     if (frame.text("topology") == topology) reply.complete(frame)
@@ -128,9 +127,8 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
     log(s"started the agent, process ${started.pid}")
     started.onExit().thenAccept { ended =>
       awaited.completeExceptionally(new IllegalStateException(
-        s"the agent (${python.executable} -m stagecrew.worker.agent) " +
-          s"ended with exit code ${ended.exitValue}; the executor's stderr " +
-          "says why"))
+        s"the agent (${python.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; the " +
+          "executor's stderr says why"))
       ()
     }
     try awaited.get(StartMs, TimeUnit.MILLISECONDS) catch {

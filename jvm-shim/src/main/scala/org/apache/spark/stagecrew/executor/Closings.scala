@@ -22,8 +22,7 @@ trait Loop {
  */
 final class Closings(
     executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService,
-    loop: Loop)(
-    release: String => CompletableFuture[Taken],
+    loop: Loop)(release: String => CompletableFuture[Taken],
       report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
   import Closings._
 

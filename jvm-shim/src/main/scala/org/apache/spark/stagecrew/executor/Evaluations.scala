@@ -38,8 +38,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       synchronized(book(id) = evaluation) // before the driver replies
       val (stageAttempt, partitions) = attempts.stageOf(attempt)
       batch.add("READY", id, ready.text("binding"), ready.long("subtask"), attempt,
-        ready.long("number"), ready.long("stage"),
-        ready.long("partition"), stageAttempt.toLong, partitions.toLong)
+        ready.long("number"), ready.long("stage"), ready.long("partition"), stageAttempt.toLong, partitions.toLong)
       batch.flush()
       val ending = synchronized {
         evaluation.announced = true
@@ -105,8 +104,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 
   /** An attempt has ended, as `attempts` knows already. If it did not fail, its unfinished evaluations are
     * abandoned. */
-  def attemptOver(attempt: Long, failed: Option[String]): Unit =
-    if (book.nonEmpty) over(_.attempt == attempt, failed)
+  def attemptOver(attempt: Long, failed: Option[String]): Unit = if (book.nonEmpty) over(_.attempt == attempt, failed)
 
   private def over(which: Evaluation => Boolean, failed: Option[String]): Unit =
     end(which, if (failed.isEmpty) "abandoned" else "failed", failed.getOrElse(Unneeded))

@@ -73,8 +73,7 @@ final class ExecutorCrew(
   ledger.samples = Some(samples)
   Partitions.serve(partitions)
   loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(reports.report()),
-    settings.reportIntervalMs,
-    settings.reportIntervalMs, TimeUnit.MILLISECONDS)
+    settings.reportIntervalMs, settings.reportIntervalMs, TimeUnit.MILLISECONDS)
 
   def taskStarted(task: TaskContext): Unit = attempts.started(task)
 
@@ -90,9 +89,8 @@ final class ExecutorCrew(
     if (server.isEmpty) {
       val folder = try SparkInternals.temporaryFolder(conf) catch {
         case Failure(error) => throw new java.io.IOException(
-          s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; " +
-            s"check its local " +
-            s"directories (spark.local.dir): ${TaskRejection.text(error)}", error)
+          s"executor $executor (host $host) cannot create a folder for the channel to its Python processes; check " +
+            s"its local directories (spark.local.dir): ${TaskRejection.text(error)}", error)
       }
       val channels = try new Channels(folder.toPath, settings, version, () => welcome, links) catch {
         case error: Throwable => Log.contained(s"deleting $folder")(SparkInternals.delete(folder)); throw error

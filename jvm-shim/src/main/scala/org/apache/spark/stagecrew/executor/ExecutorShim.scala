@@ -53,10 +53,9 @@ final class ExecutorShim extends ExecutorPlugin {
   /** Lets Python processes of this executor find stagecrew in the jar, wherever the jar is on this host. */
   private def preparePythonPath(): Unit = try added = PythonPath.add(Shim.jar) catch {
     case Failure(error) => Log.log.error(
-      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, " +
-        s"because this JVM does not allow changes " +
-        s"of its environment; install stagecrew ${Shim.version} for the executors' Python, or start the JVM with " +
-        "--add-opens=java.base/java.util=ALL-UNNAMED", error)
+      s"Python processes of executor ${SparkEnv.get.executorId} cannot find stagecrew, because this JVM does not " +
+        s"allow changes of its environment; install stagecrew ${Shim.version} for the executors' Python, or start " +
+        "the JVM with --add-opens=java.base/java.util=ALL-UNNAMED", error)
   }
 }
 

@@ -7,16 +7,11 @@ import org.apache.spark.stagecrew.ui.{ProcessView, Span}
 
 /** The counts of one listener of a topology on one executor. */
 final case class ListenerCounts(
-    index: Int,
-    name: String,
-    scope: String,
-    opens: Long = 0, // attempted
+    index: Int, name: String, scope: String, opens: Long = 0, // attempted
     closes: Long = 0, // attempted
     failures: Long = 0, // of open, close or decorate
     lost: Long = 0, // opened in a process that ended without closing it
-    openMicros: Long = 0,
-    closeMicros: Long = 0,
-    lastError: String = "",
+    openMicros: Long = 0, closeMicros: Long = 0, lastError: String = "",
     lastErrorLine: String = "") { // the line that says what happened, as Python finds it
 
   def stillOpen: Long = opens - closes - lost
@@ -60,14 +55,9 @@ final case class Totals(
 
 /** The partitions of a topology on an executor: stored now, and released so far. */
 final case class PartitionCounts(
-    inProgress: Long = 0,
-    outputs: Long = 0,
-    outputBytes: Long = 0,
-    blocks: Long = 0,
-    blockBytes: Long = 0,
+    inProgress: Long = 0, outputs: Long = 0, outputBytes: Long = 0, blocks: Long = 0, blockBytes: Long = 0,
     released: Long = 0, // known to be deleted
-    releasedBytes: Long = 0,
-    releaseFailures: Long = 0) { // could not be deleted
+    releasedBytes: Long = 0, releaseFailures: Long = 0) { // could not be deleted
 
   def +(other: PartitionCounts): PartitionCounts = PartitionCounts(
     inProgress + other.inProgress, outputs + other.outputs, outputBytes + other.outputBytes, blocks + other.blocks,
@@ -81,8 +71,7 @@ final case class PartitionCounts(
 
 /** The counts of one topology on one executor. */
 final case class ExecutorCounts(
-    listeners: Vector[ListenerCounts] = Vector.empty,
-    processes: Long = 0, // Python processes that opened a listener
+    listeners: Vector[ListenerCounts] = Vector.empty, processes: Long = 0, // Python processes that opened a listener
     lostProcesses: Long = 0, // of these, processes that ended before they closed it
     deferred: Set[String] = Set.empty, // ids of processes that close after their current task
     partitions: PartitionCounts = PartitionCounts()) {
@@ -115,9 +104,7 @@ final case class SpanSlot(slot: Int, span: Span)
  * the driver replaces what it has. So a report that is lost or repeated changes nothing.
  */
 final case class ExecutorReport(
-    totals: Totals,
-    topologies: VectorMap[String, ExecutorCounts],
-    spans: VectorMap[String, SpanReport],
+    totals: Totals, topologies: VectorMap[String, ExecutorCounts], spans: VectorMap[String, SpanReport],
     processes: Vector[ProcessView] = Vector.empty,
     unclosed: Vector[String] = Vector.empty, // at the end of a topology: what has not closed
     shuffles: Vector[Int] = Vector.empty, // at the end of a topology: shuffles with deleted outputs

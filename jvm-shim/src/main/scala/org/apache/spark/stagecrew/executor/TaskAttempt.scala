@@ -31,9 +31,8 @@ private[stagecrew] final class TaskAttempt(val task: TaskContext, val mark: Opti
   def decorate(listeners: JvmListeners): Unit = decorations = (listeners -> listeners.decorate(task)) :: decorations
   def undecorate(): Unit = decorations.foreach { case (listeners, scopes) => listeners.leave(scopes) }
 
-  def name: String =
-    s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()}" +
-      s" attempt ${task.taskAttemptId()}"
+  def name: String = s"stage ${task.stageId()}.${task.stageAttemptNumber()} partition ${task.partitionId()}" +
+    s" attempt ${task.taskAttemptId()}"
 }
 
 /** The task attempts of an executor: their start, interruption and end, in the threads of the tasks. */

@@ -11,11 +11,7 @@ import org.apache.spark.stagecrew.wire.Entry
 
 /** The context of listeners in the JVM. */
 final case class Where(
-    application: String,
-    topology: String,
-    topologyId: String,
-    executor: String,
-    host: String,
+    application: String, topology: String, topologyId: String, executor: String, host: String,
     configuration: JMap[String, String])
   extends TopologyContext
 
@@ -78,21 +74,19 @@ final class JvmListeners(
     }
   }
 
-  private def instance(entry: Entry): TopologyListener =
-    try {
-      val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
-      Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
-        case listener: TopologyListener => listener
-        case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
-      }
-    } catch {
-      case error: Throwable =>
-        failed(entry, error)
-        throw new OpenFailedException(entry.name,
-          s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. " +
-            s"Is the class in a jar that the executors have, with a public " +
-            "constructor without parameters?", error)
+  private def instance(entry: Entry): TopologyListener = try {
+    val loader = Option(Thread.currentThread.getContextClassLoader).getOrElse(getClass.getClassLoader)
+    Class.forName(entry.target, true, loader).getConstructor().newInstance() match {
+      case listener: TopologyListener => listener
+      case _ => throw new ClassCastException(s"${entry.target} does not implement stagecrew.TopologyListener")
     }
+  } catch {
+    case error: Throwable =>
+      failed(entry, error)
+      throw new OpenFailedException(entry.name,
+        s"${what(entry)} cannot be created: ${TaskRejection.text(error)}. Is the class in a jar that the executors " +
+          "have, with a public constructor without parameters?", error)
+  }
 
   private def called(entry: Entry, hook: String, timeoutMs: Long)(f: => Unit): Unit = {
     val started = System.nanoTime()

@@ -172,8 +172,7 @@ final class PartitionTable {
   def take(topology: String): Taken = synchronized {
     (for (ending <- endings.remove(topology); holding <- holdings.remove(topology)) yield {
       touched += topology
-      Taken(
-        if (ending.outputs) all(holding).toMap else Map.empty,
+      Taken(if (ending.outputs) all(holding).toMap else Map.empty,
         if (ending.blocks) holding.blocks.toMap.filterNot { case (block, _) => ending.keptCaches(block.rdd) }
           else Map.empty)
     }).getOrElse(Taken())

@@ -154,12 +154,11 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     ledger.change(topology)(c => c.copy(partitions = c.partitions + more))
   }
 
-  private def removeStale(before: Map[Int, Long]): Unit =
-    if (before.nonEmpty) disk.outputsOf(before.keySet)
-      .filter(output => output.map < before(output.shuffle)).foreach { output =>
-      remove(output)
-      found.add(output.shuffle)
-    }
+  private def removeStale(before: Map[Int, Long]): Unit = if (before.nonEmpty) disk.outputsOf(before.keySet)
+    .filter(output => output.map < before(output.shuffle)).foreach { output =>
+    remove(output)
+    found.add(output.shuffle)
+  }
 
   /** Deletes an output. Returns whether it is gone. If not, the log gives the reason. */
   private def remove(output: Output): Boolean = try {
@@ -179,8 +178,7 @@ object Partitions {
     def finished(lengths: Array[Long]): Unit
     def failed(): Unit
 
-    final def unlessItFails[T](f: => T): T =
-      try f catch { case error: Throwable => failed(); throw error }
+    final def unlessItFails[T](f: => T): T = try f catch { case error: Throwable => failed(); throw error }
   }
 
   /** The storage of this executor. */

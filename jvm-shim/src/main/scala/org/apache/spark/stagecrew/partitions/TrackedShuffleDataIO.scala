@@ -87,11 +87,10 @@ object TrackedShuffleDataIO {
       }
     }
 
-    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] =
-      if (!here) None else for {
-        partitions <- Partitions.here
-        task <- Option(TaskContext.get())
-        booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))
-      } yield booking
+    private def booked(shuffle: Int, map: Long): Option[Partitions.Booking] = if (!here) None else for {
+      partitions <- Partitions.here
+      task <- Option(TaskContext.get())
+      booking <- partitions.setUp(task.taskAttemptId(), Output(shuffle, map))
+    } yield booking
   }
 }

@@ -90,13 +90,11 @@ private[stagecrew] object SparkInternals {
   // -- Stored partitions on the driver: core/MapOutputTracker.scala, storage/BlockManagerMasterEndpoint.scala
 
   def shuffleOf(stage: StageInfo): Option[Int] = stage.shuffleDepId
-  def cachesOf(stage: StageInfo): Seq[Int] =
-    stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
+  def cachesOf(stage: StageInfo): Seq[Int] = stage.rddInfos.toSeq.filter(_.storageLevel != StorageLevel.NONE).map(_.id)
 
   /** Whether Spark's own shuffle manager writes, through its ShuffleDataIO, and each attempt has its own file:
     * core/shuffle/ShuffleManager.scala. */
-  def sortsShuffles(conf: SparkConf): Boolean =
-    SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
+  def sortsShuffles(conf: SparkConf): Boolean = SortShuffleManagers(conf.get(config.SHUFFLE_MANAGER)) && !oldFetch(conf)
 
   /** Whether map outputs are named by partition: then a recomputed output has the name of a released one. */
   def oldFetch(conf: SparkConf): Boolean = conf.get(config.SHUFFLE_USE_OLD_FETCH_PROTOCOL)
@@ -116,8 +114,7 @@ private[stagecrew] object SparkInternals {
   final case class LeftBlocks(host: String, port: Int, executor: String, blocks: Seq[String])
 
   /** The executors that the driver's BlockManagerMaster knows. This sends a message to it. */
-  def executorsAlive(): Set[String] =
-    SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
+  def executorsAlive(): Set[String] = SparkEnv.get.blockManager.master.getMemoryStatus.keySet.map(_.executorId).toSet
 
   /** Drops all outputs of a shuffle from the tracker. The shuffle stays registered, and its executors may become
     * idle. Returns the files of lost executors. */

@@ -130,8 +130,7 @@ private[stagecrew] object EventLog {
       val (ids, length) = if (step < Least) (1000, 1000) else (500, 20)
       val (sums, known) = fewer.operators.partition(_.name == Topology.Forgotten)
       val (unlisted, listed) = known.splitAt(known.size - operators)
-      fewer.copy(
-        name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
+      fewer.copy(name = Show.cut(view.name, 1000), unclosed = view.unclosed.take(20).map(Show.cut(_, 200)),
         askedBy = view.askedBy.take(ids).map(Show.cut(_, length)),
         lostExecutors = view.lostExecutors.take(ids).map(Show.cut(_, length)),
         forgottenOperators = view.forgottenOperators + unlisted.size,

@@ -97,8 +97,7 @@ private[stagecrew] object History {
       notesOf(state, view.state == "closed", "This is what the event log says") }.toMap ++
       rest.map { case (state, _) => "" -> notesOf(state, ended, "Python processes and the stored job are shown") }
     PageModel(
-      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(
-        topologies = views.map(_._2).sortBy(_.started).toVector,
+      rest.fold(Snapshot(Vector.empty, Totals()))(_._2).copy(topologies = views.map(_._2).sortBy(_.started).toVector,
           totals = sums.foldLeft(Totals())(_ max _), coordinators = coordinators,
         forgottenTopologies = forgotten.map(_.body.toInt).sum),
       now, history = true, views.map { case (state, view) => view.id -> state.time }.toMap, notes)
@@ -110,8 +109,7 @@ private[stagecrew] object History {
       Log.log.warn(s"the event of ${state.key} cannot be read", error); None }
 
   private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
-    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."),
-    if (!state.capped) None
+    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."), if (!state.capped) None
     else if (ended) Some(s"So much happened that its event log has not all of it: " +
       s"what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
     else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),

@@ -14,8 +14,7 @@ private[stagecrew] object JobPage {
     case Some(recovery) =>
       val steps = Table("steps", recovery.steps, columns(shown))
       val tables = new Tables(ask, "jobs/", Nil, steps)
-      Seq[NodeSeq](
-        shown.notes.getOrElse("", Nil).map(Show.note),
+      Seq[NodeSeq](shown.notes.getOrElse("", Nil).map(Show.note),
         Show.facts(recovery.facts.toSeq.map { case (name, value) =>
           name.capitalize -> (Show.text(value): NodeSeq) }: _*),
         <h4>{s"Steps (${recovery.steps.size + recovery.forgottenSteps})"}</h4>,

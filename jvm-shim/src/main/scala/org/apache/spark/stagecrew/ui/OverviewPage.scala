@@ -82,11 +82,10 @@ private[stagecrew] object OverviewPage {
     .groupBy(_._2.index).toSeq.sortBy(_._1).map { case (_, rows) =>
       Row(topology, rows.map(_._1), rows.map(_._2).reduce(_ + _)) }
 
-  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] =
-    Seq(
-      Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
-      Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
-        counts[Row](_.sum).drop(2)
+  private def listenerColumns(ask: PageRequest): Seq[Column[Row]] = Seq(
+    Column.of("Topology")((_: Row).topology.name)(row => <td>{Tab.topology(ask, row.topology)}</td>),
+    Column.several("Executors")((_: Row).executors)).patch(1, counts[Row](_.sum).take(2), 0) ++
+      counts[Row](_.sum).drop(2)
 
   /** The columns of the counts of a listener. */
   def counts[T](f: T => ListenerCounts): Seq[Column[T]] = Seq(

@@ -13,11 +13,8 @@ import org.apache.spark.stagecrew.wire.Json
  * the fields.
  */
 final case class Snapshot(
-    topologies: Vector[TopologyView],
-    totals: Totals,
-    processes: Vector[ProcessView] = Vector.empty,
-    recovery: Option[RecoveryView] = None,
-    coordinators: Option[OperatorView] = None, // the sum over all coordinators
+    topologies: Vector[TopologyView], totals: Totals, processes: Vector[ProcessView] = Vector.empty,
+    recovery: Option[RecoveryView] = None, coordinators: Option[OperatorView] = None, // the sum over all coordinators
     forgottenTopologies: Int = 0) { // closed topologies that are no longer listed
 
   private[stagecrew] def json: ObjectNode = Json.tree(this).put("version", Snapshot.Version)
@@ -30,20 +27,10 @@ object Snapshot {
 
 /** An immutable copy of one topology. Times are milliseconds since the epoch, 0 if not known yet. */
 final case class TopologyView(
-    id: String,
-    name: String,
-    kind: String,
-    parent: Option[String],
-    state: String,
-    started: Long,
-    ended: Long,
-    jobs: Int,
-    askedBy: Vector[String], // the executors that ran its tasks
-    executors: VectorMap[String, ExecutorCounts],
-    lostExecutors: Vector[String],
-    unclosed: Vector[String],
-    operators: Vector[OperatorView] = Vector.empty,
-    spans: Vector[Span] = Vector.empty,
+    id: String, name: String, kind: String, parent: Option[String], state: String, started: Long, ended: Long,
+    jobs: Int, askedBy: Vector[String], // the executors that ran its tasks
+    executors: VectorMap[String, ExecutorCounts], lostExecutors: Vector[String], unclosed: Vector[String],
+    operators: Vector[OperatorView] = Vector.empty, spans: Vector[Span] = Vector.empty,
     spansDropped: Long = 0, // spans that were recorded and are not in `spans`
     forgottenExecutors: Int = 0, // lost executors that are no longer listed; `executors` sums them up as "forgotten"
     forgottenOperators: Int = 0) { // operators that are no longer listed; `operators` sums them up as "forgotten"
@@ -61,17 +48,10 @@ final case class Percentiles(count: Long = 0, p50: Long = 0, p95: Long = 0, p99:
 /** The statistics of one use of an operator, as the driver's Python reports them. They span resets of its
   * coordinator. */
 final case class OperatorView(
-    name: String,
-    kind: String, // "coordinator", "splits", "commit", "supersteps", "alignment"
+    name: String, kind: String, // "coordinator", "splits", "commit", "supersteps", "alignment"
     state: String, // "active", "failed", "closed"
     live: Long, // evaluations
-    finished: Long,
-    failed: Long,
-    abandoned: Long,
-    resets: Long,
-    eventsIn: Long,
-    eventsOut: Long,
-    requests: Long,
+    finished: Long, failed: Long, abandoned: Long, resets: Long, eventsIn: Long, eventsOut: Long, requests: Long,
     queued: Long, // messages that wait for the coordinator
     replies: Percentiles, // from a request's arrival on the driver to its reply
     acknowledgements: Percentiles, // from the sending of an event to the acknowledgement that it is in the mailbox
@@ -106,8 +86,7 @@ final case class Sample(time: Long, rss: Long, cpu: Long, threads: Long, files: 
 
 /** The stored job whose driver this application is: facts about it, in order, such as "term" -> "3", and its steps. */
 final case class RecoveryView(
-    facts: VectorMap[String, String],
-    steps: Vector[StepView],
+    facts: VectorMap[String, String], steps: Vector[StepView],
     forgottenSteps: Int = 0) { // steps that are no longer listed
 
   /** At most this many of its steps: the running ones, and the last ones. */

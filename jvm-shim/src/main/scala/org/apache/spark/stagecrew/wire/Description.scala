@@ -6,13 +6,10 @@ import org.apache.spark.stagecrew.partitions.DriverPartitions
 
 /** One registered listener. Its pickled bytes are never read by the JVM. */
 final case class Entry(
-    index: Int,
-    kind: String, // "pickle", "name" or "jvm"
-    name: String,
-    target: String, // module:name, or a class
+    index: Int, kind: String, // "pickle", "name" or "jvm"
+    name: String, target: String, // module:name, or a class
     scope: Option[String], // unknown for a name until an executor has imported it
-    lifetime: Option[String],
-    required: Boolean,
+    lifetime: Option[String], required: Boolean,
     blob: Option[Int]) { // the position of its pickled bytes in `Description.blobs`
 
   def python: Boolean = kind != "jvm"
@@ -25,13 +22,8 @@ final case class Entry(
  * executor's JVM cannot find them out.
  */
 final case class Description(
-    id: String,
-    name: String,
-    parent: Option[String],
-    listeners: Vector[Entry],
-    executable: String = "python3",
-    environment: VectorMap[String, String] = VectorMap.empty,
-    files: Vector[String] = Vector.empty,
+    id: String, name: String, parent: Option[String], listeners: Vector[Entry], executable: String = "python3",
+    environment: VectorMap[String, String] = VectorMap.empty, files: Vector[String] = Vector.empty,
     /** Whether tasks of no named topology may call functions that are bound to operators of the application. */
     coordinated: Boolean = false,
     /** The release policy of `DriverPartitions`. The application's own partitions are Spark's business. */
