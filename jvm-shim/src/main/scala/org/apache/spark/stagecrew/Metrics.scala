@@ -2,9 +2,7 @@ package org.apache.spark.stagecrew
 
 import com.codahale.metrics.{Gauge, Histogram, MetricRegistry, SlidingTimeWindowArrayReservoir}
 import java.util.concurrent.TimeUnit
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts, Totals}
-import org.apache.spark.stagecrew.ui.{OperatorView, Percentiles, ProcessView, Sample, Snapshot}
+import driver._, executor._, ui._
 
 /** A gauge of the plugin. Its name ends with its unit, unless it counts things. docs/reference/metrics.md describes
   * each. */

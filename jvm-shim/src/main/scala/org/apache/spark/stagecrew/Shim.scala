@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 
 import java.io.File
 import java.util.concurrent.ConcurrentHashMap
-import org.apache.spark.stagecrew.driver.DriverFacade
+import driver._
 
 /** What both sides of the plugin need to know about this jar. */
 object Shim {

@@ -3,8 +3,7 @@ package driver
 
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.{ExecutorReport, ProcessBook, Totals}
-import org.apache.spark.stagecrew.ui.{OperatorView, RecoveryView}
+import executor._, ui._
 
 /** What the driver's Python reports of coordinators: the new state of uses of operators by topology, and the sum of
   * all. */

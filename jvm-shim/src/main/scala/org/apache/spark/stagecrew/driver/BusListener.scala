@@ -6,9 +6,7 @@ import scala.collection.mutable
 import org.apache.spark.scheduler._
 import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkListenerSQLExecutionStart}
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
-import org.apache.spark.stagecrew.executor.TaskAttempts
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Frame}
+import executor._, spark._, wire._
 
 /** Marker event: the driver has handled every event that was posted earlier when this one arrives. Not in event
   * logs. */

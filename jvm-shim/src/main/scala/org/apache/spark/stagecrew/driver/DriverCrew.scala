@@ -8,11 +8,7 @@ import scala.util.control.NonFatal
 import org.apache.spark.SparkContext
 import org.apache.spark.scheduler.StagecrewScheduler
 import org.apache.spark.sql.StagecrewSql
-import org.apache.spark.stagecrew.executor.{ExecutorCrew, ExecutorReport, Loop, PartitionCounts, TaskAttempts, Totals}
-import org.apache.spark.stagecrew.partitions.{DriverPartitions, Inventory}
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc, SparkInternals, SparkUi}
-import org.apache.spark.stagecrew.ui.{EventLog, RecoveryView, Snapshot}
-import org.apache.spark.stagecrew.wire.{Description, Frame, FrameException, Frames, Json}
+import executor._, partitions._, spark._, ui._, wire._
 
 /**
  * The driver's part of the plugin: it knows every topology, describes topologies to executors, and keeps the executors'

@@ -4,8 +4,7 @@ package driver
 import java.util.{Map => JMap}
 import java.util.concurrent.{ConcurrentHashMap, TimeUnit, TimeoutException}
 import org.apache.spark.sql.StagecrewSql
-import org.apache.spark.stagecrew.ui.RecoveryView
-import org.apache.spark.stagecrew.wire.{Description, Frames, Json}
+import ui._, wire._
 
 /** The calls of driver Python over py4j: simple types only, and each call is short. */
 final class DriverFacade(crew: DriverCrew) {

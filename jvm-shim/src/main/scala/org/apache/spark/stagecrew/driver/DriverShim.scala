@@ -6,11 +6,7 @@ import java.util.{Collections, Map => JMap}
 import scala.collection.immutable.VectorMap
 import org.apache.spark.{SPARK_VERSION, SparkConf, SparkContext}
 import org.apache.spark.api.plugin.{DriverPlugin, PluginContext}
-import org.apache.spark.stagecrew.executor.TaskAttempts
-import org.apache.spark.stagecrew.partitions.TrackedShuffleDataIO
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.ui.Tab
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import executor._, partitions._, spark._, ui._, wire._
 
 /** The driver side of the plugin. It refuses everything that cannot work, before executors exist. */
 final class DriverShim extends DriverPlugin {

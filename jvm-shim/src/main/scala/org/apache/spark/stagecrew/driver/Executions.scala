@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package driver
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.wire.Description
+import wire._
 
 /**
  * Which execution (root SQL execution, RDD job or streaming query) a stage or a query belongs to, and whether it still

@@ -4,10 +4,7 @@ package driver
 import java.util.concurrent.CompletableFuture
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, PartitionCounts, SpanBook}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.ui.TopologyView
-import org.apache.spark.stagecrew.wire.Description
+import executor._, spark._, ui._, wire._
 
 /**
  * What the driver knows of one topology. Used by its loop only; other threads read `view`. Of the lost executors the

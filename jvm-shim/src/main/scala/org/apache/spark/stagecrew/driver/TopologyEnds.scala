@@ -3,10 +3,7 @@ package driver
 
 import java.util.concurrent.{CompletableFuture, TimeoutException}
 import org.apache.spark.scheduler.StagecrewScheduler
-import org.apache.spark.stagecrew.executor.{SpanBook, TaskAttempts}
-import org.apache.spark.stagecrew.partitions.{Datasets, DriverPartitions}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Frames, Json}
+import executor._, partitions._, spark._, wire._
 
 /**
  * The end of topologies on the driver: executors are told, and close; then the driver releases what only it can; then

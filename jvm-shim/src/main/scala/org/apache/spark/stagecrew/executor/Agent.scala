@@ -5,8 +5,7 @@ import java.nio.file.Path
 import java.util.concurrent.{CompletableFuture, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkFiles
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Frame, Json, Link}
+import spark._, wire._
 
 /** The agent's answer about the listeners of one topology. `body` and `values` are for workers, which decode them;
   * `values` are the pickled copies of what executor-scoped listeners opened. */

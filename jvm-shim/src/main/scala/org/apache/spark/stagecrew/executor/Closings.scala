@@ -4,10 +4,7 @@ package executor
 import java.util.concurrent.{CompletableFuture, CountDownLatch, ExecutorService}
 import scala.collection.concurrent.TrieMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Side}
-import org.apache.spark.stagecrew.partitions.Taken
-import org.apache.spark.stagecrew.spark.Reply
-import org.apache.spark.stagecrew.wire.Link
+import listeners._, partitions._, spark._, wire._
 
 /** A thread that runs one thing after the other. It drops what is scheduled after its end. */
 trait Loop {

@@ -3,8 +3,7 @@ package executor
 
 import java.util.concurrent.Executor
 import org.apache.spark.TaskContext
-import org.apache.spark.stagecrew.driver.Executions
-import org.apache.spark.stagecrew.wire.{Description, Frames}
+import driver._, wire._
 
 /**
  * What an executor knows about topologies. It asks the driver once for each, when the first task needs it; `ask` sends

@@ -3,9 +3,7 @@ package executor
 
 import java.nio.ByteBuffer
 import scala.collection.mutable
-import org.apache.spark.stagecrew.driver.Coordination
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc}
-import org.apache.spark.stagecrew.wire.{FrameException, Frames, Link}
+import driver._, spark._, wire._
 
 /**
  * The evaluations of an executor: calls of bound functions that talk with coordinators on the driver. It holds their

@@ -8,11 +8,7 @@ import java.util.concurrent.atomic.AtomicBoolean
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.jdk.CollectionConverters._
 import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.listeners.{ExecutorListeners, Where}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Datasets, Output, Partitions, Release, Taken}
-import org.apache.spark.stagecrew.spark.{Handler, Peer, Reply, Rpc, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Channels, Description, FrameException, Frames, Json}
+import driver._, listeners._, partitions._, spark._, wire._
 
 /**
  * One executor's part of the plugin: it holds the parts, carries out the driver's messages, and ends everything.

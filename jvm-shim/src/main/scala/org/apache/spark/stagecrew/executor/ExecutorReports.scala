@@ -3,9 +3,7 @@ package executor
 
 import scala.collection.mutable
 import scala.util.control.NonFatal
-import org.apache.spark.stagecrew.partitions.{Orphans, Release, Taken}
-import org.apache.spark.stagecrew.spark.{Reply, SparkInternals}
-import org.apache.spark.stagecrew.wire.{Frames, Json}
+import partitions._, spark._, wire._
 
 /** What an executor reports to the driver: counts, spans and samples, and the inventory of its partitions. Used by the
   * executor's loop only. */

@@ -4,8 +4,7 @@ package executor
 import java.util.{Map => JMap}
 import org.apache.spark.{SparkContext, SparkEnv, TaskContext}
 import org.apache.spark.api.plugin.{ExecutorPlugin, PluginContext}
-import org.apache.spark.stagecrew.driver.DriverShim
-import org.apache.spark.stagecrew.spark.SparkInternals
+import driver._, spark._
 
 /** The executor side of the plugin. `init` returns at once and never throws: Spark would relaunch executors without
   * end. A failure in it fails the tasks. */

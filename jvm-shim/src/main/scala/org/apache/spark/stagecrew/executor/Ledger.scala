@@ -3,7 +3,7 @@ package executor
 
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
-import org.apache.spark.stagecrew.ui.{ProcessView, Span}
+import ui._
 
 /** The counts of one listener of a topology on one executor. */
 final case class ListenerCounts(

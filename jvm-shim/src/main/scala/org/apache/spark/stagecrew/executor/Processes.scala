@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.wire.Link
+import wire._
 
 /**
  * The Python processes of an executor: what each has open, the attempt that it runs, and the hook that it is in.

@@ -1,7 +1,8 @@
 package org.apache.spark.stagecrew
 package executor
 
-import org.apache.spark.stagecrew.wire.{Frame, FrameException, Json, Link, LinkHandler}
+import wire._
+
 
 /** An executor's links to its Python processes: workers, the agent, evaluations and samplers. Called in the links'
   * threads. */

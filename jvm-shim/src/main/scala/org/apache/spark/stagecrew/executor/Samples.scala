@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.ui.ProcessView
+import ui._
 
 /** What a Python process sends in a SAMPLES frame: itself and its children, one sample each, without times. */
 final case class Samples(processes: Vector[ProcessView])

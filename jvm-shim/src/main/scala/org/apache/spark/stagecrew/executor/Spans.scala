@@ -2,8 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.ui.Span
+import driver._, ui._
 
 /**
  * The spans of one topology on one executor: the first opens and closes, the slowest of the rest, and the same of

@@ -4,9 +4,7 @@ package executor
 import java.util.concurrent.ConcurrentHashMap
 import org.apache.spark.TaskContext
 import org.apache.spark.util.{TaskCompletionListener, TaskFailureListener, TaskInterruptListener}
-import org.apache.spark.stagecrew.listeners.{AgentFailed, JvmListeners, OpenFailedException}
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import listeners._, spark._, wire._
 
 /**
  * One attempt at a Spark task on this executor, from its start until no worker can report it any more. `mark` is the

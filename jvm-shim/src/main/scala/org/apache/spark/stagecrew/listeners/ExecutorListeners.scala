@@ -2,8 +2,7 @@ package org.apache.spark.stagecrew
 package listeners
 
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService}
-import org.apache.spark.stagecrew.executor.{Agent, Ledger, Opened, Processes}
-import org.apache.spark.stagecrew.wire.{Description, Entry}
+import executor._, wire._
 
 /** What one topology has open once per executor: JVM listeners, and Python listeners in the agent (`inAgent`: at
   * least one). */

@@ -5,9 +5,7 @@ import java.util.{Map => JMap}
 import java.util.concurrent.{ExecutionException, ExecutorService, TimeUnit, TimeoutException}
 import org.apache.spark.TaskContext
 import stagecrew.{TopologyContext, TopologyListener}
-import org.apache.spark.stagecrew.executor.{Ledger, ListenerCounts, TaskRejection}
-import org.apache.spark.stagecrew.ui.Show
-import org.apache.spark.stagecrew.wire.Entry
+import executor._, ui._, wire._
 
 /** The context of listeners in the JVM. */
 final case class Where(

@@ -6,8 +6,7 @@ import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import org.apache.spark.SparkContext
 import org.apache.spark.scheduler.StagecrewScheduler
-import org.apache.spark.stagecrew.spark.SparkInternals
-import org.apache.spark.stagecrew.wire.Description
+import spark._, wire._
 
 /**
  * The driver's part of the bookkeeping: which topologies use which shuffles and cached datasets, and what the end of a

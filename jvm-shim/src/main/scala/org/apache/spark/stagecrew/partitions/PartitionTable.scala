@@ -2,8 +2,7 @@ package org.apache.spark.stagecrew
 package partitions
 
 import scala.collection.mutable
-import org.apache.spark.stagecrew.executor.PartitionCounts
-import org.apache.spark.stagecrew.wire.Description
+import executor._, wire._
 
 /** One map task's shuffle output; the id of its map is that of the attempt that wrote it. */
 final case class Output(shuffle: Int, map: Long)

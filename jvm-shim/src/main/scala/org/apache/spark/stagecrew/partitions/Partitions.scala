@@ -4,8 +4,7 @@ package partitions
 import java.util.concurrent.{CompletableFuture, ConcurrentHashMap, ExecutorService, TimeUnit, TimeoutException}
 import scala.jdk.CollectionConverters._
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.executor.{Ledger, PartitionCounts}
-import org.apache.spark.stagecrew.wire.Description
+import executor._, wire._
 
 /**
  * The partitions of topologies on this executor, and their deletion. Tasks book outputs in their own threads. Outputs

@@ -21,7 +21,7 @@ import org.apache.spark.sql.classic.Dataset
 import org.apache.spark.sql.execution.StagecrewPlans
 import org.apache.spark.storage._
 import org.apache.spark.util.{ShutdownHookManager, Utils}
-import org.apache.spark.stagecrew.partitions.{CachedBlock, Output}
+import partitions._
 
 /**
  * The door to Spark's private API, with `Rpc`, `SparkUi`, `StagecrewScheduler`, `StagecrewSql` and `StagecrewPlans`.

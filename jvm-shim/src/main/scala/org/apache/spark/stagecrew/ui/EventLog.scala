@@ -6,9 +6,7 @@ import java.nio.charset.StandardCharsets.UTF_8
 import scala.collection.immutable.VectorMap
 import scala.collection.mutable
 import org.apache.spark.scheduler.SparkListenerEvent
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, wire._
 
 /**
  * Decides which parts of the driver's snapshots are stored in the event log: the beginning and the end of a topology at

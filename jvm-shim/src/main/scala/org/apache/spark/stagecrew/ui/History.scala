@@ -6,10 +6,7 @@ import org.apache.spark.SparkConf
 import org.apache.spark.scheduler.{SparkListener, SparkListenerEvent}
 import org.apache.spark.util.kvstore.KVIndex
 import scala.annotation.meta.getter
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.Totals
-import org.apache.spark.stagecrew.spark.{HistoryTab, Page, TypedStore}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, spark._, wire._
 
 /** The last event of a topology, or of the application, in the store of the History Server. */
 private[stagecrew] final case class KeptState(

@@ -3,8 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.spark.PageRequest
-import org.apache.spark.stagecrew.wire.Json
+import spark._, wire._
 
 /** The stored job whose driver this application is: its facts and its steps. */
 private[stagecrew] object JobPage {

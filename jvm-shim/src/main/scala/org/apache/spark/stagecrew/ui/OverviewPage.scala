@@ -3,9 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.executor.ListenerCounts
-import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
+import driver._, executor._, spark._
 
 /** The first page of the tab: the application, its topologies, and their listeners over all executors. */
 private[stagecrew] object OverviewPage {

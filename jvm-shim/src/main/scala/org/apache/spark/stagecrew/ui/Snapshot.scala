@@ -3,9 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, Totals}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, wire._
 
 /**
  * Everything that the UI, the metrics and the reports show, and that the event log keeps. `totals` cover all

@@ -6,9 +6,7 @@ import java.nio.charset.StandardCharsets.UTF_8
 import java.security.MessageDigest
 import scala.xml.{Node, Text}
 import org.apache.spark.SparkContext
-import org.apache.spark.stagecrew.driver.DriverCrew
-import org.apache.spark.stagecrew.spark.{Page, PageRequest, SparkUi}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, spark._, wire._
 
 /** The content of the pages: a snapshot, taken at `now`. From an event log, each topology has the time of its last
   * event, and some have notes. */

@@ -5,7 +5,7 @@ import java.net.URLEncoder
 import java.util.Locale
 import scala.util.Try
 import scala.xml.{Elem, Node, NodeSeq, Text}
-import org.apache.spark.stagecrew.spark.{PageRequest, Paging, SparkTable, SparkUi}
+import spark._
 
 /** A column: its cells and its order. Its name is part of links: letters, digits and spaces. */
 private[stagecrew] final case class Column[T](

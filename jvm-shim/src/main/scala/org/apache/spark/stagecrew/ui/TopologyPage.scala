@@ -3,10 +3,7 @@ package ui
 
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.xml.{Node, NodeSeq}
-import org.apache.spark.stagecrew.driver.Topology
-import org.apache.spark.stagecrew.executor.{ExecutorCounts, ListenerCounts, PartitionCounts}
-import org.apache.spark.stagecrew.spark.{PageRequest, SparkUi}
-import org.apache.spark.stagecrew.wire.Json
+import driver._, executor._, spark._, wire._
 
 /** The page of one topology. */
 private[stagecrew] object TopologyPage {

@@ -2,7 +2,7 @@ package org.apache.spark.stagecrew
 package wire
 
 import scala.collection.immutable.VectorMap
-import org.apache.spark.stagecrew.partitions.DriverPartitions
+import partitions._
 
 /** One registered listener. Its pickled bytes are never read by the JVM. */
 final case class Entry(
