@@ -16,12 +16,11 @@ import executor._, partitions._, spark._, ui._, wire._
  *
  * `loop` is the one thread that owns the state. RPC threads, the listener bus and Python's calls enqueue.
  */
-final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler with Loop {
+final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLoop("stagecrew-driver") with Handler {
   import DriverCrew._
 
   private val conf = SparkInternals.conf(sc)
   val settings = new Settings(conf)
-  private val loop = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon("stagecrew-driver"))
   private[stagecrew] val pool = Executors.newCachedThreadPool(ExecutorCrew.daemon("stagecrew-release"))
   private[stagecrew] val topologies = mutable.LinkedHashMap.empty[String, Topology]
   private[stagecrew] val executors = mutable.LinkedHashMap.empty[String, ExecutorOf]
@@ -183,12 +182,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
   override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
     val frame = Frames.decodeMessage(message)
     inLoop {
-      from.foreach { peer =>
-        val known = executors.getOrElseUpdate(frame.text("executor"),
-          new ExecutorOf(frame.text("executor"), peer, address))
-        known.peer = peer
-        known.address = address
-      }
+      from.foreach(executors(frame.text("executor")) = ExecutorOf(frame.text("executor"), _, address))
       frame.kind match {
         case "ASK_DESCRIPTION" => describe(frame.text("topology"), frame.text("executor"), reply)
         case "ASK_EXECUTION" =>
@@ -295,18 +289,6 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends Handler 
     eventLog.foreach(log => Log.contained("storing in the event log")(log.changed(published)))
   }
 
-  override def inLoop(f: => Unit): Unit =
-    try loop.execute(() => Log.contained("the driver's loop")(f)) catch { case _: RejectedExecutionException => () }
-
-  override def schedule(ms: Long)(f: => Unit): Unit =
-    try { loop.schedule((() => Log.contained("the driver's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
-    catch { case _: RejectedExecutionException => () }
-
-  private def every(ms: Long)(what: String)(f: => Unit): Unit = {
-    loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
-    ()
-  }
-
   private def call[T](f: => T): T = {
     val task = loop.submit((() => f): Callable[T])
     try task.get(60, TimeUnit.SECONDS) catch { case failed: ExecutionException => throw failed.getCause }
@@ -333,5 +315,5 @@ object DriverCrew {
     def nonEmpty: Boolean = jobs.nonEmpty || executions.nonEmpty || queries.nonEmpty
   }
 
-  private[stagecrew] final class ExecutorOf(val id: String, var peer: Peer, var address: String)
+  private[stagecrew] final case class ExecutorOf(id: String, peer: Peer, address: String)
 }

@@ -1,7 +1,7 @@
 package org.apache.spark.stagecrew
 package executor
 
-import java.util.concurrent.{CompletableFuture, CountDownLatch, ExecutorService}
+import java.util.concurrent._
 import scala.collection.concurrent.TrieMap
 import scala.collection.mutable
 import listeners._, partitions._, spark._, wire._
@@ -12,6 +12,21 @@ trait Loop {
   def schedule(ms: Long)(f: => Unit): Unit
 }
 
+/** A `Loop` on a thread of this name. A failure is logged, and does not end the loop. */
+private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
+  protected val loop: ScheduledExecutorService = Executors.newSingleThreadScheduledExecutor(ExecutorCrew.daemon(name))
+
+  override def inLoop(f: => Unit): Unit = unlessEnded(loop.execute(() => Log.contained(s"the loop of $name")(f)))
+
+  override def schedule(ms: Long)(f: => Unit): Unit = unlessEnded(
+    loop.schedule((() => Log.contained(s"the loop of $name")(f)): Runnable, ms, TimeUnit.MILLISECONDS))
+
+  protected def every(ms: Long)(what: String)(f: => Unit): Unit =
+    loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
+
+  private def unlessEnded(f: => Unit): Unit = try f catch { case _: RejectedExecutionException => () }
+}
+
 /**
  * The topologies that close on an executor. The steps: wait for attempts and opens in progress, close workers, then the
  * agent, then JVM listeners, then release partitions. Used by the loop, except where noted. `closed` is called when
@@ -19,8 +34,9 @@ trait Loop {
  */
 final class Closings(
     executor: String, table: TopologyTable, processes: Processes, sides: ExecutorListeners, pool: ExecutorService,
-    loop: Loop)(release: String => CompletableFuture[Taken],
-      report: (String, Seq[String], Option[Taken]) => Array[Byte], closed: String => Unit) {
+    loop: Loop)(
+    release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte],
+    closed: String => Unit) {
   import Closings._
 
   private val closings = mutable.LinkedHashMap.empty[String, Closing]

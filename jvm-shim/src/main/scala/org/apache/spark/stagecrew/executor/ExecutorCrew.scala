@@ -18,14 +18,13 @@ import driver._, listeners._, partitions._, spark._, wire._
  */
 final class ExecutorCrew(
     private[stagecrew] val conf: SparkConf, private[stagecrew] val executor: String, version: String, jar: String,
-    timelines: Boolean) extends Handler with Loop {
+    timelines: Boolean) extends ThreadLoop("stagecrew-executor") with Handler {
   import ExecutorCrew._
 
   val settings = new Settings(conf)
   val ledger = new Ledger(timelines = timelines)
   private[stagecrew] val table = new TopologyTable
 
-  private val loop = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-executor"))
   private val pool = Executors.newCachedThreadPool(daemon("stagecrew-hook"))
   private lazy val watchdog = Executors.newSingleThreadScheduledExecutor(daemon("stagecrew-watchdog"))
   private val self: Peer = Rpc.endpoint(s"stagecrew-$executor", this)
@@ -68,8 +67,7 @@ final class ExecutorCrew(
 
   ledger.samples = Some(samples)
   Partitions.serve(partitions)
-  loop.scheduleWithFixedDelay(() => Log.contained("a report to the driver")(reports.report()),
-    settings.reportIntervalMs, settings.reportIntervalMs, TimeUnit.MILLISECONDS)
+  every(settings.reportIntervalMs)("a report to the driver")(reports.report())
 
   def taskStarted(task: TaskContext): Unit = attempts.started(task)
 
@@ -180,13 +178,6 @@ final class ExecutorCrew(
     watchdog.schedule((() => Log.contained("ending overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
     ()
   }
-
-  override def inLoop(f: => Unit): Unit =
-    try loop.execute(() => Log.contained("the executor's loop")(f)) catch { case _: RejectedExecutionException => () }
-
-  override def schedule(ms: Long)(f: => Unit): Unit =
-    try { loop.schedule((() => Log.contained("the executor's loop")(f)): Runnable, ms, TimeUnit.MILLISECONDS); () }
-    catch { case _: RejectedExecutionException => () }
 }
 
 object ExecutorCrew {

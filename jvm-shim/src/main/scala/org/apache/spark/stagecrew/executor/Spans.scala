@@ -36,16 +36,13 @@ private[stagecrew] final class SpanLog(first: Int = SpanLog.First, slowest: Int 
     private val quickest = mutable.PriorityQueue.empty[(Long, Int)](Ordering.by[(Long, Int), Long](_._1).reverse)
 
     /** The slot for a span of this duration; None if the span is only counted. */
-    def slotFor(micros: Long): Option[Int] = if (count < first + slowest) {
-      val slot = base + count
-      count += 1
-      if (count > first) quickest.enqueue(micros -> slot)
-      Some(slot)
-    } else if (quickest.headOption.exists(_._1 < micros)) {
-      val slot = quickest.dequeue()._2
-      quickest.enqueue(micros -> slot)
-      Some(slot)
-    } else None
+    def slotFor(micros: Long): Option[Int] = {
+      val free = Option.when(count < first + slowest)(base + count)
+      if (free.nonEmpty) count += 1
+      val slot = free.orElse(Option.when(quickest.headOption.exists(_._1 < micros))(quickest.dequeue()._2))
+      if (count > first) slot.foreach(one => quickest.enqueue(micros -> one))
+      slot
+    }
   }
 }
 

@@ -3,7 +3,6 @@ package executor
 
 import java.util.concurrent.ConcurrentHashMap
 import org.apache.spark.TaskContext
-import org.apache.spark.util.{TaskCompletionListener, TaskFailureListener, TaskInterruptListener}
 import listeners._, spark._, wire._
 
 /**
@@ -72,9 +71,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     val wanted = chain(task, mark)
     val attempt = new TaskAttempt(task, mark, table.begin(task.taskAttemptId(), wanted.map(_.id)))
     attempts.put(attempt.id, attempt)
-    task.addTaskCompletionListener(new TaskCompletionListener {
-      override def onTaskCompletion(context: TaskContext): Unit = completed(attempt)
-    })
+    task.addTaskCompletionListener[Unit]((_: TaskContext) => completed(attempt))
     val described = wanted.filter(description => attempt.chain.contains(description.id))
     preparePlace(attempt, wanted.head)
     openListeners(attempt, described)
@@ -120,10 +117,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       set(attempt, ChainProperty, attempt.chain.mkString(" "))
       set(attempt, PlaceProperty, crew.place.toString)
       set(attempt, StageAttemptProperty, attempt.task.stageAttemptNumber().toString)
-      attempt.task.addTaskFailureListener(new TaskFailureListener {
-        override def onTaskFailure(context: TaskContext, error: Throwable): Unit =
-          attempt.workerEnded.foreach(text => error.addSuppressed(new HookTimeoutException(text)))
-      })
+      attempt.task.addTaskFailureListener((_: TaskContext, error: Throwable) =>
+        attempt.workerEnded.foreach(text => error.addSuppressed(new HookTimeoutException(text))))
     } else {
       val properties = SparkInternals.localProperties(attempt.task)
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
@@ -139,13 +134,11 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
   /** When Spark asks the attempt to end, asks its worker to end (Spark kills it after
     * spark.python.task.killTimeout), and ends the waits for coordinators of a worker without listeners. */
   private def heedInterrupt(attempt: TaskAttempt): Unit = {
-    attempt.task.addTaskInterruptListener(new TaskInterruptListener {
-      override def onTaskInterrupted(context: TaskContext, reason: String): Unit = {
-        attempt.failure = Some(Evaluations.Killed)
-        processes.running(attempt.id).foreach(links.terminate)
-        evaluations.foreach(_.interrupted(attempt.id))
-      }
-    })
+    attempt.task.addTaskInterruptListener { (_: TaskContext, _: String) =>
+      attempt.failure = Some(Evaluations.Killed)
+      processes.running(attempt.id).foreach(links.terminate)
+      evaluations.foreach(_.interrupted(attempt.id))
+    }
     ()
   }
 

@@ -10,8 +10,7 @@ import executor._, ui._, wire._
 /** The context of listeners in the JVM. */
 final case class Where(
     application: String, topology: String, topologyId: String, executor: String, host: String,
-    configuration: JMap[String, String])
-  extends TopologyContext
+    configuration: JMap[String, String]) extends TopologyContext
 
 /** A listener could not be opened, or not in time. The cause is the exception of the listener. */
 final class OpenFailedException(val listener: String, message: String, cause: Throwable)

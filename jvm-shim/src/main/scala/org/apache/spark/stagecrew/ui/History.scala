@@ -15,8 +15,13 @@ private[stagecrew] final case class KeptState(
 
 /** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
 private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {
-  private val closed = scala.collection.mutable.LinkedHashSet.empty[String]
   private val forgotten = scala.collection.mutable.HashSet.empty[String] // by name: the event of one may be repeated
+  private val closed = new Bounded[String, Long](retained)((key, time) => {
+    kept.delete(key)
+    forgotten += key
+    kept.write(KeptState(History.Forgotten, History.Forgotten, "", Snapshot.Version, time, capped = false,
+      trimmed = false, forgotten.size.toString))
+  })
 
   override def onOtherEvent(event: SparkListenerEvent): Unit = event match {
     case state: StagecrewState if state.kind == StagecrewState.Topology || state.kind == StagecrewState.Application =>
@@ -31,17 +36,9 @@ private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], reta
     kept.write(KeptState(key, state.kind, id, state.version, state.time, state.capped, state.trimmed, state.body))
     if (state.kind == StagecrewState.Topology && body.path("state").asText == "closed" &&
       body.path("kind").asText != DriverCrew.ApplicationKind) {
-      closed.remove(key)
+      closed.remove(key) // the one that closed last is kept longest
       forgotten.remove(key)
-      closed += key
-      while (closed.size > retained) {
-        kept.delete(closed.head)
-        forgotten += closed.head
-        closed -= closed.head
-        kept.write(KeptState(
-          History.Forgotten, History.Forgotten, "", Snapshot.Version, state.time, capped = false, trimmed = false,
-            forgotten.size.toString))
-      }
+      closed(key) = state.time
     }
   }
 }
@@ -106,7 +103,8 @@ private[stagecrew] object History {
       Log.log.warn(s"the event of ${state.key} cannot be read", error); None }
 
   private def notesOf(state: KeptState, ended: Boolean, what: String): Seq[String] = Seq(
-    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."), if (!state.capped) None
+    if (ended) None else Some(s"$what as of ${Show.date(state.time)}: it had not ended then."),
+    if (!state.capped) None
     else if (ended) Some(s"So much happened that its event log has not all of it: " +
       s"what was shortly before its end is left out (${Settings.EventLogMaxEvents}).")
     else Some(s"So much had happened that its event log has nothing after that (${Settings.EventLogMaxEvents})."),
