@@ -14,18 +14,12 @@ private[stagecrew] final case class Sums(totals: Totals, partitions: PartitionCo
 private[stagecrew] object Metrics {
   /** On each executor, and on the driver for all executors together. */
   val both: Seq[Metric[Sums]] = Seq(
-    Metric("listeners.opens", _.totals.opens),
-    Metric("listeners.closes", _.totals.closes),
-    Metric("listeners.failures", _.totals.failures),
-    Metric("listeners.lost", _.totals.lost),
-    Metric("listeners.open.micros", _.totals.openMicros),
-    Metric("listeners.close.micros", _.totals.closeMicros),
-    Metric("partitions.inProgress", _.partitions.inProgress),
-    Metric("partitions.outputs", _.partitions.outputs),
-    Metric("partitions.outputs.bytes", _.partitions.outputBytes),
-    Metric("partitions.blocks", _.partitions.blocks),
-    Metric("partitions.blocks.bytes", _.partitions.blockBytes),
-    Metric("partitions.released", _.totals.released),
+    Metric("listeners.opens", _.totals.opens), Metric("listeners.closes", _.totals.closes),
+    Metric("listeners.failures", _.totals.failures), Metric("listeners.lost", _.totals.lost),
+    Metric("listeners.open.micros", _.totals.openMicros), Metric("listeners.close.micros", _.totals.closeMicros),
+    Metric("partitions.inProgress", _.partitions.inProgress), Metric("partitions.outputs", _.partitions.outputs),
+    Metric("partitions.outputs.bytes", _.partitions.outputBytes), Metric("partitions.blocks", _.partitions.blocks),
+    Metric("partitions.blocks.bytes", _.partitions.blockBytes), Metric("partitions.released", _.totals.released),
     Metric("partitions.released.bytes", _.totals.releasedBytes),
     Metric("processes.workers", _.processes.count(_._1 == "worker").toLong),
     Metric("processes.agents", _.processes.count(_._1 == "agent").toLong),
@@ -44,15 +38,10 @@ private[stagecrew] object Metrics {
     Seq(
       Metric[Snapshot]("topologies.active", _.topologies.count(_.state == "active").toLong),
       Metric[Snapshot]("topologies.closing", _.topologies.count(_.state == "closing").toLong),
-      operators("evaluations.live", _.live),
-      operators("evaluations.finished", _.finished),
-      operators("evaluations.failed", _.failed),
-      operators("evaluations.abandoned", _.abandoned),
-      operators("resets", _.resets),
-      operators("events.in", _.eventsIn),
-      operators("events.out", _.eventsOut),
-      operators("requests", _.requests),
-      operators("queued", _.queued)) ++
+      operators("evaluations.live", _.live), operators("evaluations.finished", _.finished),
+      operators("evaluations.failed", _.failed), operators("evaluations.abandoned", _.abandoned),
+      operators("resets", _.resets), operators("events.in", _.eventsIn), operators("events.out", _.eventsOut),
+      operators("requests", _.requests), operators("queued", _.queued)) ++
       percentiles("replies", _.replies) ++ percentiles("acknowledgements", _.acknowledgements)
   }
 
@@ -77,10 +66,8 @@ private[stagecrew] object Metrics {
     ledger.timed = (kind, micros) => durations.get(kind).foreach(_.update(micros))
   }
 
-  private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit = {
+  private def gauge(registry: MetricRegistry, name: String)(f: => Long): Unit =
     registry.register(name, (() => f): Gauge[Long])
-    ()
-  }
 
   private def sums(snapshot: Snapshot): Sums = Sums(snapshot.totals,
     snapshot.topologies.iterator.flatMap(_.executors.valuesIterator.map(_.partitions))

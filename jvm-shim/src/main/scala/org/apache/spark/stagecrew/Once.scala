@@ -29,7 +29,6 @@ private[stagecrew] final class Once[T](pool: Executor) {
       case error: Throwable =>
         known.remove(key, mine)
         mine.completeExceptionally(error)
-        ()
     }
 
   /** The value, if it has been made. */

@@ -8,16 +8,16 @@ import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkLis
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
 import executor._, spark._, wire._
 
-/** Marker event: the driver has handled every event that was posted earlier when this one arrives. Not in event
-  * logs. */
-private[stagecrew] final case class Heard(latch: CountDownLatch) extends SparkListenerEvent {
+/** An event of our own that event logs do not have. */
+private[stagecrew] trait NotLogged extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }
 
-/** Topologies close on other executors than before: see `ExecutorPinning`. Not in event logs. */
-private[stagecrew] final case class BusyChanged() extends SparkListenerEvent {
-  override protected[spark] def logEvent: Boolean = false
-}
+/** Marker event: the driver has handled every event that was posted earlier when this one arrives. */
+private[stagecrew] final case class Heard(latch: CountDownLatch) extends NotLogged
+
+/** Topologies close on other executors than before: see `ExecutorPinning`. */
+private[stagecrew] final case class BusyChanged() extends NotLogged
 
 /** Passes Spark's events to the driver's loop. The bus may drop events: they make the driver quick, but it does not
   * rely on them. */

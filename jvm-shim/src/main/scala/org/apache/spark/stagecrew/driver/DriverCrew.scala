@@ -2,7 +2,6 @@ package org.apache.spark.stagecrew
 package driver
 
 import java.util.concurrent._
-import java.util.concurrent.atomic.AtomicBoolean
 import scala.collection.mutable
 import scala.util.control.NonFatal
 import org.apache.spark.SparkContext
@@ -44,8 +43,6 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private val totals = new TotalsBook(settings.retainedDeadExecutors)
   private val migrates = SparkInternals.migrates(conf)
   private var leftLast = Option.empty[Long] // when an executor was last seen to leave
-  private val draining = new AtomicBoolean(false)
-  private val drained = new CountDownLatch(1)
   @volatile private var published = Snapshot(Vector.empty, Totals())
   private val eventLog = Option.when(SparkUi.hasEventLog(sc))(new EventLog(
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(),
@@ -101,11 +98,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   }
 
   /** Ends everything before the SparkContext stops, within the timeout. A second call waits for the first. */
-  def drain(timeoutMs: Long): Unit =
-    if (!draining.compareAndSet(false, true)) { drained.await(timeoutMs, TimeUnit.MILLISECONDS); () }
-    else try endAll(timeoutMs) finally drained.countDown()
-
-  private def endAll(timeoutMs: Long): Unit = {
+  def drain(timeoutMs: Long): Unit = endOnce(timeoutMs) {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(1L, (deadline - System.nanoTime()) / 1000000L)
     def ended(ids: Seq[String]): Unit =
@@ -182,7 +175,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit = {
     val frame = Frames.decodeMessage(message)
     inLoop {
-      from.foreach(executors(frame.text("executor")) = ExecutorOf(frame.text("executor"), _, address))
+      from.foreach(peer => executors(frame.text("executor")) = ExecutorOf(frame.text("executor"), peer, address))
       frame.kind match {
         case "ASK_DESCRIPTION" => describe(frame.text("topology"), frame.text("executor"), reply)
         case "ASK_EXECUTION" =>

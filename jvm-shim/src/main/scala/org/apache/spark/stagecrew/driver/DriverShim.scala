@@ -80,7 +80,6 @@ object DriverShim {
     if (!conf.contains(BlockStatusesKey)) conf.set(BlockStatusesKey, "true")
     else if (!conf.getBoolean(BlockStatusesKey, defaultValue = true)) Log.log.warn(
       s"$BlockStatusesKey=false: cached blocks are not tracked, and release='all' finds none; remove this setting")
-    ()
   }
 
   /** The application's topology as the configuration alone describes it. */

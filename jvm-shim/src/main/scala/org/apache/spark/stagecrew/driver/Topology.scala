@@ -16,11 +16,10 @@ private[stagecrew] final class Topology(
   val started: Long = System.currentTimeMillis()
   var ended = 0L
   var cancelled = Option.empty[String] // the reason
-  val executors = mutable.LinkedHashSet.empty[String] // executors that asked for its description
-  val holders = mutable.LinkedHashSet.empty[String] // executors that may store partitions of it without having asked
-  val pending = mutable.LinkedHashSet.empty[String] // executors that have not closed it yet
+  /** The executors that asked for its description, that may store partitions of it without having asked, that have not
+    * closed it yet, and that had blocks of `caches`. */
+  val executors, holders, pending, cachedOn = mutable.LinkedHashSet.empty[String]
   val caches = mutable.LinkedHashSet.empty[Int] // cached datasets that the driver must unpersist
-  val cachedOn = mutable.LinkedHashSet.empty[String] // executors that had blocks of these
   val left = mutable.ArrayBuffer.empty[SparkInternals.LeftBlocks] // files of lost executors, to be deleted
   var releasing = false
   val unclosed = mutable.ArrayBuffer.empty[String]

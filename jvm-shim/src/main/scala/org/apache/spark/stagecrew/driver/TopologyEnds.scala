@@ -10,8 +10,13 @@ import executor._, partitions._, spark._, wire._
  * the topology is closed. Used by the driver's loop only.
  */
 private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
-  import TopologyEnds._
   import crew.{executors, inLoop, partitions, pinning, pool, publish, sc, schedule, settings, topologies}
+
+  /** How much longer than the timeout of a topology the driver waits for an executor's answer. */
+  private val AnswerMs = 2000L
+
+  /** How long after its connection has closed an executor is known to be lost, at most. */
+  private val LostMs = 1000L
 
   private val migrates = SparkInternals.migrates(SparkInternals.conf(sc))
   /** Closed topologies that are no longer listed. */
@@ -30,7 +35,6 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       if (inside.isEmpty) itself()
       else CompletableFuture.allOf(inside.map(t => end(t.description.id, timeoutMs)): _*)
         .whenComplete((_, _) => inLoop(itself()))
-      ()
     }
     done
   }
@@ -117,7 +121,6 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
         caches.foreach(rdd => Log.contained(s"releasing cached dataset $rdd")(SparkInternals.uncache(sc, rdd)))
         deleteLeft(left)
       }, pool).whenComplete((_, _) => inLoop(confirm(topology, caches)))
-      ()
     }
 
   def deleteLeft(left: Seq[SparkInternals.LeftBlocks]): Unit = left.foreach(one =>
@@ -135,19 +138,16 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
           Log.contained(s"the counts of executor ${executor.id}")(
             crew.reported(executor.id, Frames.decodeMessage(bytes)))
           done.complete(())
-          ()
         }
         case Left(error) =>
           Log.log.warn(s"executor ${executor.id} did not confirm which cached blocks of topology '$name' are gone: " +
             s"they are not counted as released: ${error.getMessage}")
           done.complete(())
-          ()
       }
       done
     }
     if (answers.isEmpty) close(topology)
     else CompletableFuture.allOf(answers: _*).whenComplete((_, _) => inLoop(close(topology)))
-    ()
   }
 
   private def close(topology: Topology): Unit = if (topology.state == "closing") {
@@ -179,12 +179,4 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     }
     concerned
   }
-}
-
-private[stagecrew] object TopologyEnds {
-  /** How much longer than the timeout of a topology the driver waits for an executor's answer. */
-  private val AnswerMs = 2000L
-
-  /** How long after its connection has closed an executor is known to be lost, at most. */
-  private val LostMs = 1000L
 }

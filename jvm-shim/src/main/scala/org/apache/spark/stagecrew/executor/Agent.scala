@@ -66,7 +66,6 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
   def connected(arrived: Link): Unit = if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
     link = Some(arrived)
     arrival.complete(arrived)
-    ()
   } else arrived.close()
 
   def received(frame: Frame): Unit = answer.foreach { case (topology, reply) =>
@@ -128,7 +127,6 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
       awaited.completeExceptionally(new IllegalStateException(
         s"the agent (${python.executable} -m stagecrew.worker.agent) ended with exit code ${ended.exitValue}; the " +
           "executor's stderr says why"))
-      ()
     }
     try awaited.get(StartMs, TimeUnit.MILLISECONDS) catch {
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause

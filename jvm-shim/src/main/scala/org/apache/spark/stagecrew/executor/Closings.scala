@@ -2,6 +2,7 @@ package org.apache.spark.stagecrew
 package executor
 
 import java.util.concurrent._
+import java.util.concurrent.atomic.AtomicBoolean
 import scala.collection.concurrent.TrieMap
 import scala.collection.mutable
 import listeners._, partitions._, spark._, wire._
@@ -25,6 +26,14 @@ private[stagecrew] abstract class ThreadLoop(name: String) extends Loop {
     loop.scheduleWithFixedDelay(() => Log.contained(what)(f), ms, ms, TimeUnit.MILLISECONDS)
 
   private def unlessEnded(f: => Unit): Unit = try f catch { case _: RejectedExecutionException => () }
+
+  private val ending = new AtomicBoolean(false)
+  private val ended = new CountDownLatch(1)
+
+  /** Ends what the loop is for. A second call waits for the first, within the timeout. */
+  protected def endOnce(timeoutMs: Long)(f: => Unit): Unit =
+    if (ending.compareAndSet(false, true)) try f finally ended.countDown()
+    else ended.await(timeoutMs, TimeUnit.MILLISECONDS)
 }
 
 /**
@@ -37,8 +46,8 @@ final class Closings(
     loop: Loop)(
     release: String => CompletableFuture[Taken], report: (String, Seq[String], Option[Taken]) => Array[Byte],
     closed: String => Unit) {
-  import Closings._
-
+  /** A hook that heeds its timeout reports it a moment later: then it is counted, and nothing is late. */
+  private val ReportGraceMs = 300L
   private val closings = mutable.LinkedHashMap.empty[String, Closing]
   private val latches = TrieMap.empty[String, CountDownLatch]
   @volatile private var some = false
@@ -162,9 +171,4 @@ final class Closings(
       replies = Nil
     }
   }
-}
-
-object Closings {
-  /** A hook that heeds its timeout reports it a moment later: then it is counted, and nothing is late. */
-  private val ReportGraceMs = 300L
 }

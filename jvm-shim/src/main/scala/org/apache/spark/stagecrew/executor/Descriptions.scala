@@ -11,8 +11,8 @@ import driver._, wire._
  */
 final class Descriptions(
     executor: String, host: () => String, table: TopologyTable, pool: Executor, ask: Array[Byte] => Array[Byte]) {
-  import Descriptions._
-
+  private val QueryProperty = "sql.streaming.queryId"
+  private val RootExecutionProperty = "spark.sql.execution.root.id"
   private val described = new Once[Option[Description]](pool)
   private val executions = new Once[Option[String]](pool)
 
@@ -68,9 +68,4 @@ final class Descriptions(
     if (answer.isEmpty) answers.forget(key)
     answer
   }
-}
-
-object Descriptions {
-  private val QueryProperty = "sql.streaming.queryId"
-  private val RootExecutionProperty = "spark.sql.execution.root.id"
 }

@@ -4,7 +4,6 @@ package executor
 import java.io.File
 import java.nio.file.Path
 import java.util.concurrent._
-import java.util.concurrent.atomic.AtomicBoolean
 import com.fasterxml.jackson.databind.node.ObjectNode
 import scala.jdk.CollectionConverters._
 import org.apache.spark.{SparkConf, SparkEnv, TaskContext}
@@ -61,8 +60,6 @@ final class ExecutorCrew(
 
   private val lock = new Object
   private var server = Option.empty[(Channels, File)]
-  private val ending = new AtomicBoolean(false)
-  private val ended = new CountDownLatch(1)
   @volatile private var abandoned = false // the driver is gone
 
   ledger.samples = Some(samples)
@@ -137,11 +134,7 @@ final class ExecutorCrew(
   // -- The end of the executor
 
   /** Closes everything that is open, and waits for it within the timeout. A second call waits for the first. */
-  def shutdown(timeoutMs: Long): Unit =
-    if (!ending.compareAndSet(false, true)) { ended.await(timeoutMs, TimeUnit.MILLISECONDS); () }
-    else try closeAll(timeoutMs) finally ended.countDown()
-
-  private def closeAll(timeoutMs: Long): Unit = {
+  def shutdown(timeoutMs: Long): Unit = endOnce(timeoutMs) {
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(0L, (deadline - System.nanoTime()) / 1000000L)
     def end(topologies: Seq[String]): Unit = {
@@ -174,10 +167,8 @@ final class ExecutorCrew(
 
   /** Runs something on a thread of its own after this time. The loop writes to links: a process that hangs could
     * delay it. */
-  private[stagecrew] def watch(ms: Long)(f: => Unit): Unit = {
+  private[stagecrew] def watch(ms: Long)(f: => Unit): Unit =
     watchdog.schedule((() => Log.contained("ending overdue processes")(f)): Runnable, ms + 10, TimeUnit.MILLISECONDS)
-    ()
-  }
 }
 
 object ExecutorCrew {

@@ -49,17 +49,15 @@ final class Mailbox(maxEvents: Int, maxBytes: Long) {
   /** Removes the events that the worker has credit for. Returns them with their first sequence number. */
   def take(): Option[(Long, Vector[Array[Byte]])] = {
     val first = accepted - waiting.size + 1
-    val taken = Vector.newBuilder[Array[Byte]]
-    var count = 0
+    val taken = mutable.ArrayBuffer.empty[Array[Byte]]
     while (waiting.nonEmpty && wantedEvents > 0 && wantedBytes > 0) {
       val event = waiting.dequeue()
       taken += event
-      count += 1
       bytes -= event.length
       wantedEvents -= 1
       wantedBytes -= math.max(event.length, 1)
     }
-    if (count == 0) None else Some(first -> taken.result())
+    Option.when(taken.nonEmpty)(first -> taken.toVector)
   }
 
   private def refuse(reason: String): Answer = {

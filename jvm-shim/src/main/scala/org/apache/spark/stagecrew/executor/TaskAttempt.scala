@@ -123,13 +123,10 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       val properties = SparkInternals.localProperties(attempt.task)
       if (properties.containsKey(ChainProperty)) properties.remove(ChainProperty)
     }
-    ()
   }
 
-  private def set(attempt: TaskAttempt, name: String, value: String): Unit = {
+  private def set(attempt: TaskAttempt, name: String, value: String): Unit =
     SparkInternals.localProperties(attempt.task).setProperty(name, value)
-    ()
-  }
 
   /** When Spark asks the attempt to end, asks its worker to end (Spark kills it after
     * spark.python.task.killTimeout), and ends the waits for coordinators of a worker without listeners. */
@@ -139,7 +136,6 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       processes.running(attempt.id).foreach(links.terminate)
       evaluations.foreach(_.interrupted(attempt.id))
     }
-    ()
   }
 
   private def listenerFailed(task: TaskContext, failed: SideFailed): Unit = {

@@ -16,6 +16,7 @@ final class AgentFailed(text: String) extends Exception(text)
 final class ExecutorListeners(
     settings: Settings, ledger: Ledger, processes: Processes, agent: Agent, pool: ExecutorService,
     where: Description => Where) {
+  private val noSide = new Side(None, Opened(), inAgent = false)
   private val sides = new Once[Side](pool)
   private val jvms = new ConcurrentHashMap[String, JvmListeners]() // open ones: they outlive a lost agent
   private val failures = new ConcurrentHashMap[String, Integer]()
@@ -23,7 +24,7 @@ final class ExecutorListeners(
   /** Opens the executor's side of a topology, or waits for its open. Throws what the open threw. */
   def opened(description: Description): Side =
     if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker")))
-      ExecutorListeners.NoSide
+      noSide
     else sides.of(description.id) {
       try {
         val side = open(description)
@@ -96,8 +97,4 @@ final class ExecutorListeners(
     answer.error.foreach(error => throw new AgentFailed(error))
     (answer, opened)
   }
-}
-
-object ExecutorListeners {
-  private val NoSide = new Side(None, Opened(), inAgent = false)
 }

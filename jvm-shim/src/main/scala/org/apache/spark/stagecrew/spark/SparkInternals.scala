@@ -141,7 +141,6 @@ private[stagecrew] object SparkInternals {
     case client: ExternalBlockStoreClient =>
       client.removeBlocks(left.host, left.port, left.executor, left.blocks.toArray)
         .get(timeoutMs, TimeUnit.MILLISECONDS)
-      ()
     case _ => ()
   }
 
