@@ -8,7 +8,8 @@ import driver._, executor._, ui._
   * each. */
 private[stagecrew] final case class Metric[A](name: String, value: A => Long)
 
-/** What the driver and each executor measure; `processes` has the role and the last sample of each running process. */
+/** The measurements of the driver and of each executor; `processes` has the role and the last sample of each running
+  * process. */
 private[stagecrew] final case class Sums(totals: Totals, partitions: PartitionCounts, processes: Seq[(String, Sample)])
 
 private[stagecrew] object Metrics {

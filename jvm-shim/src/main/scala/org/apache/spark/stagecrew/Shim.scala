@@ -29,7 +29,6 @@ object Shim {
   /** For Python: the driver's part of an application; null if the plugin does not run in it. */
   def driver(application: String): DriverFacade = drivers.get(application)
 
-  private[stagecrew] def running(application: String, facade: DriverFacade): Unit =
-    { drivers.put(application, facade); () }
-  private[stagecrew] def ended(facade: DriverFacade): Unit = { drivers.values.remove(facade); () }
+  private[stagecrew] def running(application: String, facade: DriverFacade): Unit = drivers.put(application, facade)
+  private[stagecrew] def ended(facade: DriverFacade): Unit = drivers.values.remove(facade)
 }

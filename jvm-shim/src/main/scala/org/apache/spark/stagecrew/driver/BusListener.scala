@@ -38,7 +38,7 @@ private[stagecrew] final class BusListener(crew: DriverCrew) extends SparkListen
       val covering = mark.flatMap(topologies.get).toSeq.flatMap(crew.chainOf).filter(_.state != "closed")
       val counted = (covering ++ topologies.get(Description.Application)).distinct
       counted.foreach(_.jobs += 1)
-      // An AQE query that is cancelled between two of its jobs goes on with the next one.
+      // An AQE query that is cancelled between two of its jobs continues with the next one.
       covering.flatMap(_.cancelled).headOption.foreach(reason => crew.sc.cancelJob(event.jobId, reason))
       crew.publish(counted: _*)
     }

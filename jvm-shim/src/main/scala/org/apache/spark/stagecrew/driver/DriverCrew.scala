@@ -102,7 +102,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     val deadline = System.nanoTime() + timeoutMs * 1000000L
     def left: Long = math.max(1L, (deadline - System.nanoTime()) / 1000000L)
     def ended(ids: Seq[String]): Unit =
-      try { CompletableFuture.allOf(ids.map(end(_, left)): _*).get(left, TimeUnit.MILLISECONDS); () }
+      try CompletableFuture.allOf(ids.map(end(_, left)): _*).get(left, TimeUnit.MILLISECONDS)
       catch { case NonFatal(_) => () }
     val active = call(topologies.values.filter(_.state == "active").map(_.description).toSeq)
     ended(active.filter(d => d.id != Description.Application && d.parent.isEmpty).map(_.id))
@@ -221,7 +221,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   private[stagecrew] def endExecution(id: String): Unit =
     if (topologies.get(id).exists(_.state == "active")) { ends.end(id, settings.closeTimeoutMs); () }
 
-  /** Events may be dropped: ends what has ended according to Spark's own books. */
+  /** Events may be dropped: ends the executions that have ended according to Spark's own books. */
   private def checkExecutions(): Unit = {
     executions.prune()
     partitions.prune()
@@ -234,8 +234,8 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   /** Whether an executor sends its outputs to others before it leaves, or did so a moment ago. */
   private def leaving: Boolean = leftLast.exists(System.nanoTime() - _ < LeavingNanos)
 
-  /** The topology that uses what a job of this topology needs: the innermost active one, because another thread may
-    * have ended it. None while it closes and is cancelled, as its jobs are. */
+  /** The topology that uses the datasets of a job of this topology: the innermost active one, because another thread
+    * may have ended it. None while it closes and is cancelled, as its jobs are. */
   private[stagecrew] def user(topology: Option[String]): Option[String] = {
     val covering = topology.flatMap(topologies.get).toSeq.flatMap(chainOf).filter(_.state != "closed")
     if (covering.headOption.exists(_.state == "closing") && covering.exists(_.cancelled.nonEmpty)) None
@@ -251,7 +251,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     stats.processes.lost(executor, System.currentTimeMillis())
     totals.lose(executor)
     val concerned = ends.lost(executor)
-    // What it stored is lost with it, or belongs to the shuffle service.
+    // Its partitions are lost with it, or belong to the shuffle service.
     val stored = topologies.values.filter(_.counts.contains(executor)).toSeq
     stored.foreach(_.counts.updateWith(executor)(_.map { case (sequence, counts) =>
       sequence -> counts.copy(partitions = counts.partitions.storing(PartitionCounts()))
@@ -259,7 +259,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
     publish((concerned ++ stored).distinct: _*)
   }
 
-  /** Takes over a report, unless it is older than what is known. */
+  /** Takes over a report, unless a newer one has arrived. */
   private[stagecrew] def reported(executor: String, frame: Frame): ExecutorReport = {
     val (sequence, report) = (frame.long("sequence"), Json.read[ExecutorReport](frame.text("body")))
     if (totals.record(executor, sequence, report.totals)) {

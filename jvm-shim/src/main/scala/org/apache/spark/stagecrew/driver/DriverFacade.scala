@@ -24,7 +24,7 @@ final class DriverFacade(crew: DriverCrew) {
   private val ends = new ConcurrentHashMap[String, java.util.concurrent.Future[Unit]]()
 
   /** Begins to end a topology. `awaitEnd` returns whether it has ended. */
-  def end(id: String, timeoutMs: Long): Unit = { ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs)); () }
+  def end(id: String, timeoutMs: Long): Unit = ends.computeIfAbsent(id, _ => crew.end(id, timeoutMs))
 
   def awaitEnd(id: String, ms: Long): Boolean = Option(ends.get(id)).forall { future =>
     try { future.get(ms, TimeUnit.MILLISECONDS); ends.remove(id); true } catch { case _: TimeoutException => false }
@@ -35,7 +35,7 @@ final class DriverFacade(crew: DriverCrew) {
   /** The place file of the channel to the driver's coordinators. */
   def coordinationPlace(): String = crew.coordination.place.toString
 
-  /** Keeps what a dataset (a Dataset or a JavaRDD) has stored when the topology ends. */
+  /** Keeps the stored partitions of a dataset (a Dataset or a JavaRDD) when the topology ends. */
   def keep(id: String, dataset: AnyRef): Unit = crew.partitions.keep(id, dataset)
 
   def stopQueries(id: String): Unit = crew.stopQueries(id)

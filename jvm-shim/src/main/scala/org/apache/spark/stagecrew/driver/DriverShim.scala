@@ -52,7 +52,7 @@ object DriverShim {
   /** Tells executors whether the UI or the event log shows timelines. */
   val Timelines = "timelines"
 
-  /** Sets what the plugin needs in Spark's configuration, and refuses what cannot work. */
+  /** Sets the plugin's needs in Spark's configuration, and refuses settings that cannot work. */
   def configure(conf: SparkConf): Unit = {
     conf.getOption(DaemonModuleKey).filter(_ != DaemonModule).foreach(module => throw new IllegalArgumentException(
       s"$DaemonModuleKey=$module: stagecrew must be Spark's Python daemon module; remove this setting, or the plugin"))

@@ -7,7 +7,7 @@ import scala.collection.mutable
 import executor._, spark._, ui._, wire._
 
 /**
- * What the driver knows of one topology. Used by its loop only; other threads read `view`. Of the lost executors the
+ * The driver's state of one topology. Used by its loop only; other threads read `view`. Of the lost executors the
  * last `retainedLost` are listed, and the others are in a sum.
  */
 private[stagecrew] final class Topology(

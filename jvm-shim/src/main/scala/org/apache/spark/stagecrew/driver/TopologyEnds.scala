@@ -6,13 +6,13 @@ import org.apache.spark.scheduler.StagecrewScheduler
 import executor._, partitions._, spark._, wire._
 
 /**
- * The end of topologies on the driver: executors are told, and close; then the driver releases what only it can; then
- * the topology is closed. Used by the driver's loop only.
+ * Ends topologies on the driver. Executors close a topology first. Then the driver releases the partitions that only it
+ * can release, and the topology is closed. Used by the driver's loop only.
  */
 private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
   import crew.{executors, inLoop, partitions, pinning, pool, publish, sc, schedule, settings, topologies}
 
-  /** How much longer than the timeout of a topology the driver waits for an executor's answer. */
+  /** How much longer than the timeout of a topology the driver waits for an executor's reply. */
   private val AnswerMs = 2000L
 
   /** How long after its connection has closed an executor is known to be lost, at most. */
@@ -69,7 +69,8 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
     publish(topology)
   }
 
-  /** Takes over an executor's answer: what has not closed, and what is the driver's to release. */
+  /** Takes over an executor's reply: the listeners that have not closed, and the caches that the driver must
+    * release. */
   private def take(
     topology: Topology, executor: String, bytes: Array[Byte], released: DriverPartitions.Released): Unit = {
     val report = crew.reported(executor, Frames.decodeMessage(bytes))

@@ -7,7 +7,7 @@ import scala.jdk.CollectionConverters._
 import org.apache.spark.SparkFiles
 import spark._, wire._
 
-/** The agent's answer about the listeners of one topology. `body` and `values` are for workers, which decode them;
+/** The agent's reply about the listeners of one topology. `body` and `values` are for workers, which decode them;
   * `values` are the pickled copies of what executor-scoped listeners opened. */
 final case class Opened(
     listeners: Map[Int, Opened.One] = Map.empty, error: Option[String] = None, body: String = "",
@@ -54,15 +54,15 @@ final class Agent(place: () => Path, settings: Settings, jar: String, log: Strin
       Opened.of(reply.get(bound, TimeUnit.MILLISECONDS))
     } catch {
       case _: TimeoutException => // it hangs outside of hooks: in an import, or while it unpickles
-        ProcessHandle.of(agent.pid).ifPresent(process => { process.destroyForcibly(); () })
+        ProcessHandle.of(agent.pid).ifPresent(process => process.destroyForcibly())
         throw new IllegalStateException(
           s"the agent (process ${agent.pid}) did not answer within $bound ms and was ended")
       case failed: java.util.concurrent.ExecutionException => throw failed.getCause
     } finally answer = None
   }
 
-  /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes what it has open and
-    * ends. */
+  /** An agent has connected. An agent that was given up meanwhile is disconnected: it closes its open
+    * listeners and ends. */
   def connected(arrived: Link): Unit = if (process.exists(started => isOrDescends(arrived.pid, started.pid))) {
     link = Some(arrived)
     arrival.complete(arrived)

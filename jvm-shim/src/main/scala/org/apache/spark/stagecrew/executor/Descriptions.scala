@@ -62,7 +62,7 @@ final class Descriptions(
     Some(Frames.decodeMessage(ask(Frames.encode("ASK_EXECUTION", executor, key))).text("topology")).filter(_.nonEmpty)
   }
 
-  /** The driver's answer; None is not kept. */
+  /** The driver's reply; None is not kept. */
   private def found[T](answers: Once[Option[T]], key: String)(question: => Option[T]): Option[T] = {
     val answer = answers.of(key)(question)
     if (answer.isEmpty) answers.forget(key)

@@ -126,7 +126,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
 }
 
 object Evaluations {
-  /** What the executor knows about attempts. */
+  /** The executor's knowledge about attempts. */
   trait Attempts {
     def runs(attempt: Long): Boolean
     /** Why it failed, or that Spark has asked it to end. Called before `runs`. */

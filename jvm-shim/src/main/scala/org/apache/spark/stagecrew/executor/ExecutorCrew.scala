@@ -145,7 +145,7 @@ final class ExecutorCrew(
     // A task of the JVM cannot be ended: after half of the time the others close without it.
     schedule(timeoutMs / 2)(closings.force())
     val (application, inner) = descriptions.ids.partition(_ == Description.Application)
-    // Attempts are being killed, or never end: their workers are asked to end, and close what they have open.
+    // Attempts are being killed, or never end: their workers are asked to end, and close their open listeners.
     processes.busy.foreach(links.terminate)
     end(inner)
     end(application)

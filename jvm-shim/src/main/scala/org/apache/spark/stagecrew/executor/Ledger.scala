@@ -108,10 +108,10 @@ final case class SpanSlot(slot: Int, span: Span)
 
 /**
  * A report of an executor to the driver. The counts are complete, not changes, and each report has a sequence number:
- * the driver replaces what it has. So a report that is lost or repeated changes nothing. The last three fields are for
- * the end of a topology.
+ * the driver replaces the older ones. So a report that is lost or repeated changes nothing. The last three fields are
+ * for the end of a topology.
  *
- * @param unclosed what has not closed
+ * @param unclosed the listeners that have not closed
  * @param shuffles shuffles with deleted outputs
  * @param caches cached datasets that the driver must unpersist
  */

@@ -9,8 +9,8 @@ import scala.collection.mutable
  *
  * Events have the sequence numbers 1, 2, 3, ... A repeated event is accepted once. An event after a gap, or one that
  * does not fit, is refused with all later ones: the coordinator's side then fails the attempt, so that no loss is
- * silent. The worker takes what it has credit for: a number of events, and a number of bytes, which the last event may
- * exceed.
+ * silent. The worker takes the events that it has credit for: a number of events, and a number of bytes, which the last
+ * event may exceed.
  */
 final class Mailbox(maxEvents: Int, maxBytes: Long) {
   import Mailbox._

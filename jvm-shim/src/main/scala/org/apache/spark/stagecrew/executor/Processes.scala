@@ -7,7 +7,7 @@ import wire._
 /**
  * The Python processes of an executor: what each has open, the attempt that it runs, and the hook that it is in.
  *
- * Guarded by its own lock. Nothing is called while the lock is held: the caller does what is returned.
+ * Guarded by its own lock. Nothing is called while the lock is held: the caller acts on the result.
  */
 final class Processes(ledger: Ledger, nameOf: (String, Int) => (String, String), clock: () => Long) {
   import Processes._

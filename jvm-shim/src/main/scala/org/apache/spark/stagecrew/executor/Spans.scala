@@ -6,7 +6,7 @@ import driver._, ui._
 
 /**
  * The spans of one topology on one executor: the first opens and closes, the slowest of the rest, and the same of
- * tasks. The first ones show how the topology began, and the slowest ones are what a reader looks for. All others are
+ * tasks. The first ones show how the topology began, and the slowest ones are the most useful. All others are
  * only counted. Guarded by its ledger.
  *
  * Each span has a slot, whose content may be replaced. Reports carry the slots that the driver may not have.
@@ -58,7 +58,7 @@ private[stagecrew] final class SpanBook(limit: Int = SpanBook.PerTopology) {
   private val totals = mutable.LinkedHashMap.empty[String, (Long, Long)] // by executor: sequence number, spans recorded
   private var past = 0L // spans recorded by executors that are forgotten
 
-  /** Takes over what a report said. A report that is repeated or late changes nothing. */
+  /** Takes over the spans of a report. A report that is repeated or late changes nothing. */
   def record(executor: String, sequence: Long, report: SpanReport): Unit = {
     if (totals.get(executor).forall(_._1 < sequence)) totals(executor) = sequence -> report.total
     report.slots.foreach { case SpanSlot(slot, span) =>

@@ -12,7 +12,7 @@ import listeners._, spark._, wire._
 private[stagecrew] final class TaskAttempt(val task: TaskContext, val mark: Option[String], val chain: Seq[String]) {
   val id: Long = task.taskAttemptId()
   val began: Long = System.nanoTime()
-  /** Whether its mark is a topology that had ended: what it writes belongs to the application. */
+  /** Whether its mark is a topology that had ended: its partitions belong to the application. */
   val stray: Boolean = mark.exists(!chain.contains(_))
   /** Whether it may call functions that are bound to operators. */
   var talks = false
@@ -110,7 +110,8 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
       }
     }
 
-  /** Tells the attempt's worker its topologies. In a local master the properties may be those of the attempt before. */
+  /** Sets the properties that name the topologies to the attempt's worker. In a local master the properties may be
+    * those of the attempt before. */
   private def prepareWorker(attempt: TaskAttempt, described: Seq[Description]): Unit = {
     attempt.hasWorker = described.exists(_.listeners.exists(_.python))
     if (attempt.hasWorker) {
@@ -149,7 +150,7 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
         s" on executor $executor:\n$error")
   }
 
-  /** Ends the attempt without its body, and tells the driver. */
+  /** Ends the attempt without its body, and reports it to the driver. */
   private def reject(task: TaskContext, topology: String, listener: String, text: String): Unit =
     TaskRejection.refuse(task, executor, topology, listener, text, sides.failedInARow(topology))(crew.sendToDriver)
 
@@ -159,10 +160,10 @@ private[stagecrew] final class TaskAttempts(crew: ExecutorCrew) extends Evaluati
     attempt.undecorate()
     if (attempt.mark.nonEmpty) partitions.over(attempt.id, SparkInternals.updatedBlocks(attempt.task))
     val failed = failureOf(attempt.task)
-    // Before the attempt is over: the messages of its worker may not have been read yet.
+    // Before `over` is set: the messages of its worker may not have been read yet.
     if (attempt.talks) attempt.failure = failed.orElse(attempt.failure)
     attempt.over = true
-    // Before the attempt is over: its topologies may then be reported for the last time.
+    // Before `finish`: then its topologies may be reported for the last time.
     attempt.chain.lastOption.foreach(
       ledger.span(_, "task", attempt.name, (System.nanoTime() - attempt.began) / 1000, failed.nonEmpty))
     val quiescent = table.finish(attempt.id)

@@ -21,7 +21,7 @@ final class ExecutorListeners(
   private val jvms = new ConcurrentHashMap[String, JvmListeners]() // open ones: they outlive a lost agent
   private val failures = new ConcurrentHashMap[String, Integer]()
 
-  /** Opens the executor's side of a topology, or waits for its open. Throws what the open threw. */
+  /** Opens the executor's side of a topology, or waits for its open. Throws the exception of the open. */
   def opened(description: Description): Side =
     if (description.listeners.forall(entry => entry.kind == "pickle" && entry.scope.contains("worker")))
       noSide
@@ -37,7 +37,7 @@ final class ExecutorListeners(
       }
     }
 
-  /** What is open of a topology; None while it opens, and after a failure. */
+  /** The open side of a topology; None while it opens, and after a failure. */
   def of(topology: String): Option[Side] = sides.now(topology)
 
   /** The open of a topology's side that is in progress. */

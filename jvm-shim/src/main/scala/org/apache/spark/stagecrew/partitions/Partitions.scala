@@ -79,7 +79,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
     asked += 1
   }
 
-  /** Nobody uses these shuffles: what is booked of them for the application goes. */
+  /** Nobody uses these shuffles: deletes their outputs that are booked for the application. */
   def unclaimed(shuffles: Iterable[Int]): Unit = {
     val taken = table.unclaimed(shuffles)
     if (taken.outputs.nonEmpty) { inPool(delete(Description.Application, taken.outputs)); () }
@@ -137,7 +137,7 @@ final class Partitions(ownerOf: Long => Option[String], ledger: Ledger, pool: Ex
   private def inPool[T](f: => T): CompletableFuture[T] = {
     val done = CompletableFuture.supplyAsync[T](() => f, pool)
     deletions.add(done)
-    done.whenComplete((_, _) => { deletions.remove(done); () })
+    done.whenComplete((_, _) => deletions.remove(done))
     done
   }
 

@@ -206,7 +206,7 @@ private[stagecrew] object SparkInternals {
 
   /** Runs a hook before Spark's own hooks stop the SparkContext (priority 50) and delete folders (25). The driver's
     * runs before that of core/executor/Executor.scala (100), which ends the executor's plugin: in a local master the
-    * executor must still answer. */
+    * executor must still reply. */
   def addShutdownHook(driver: Boolean)(hook: () => Unit): AnyRef = ShutdownHookManager.addShutdownHook(
     10 + (if (driver) ShutdownHookManager.DEFAULT_SHUTDOWN_PRIORITY
       else ShutdownHookManager.SPARK_CONTEXT_SHUTDOWN_PRIORITY))(hook)

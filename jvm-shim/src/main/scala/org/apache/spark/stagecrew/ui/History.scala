@@ -79,7 +79,7 @@ private[stagecrew] object History {
       parsed(state)(Json.as[TopologyView](_)).map(state -> _))
     val sums = states.flatMap(state =>
       parsed(state)(node => Option(node.get("totals")).map(Json.as[Totals](_)))).flatten
-    // The newest by what it had counted: the application's may be older than a topology's. An older log has only that.
+    // The newest is the one with the highest counts. Older logs have these sums only in the application's event.
     val coordinators = states.flatMap(state =>
       parsed(state)(node => Option(node.get("coordinators")).map(Json.as[OperatorView](_) -> state.time))).flatten
       .maxByOption { case (sum, time) => (sum.counted, time) }.map(_._1)

@@ -25,7 +25,8 @@ final case class Entry(
  * as opaque bytes. `executable`, `environment` and `files` say how PySpark starts Python here, for the agent: the
  * executor's JVM cannot find them out.
  *
- * @param coordinated whether tasks of no named topology may call functions that are bound to the application's operators
+ * @param coordinated whether tasks of no named topology may call functions that are bound to the application's
+ * operators
  * @param release the release policy of `DriverPartitions`. Spark manages the application's own partitions
  */
 final case class Description(
