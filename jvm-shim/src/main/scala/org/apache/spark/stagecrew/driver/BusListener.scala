@@ -8,7 +8,7 @@ import org.apache.spark.sql.execution.ui.{SparkListenerSQLExecutionEnd, SparkLis
 import org.apache.spark.sql.streaming.StreamingQueryListener.{QueryStartedEvent, QueryTerminatedEvent}
 import executor._, spark._, wire._
 
-/** An event of our own that event logs do not have. */
+/** An event of the plugin that is not written into event logs. */
 private[stagecrew] trait NotLogged extends SparkListenerEvent {
   override protected[spark] def logEvent: Boolean = false
 }

@@ -46,7 +46,7 @@ final class DriverCrew(private[stagecrew] val sc: SparkContext) extends ThreadLo
   @volatile private var published = Snapshot(Vector.empty, Totals())
   private val eventLog = Option.when(SparkUi.hasEventLog(sc))(new EventLog(
     settings.eventLogIntervalMs, settings.eventLogMaxEvents, () => System.currentTimeMillis(),
-      SparkInternals.post(sc, _)))
+    SparkInternals.post(sc, _)))
 
   /** Whether the UI or the event log shows when listeners opened and closed, and tasks ran. */
   val timelines: Boolean = eventLog.nonEmpty || SparkUi.hasUi(sc)

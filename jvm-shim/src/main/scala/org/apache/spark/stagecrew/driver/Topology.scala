@@ -52,8 +52,7 @@ private[stagecrew] final class Topology(
     val view = TopologyView(
       description.id, description.name, kind, description.parent, state, started, ended, jobs, executors.toVector,
       byExecutor.to(VectorMap), lostExecutors.keys.toVector, unclosed.toVector, operators.views,
-        spans.spans, spans.dropped,
-      forgotten, operators.forgotten)
+      spans.spans, spans.dropped, forgotten, operators.forgotten)
     shown = Some(view)
     view
   }

@@ -53,13 +53,13 @@ private[stagecrew] final class TopologyEnds(crew: DriverCrew) {
       val message = Frames.encode("END_TOPOLOGY", topology.description.id, timeoutMs, Json.write(released.release))
       asked.foreach(executor => executor.peer.ask(message, timeoutMs + AnswerMs) {
         case Right(bytes) => inLoop {
-          Log.contained(s"the answer of executor ${executor.id}")(take(topology, executor.id, bytes, released))
+          Log.contained(s"the reply of executor ${executor.id}")(take(topology, executor.id, bytes, released))
           answered(topology, executor.id)
         }
         // A connection may close a moment before its executor is known to be lost: then it is reported as lost.
         case Left(error) => schedule(if (error.isInstanceOf[TimeoutException]) 0 else LostMs) {
           if (topology.pending(executor.id)) {
-            topology.unclosed += s"executor ${executor.id} did not answer: ${error.getMessage}"
+            topology.unclosed += s"executor ${executor.id} did not reply: ${error.getMessage}"
             answered(topology, executor.id)
           }
         }

@@ -56,7 +56,7 @@ final class Evaluations(maxEvents: Int, maxBytes: Long, attempts: Evaluations.At
       val id = Frames.evaluationOf(frame)
       val evaluation = find(id)
       if (kind == "FINISH") evaluation.foreach(_.finishing = Frames.sequenceOf(frame))
-      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt is over, or it was reset")
+      if (evaluation.nonEmpty) batch.add(frame) else link.send("ABORT", id, "its attempt has ended, or it was reset")
     case other => throw new FrameException(s"an evaluation does not send $other")
   }
 
@@ -142,7 +142,7 @@ object Evaluations {
       frames => driver.send(Frames.encode("FROM", executor, frames)))
     lazy val endpoint: Peer = Rpc.endpoint(s"stagecrew-evaluations-$executor", new Handler {
       override def receive(message: Array[Byte], from: Option[Peer], address: String, reply: Reply): Unit =
-        Log.contained("what a coordinator sent")(here.arrived(ByteBuffer.wrap(message)))
+        Log.contained("a coordinator's message")(here.arrived(ByteBuffer.wrap(message)))
     })
     // The endpoint's reference is sent once: Java takes longer for it than for the rest of a message.
     driver.send(Rpc.withSender(endpoint, Frames.encode("FROM", executor, Array.emptyByteArray)))

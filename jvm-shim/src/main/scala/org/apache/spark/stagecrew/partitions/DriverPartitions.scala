@@ -41,7 +41,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
   def lookForKept(topologies: Iterable[String]): Unit = topologies.foreach { topology =>
     Option(datasets.get(topology)).foreach { ones =>
       var shuffled, cached = Set.empty[Int]
-      ones.foreach(one => Log.contained("finding what a kept dataset has stored") {
+      ones.foreach(one => Log.contained("finding the stored partitions of a kept dataset") {
         val (itsShuffles, itsCaches) = SparkInternals.stored(sc, one)
         shuffled ++= itsShuffles
         cached ++= itsCaches
@@ -97,7 +97,7 @@ private[stagecrew] final class DriverPartitions(sc: SparkContext) {
    */
   def inventory(
       told: Inventory, leaving: Boolean, stateOf: String => String,
-        claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
+      claim: () => Unit): (Orphans, Seq[SparkInternals.LeftBlocks]) = {
     lazy val before = {
       val next = StagecrewScheduler.nextAttempt(sc)
       claim()

@@ -52,8 +52,7 @@ private[stagecrew] final case class Paging(page: Int, size: Int, column: Option[
   * query, to which the table adds its own parameters, whose names begin with its tag. */
 private[stagecrew] final class SparkTable[T](
     tag: String, header: Seq[(String, Boolean, Option[String])], rows: IndexedSeq[T],
-      cells: T => Seq[Node], link: String,
-    paging: Paging) extends PagedTable[T] {
+    cells: T => Seq[Node], link: String, paging: Paging) extends PagedTable[T] {
   override def tableId: String = s"stagecrew-$tag"
   override def tableCssClass: String =
     "table table-bordered table-sm table-striped table-head-clickable table-cell-width-limited"

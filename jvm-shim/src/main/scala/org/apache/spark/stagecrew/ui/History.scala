@@ -11,7 +11,7 @@ import driver._, executor._, spark._, wire._
 /** The last event of a topology, or of the application, in the store of the History Server. */
 private[stagecrew] final case class KeptState(
     @(KVIndex @getter) key: String, kind: String, id: String, version: Int, time: Long,
-      capped: Boolean, trimmed: Boolean, body: String)
+    capped: Boolean, trimmed: Boolean, body: String)
 
 /** Handles the events of one log. An event that cannot be read is dropped, and never stops the reading of a log. */
 private[stagecrew] final class HistoryListener(kept: TypedStore[KeptState], retained: Int) extends SparkListener {

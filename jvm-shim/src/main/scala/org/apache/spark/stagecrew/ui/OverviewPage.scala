@@ -63,7 +63,7 @@ private[stagecrew] object OverviewPage {
   private def columns(shown: PageModel, ask: PageRequest): Seq[Column[TopologyView]] = Seq(
     Column.of("Topology")((_: TopologyView).name)(t => <td>{Tab.topology(ask, t)}</td>),
     Column.text("Id")(_.id), Column.text("Kind")(_.kind), Column.text("State")(_.state),
-      Column.date("Started")(_.started),
+    Column.date("Started")(_.started),
     Column.duration("Duration")(shown.duration), Column.number("Jobs")(_.jobs.toLong),
     Column.several("Executors", "Those that ran its tasks")(_.askedBy, _.forgottenExecutors),
     Column.number("Coordinators")(_.coordinators.toLong),

@@ -12,7 +12,7 @@ import driver._, spark._, wire._
   * event, and some have notes. */
 private[stagecrew] final case class PageModel(
     snapshot: Snapshot, now: Long, history: Boolean = false, times: Map[String, Long] = Map.empty,
-      notes: Map[String, Seq[String]] = Map.empty) {
+    notes: Map[String, Seq[String]] = Map.empty) {
 
   /** The time up to which a topology is known. */
   def until(topology: TopologyView): Long =
